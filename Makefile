@@ -1,0 +1,37 @@
+# Everything happens in .venv, which is made on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check soak bench clean
+
+help: ## show this list
+	@grep -hE '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z.]+):[^#]*## /  make \1\t/' | expand -t 20
+
+demo: $(STAMP) ## train a small language model while its workers are killed, and prove that nothing was lost
+	$(BIN)/elastic-harness demo
+
+check: $(STAMP) ## lint, types, import rules and unit tests; under a minute
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/pytest -q tests/unit
+
+test: $(STAMP) ## every test, with real processes and real signals
+	$(BIN)/pytest
+
+soak: $(STAMP) ## long random storms of failures; SOAK_MINUTES=10 by default
+	SOAK_MINUTES=$${SOAK_MINUTES:-10} $(BIN)/pytest -m soak
+
+bench: $(STAMP) ## the benchmarks, rivals beside us; JSON below benchmarks/
+	$(BIN)/python -m benchmarks
+
+clean: ## remove what was built, and no runs
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,report]'
+	touch $@

@@ -1,0 +1,45 @@
+"""All benchmarks, one after the other: `python -m benchmarks [--quick]`; exits with 1 if one failed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from benchmarks import exactness, memory, recovery, throughput
+from benchmarks.common import say
+
+QUICK: dict[str, list[str]] = {
+    "recovery": ["--rounds=1", "--kills=2", "--variant-rounds=1", "--max-wait-steps=3"],
+    "throughput": ["--pairs=4", "--workers=2", "--cases=3M,30M"],
+    "exactness": ["--quick"],
+    "memory": ["--workers=2"],
+}
+BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
+    "recovery": recovery.main,
+    "throughput": throughput.main,
+    "exactness": exactness.main,
+    "memory": memory.main,
+}
+
+
+def main() -> int:
+    """Run the chosen ones; each writes benchmarks/results/<name>.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"default: {' '.join(BENCHMARKS)}")
+    parser.add_argument("--quick", action="store_true", help="a few minutes instead of about an hour")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(BENCHMARKS):
+        parser.error(
+            f"no benchmark is called {', '.join(sorted(unknown))}; there are: {', '.join(BENCHMARKS)}"
+        )
+    codes = {}
+    for name in args.names or BENCHMARKS:
+        say(f"---- {name}")
+        codes[name] = BENCHMARKS[name](QUICK[name] if args.quick else [])
+    say(", ".join(f"{name}: {'ok' if code == 0 else 'FAILED'}" for name, code in codes.items()))
+    return max(codes.values(), default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

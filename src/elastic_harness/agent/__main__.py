@@ -1,0 +1,51 @@
+"""The agent process: started by `elastic-harness launch`, which restarts it if it dies by itself."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from elastic_harness.agent.console import Console
+from elastic_harness.agent.elastic import ElasticRun
+from elastic_harness.agent.folder import RunFolder
+from elastic_harness.agent.loop import Agent, Supervisor
+from elastic_harness.agent.options import LaunchOptions
+from elastic_harness.agent.plain import PlainRun
+from elastic_harness.errors import HarnessError
+
+EXIT_CRASHED = 70
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m elastic_harness.agent", description=__doc__)
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--parent", type=int, required=True, help="the process whose end ends the agent")
+    parser.add_argument("--colour", action="store_true")
+    given = parser.parse_args()
+
+    output = os.dup(1)
+    os.set_inheritable(output, False)
+    folder = RunFolder(Path(given.run_dir))
+    options = LaunchOptions.from_json(folder.record["options"])
+    console = Console(output, colour=given.colour, quiet=options.quiet)
+    try:
+        agent = Agent(folder, options, console, given.parent)
+        supervisor: Supervisor = ElasticRun(agent) if folder.record.get("mode") == "elastic" else PlainRun(agent)
+        return agent.run(supervisor)
+    except HarnessError as error:
+        console.notice(f"error: {error}")
+        console.drain()
+        return error.exit_code
+    except Exception:
+        (folder.logs / "agent.log").open("a").write(traceback.format_exc())
+        console.notice(f"the agent crashed; its log is {folder.logs / 'agent.log'}")
+        console.block(traceback.format_exc())
+        console.drain()
+        return EXIT_CRASHED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

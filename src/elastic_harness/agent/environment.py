@@ -1,0 +1,56 @@
+"""What a worker finds in its environment: torchrun's variables, and ours."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class JobEnvironment:
+    """What all workers of one start have in common. `restart_count` counts restarts of the job as a whole."""
+
+    run_id: str
+    run_dir: Path
+    workers: int
+    max_restarts: int
+    restart_count: int
+    master_port: int
+
+    def of(self, index: int) -> dict[str, str]:
+        """The environment of the worker at a local index. RANK is provisional for members of an elastic run."""
+        rank, size = str(index), str(self.workers)
+        environment = dict(os.environ)
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment.setdefault("PYTHONUNBUFFERED", "1")
+        environment.update(
+            RANK=rank,
+            LOCAL_RANK=rank,
+            ROLE_RANK=rank,
+            WORLD_SIZE=size,
+            LOCAL_WORLD_SIZE=size,
+            ROLE_WORLD_SIZE=size,
+            GROUP_RANK="0",
+            GROUP_WORLD_SIZE="1",
+            NODE_RANK="0",
+            ROLE_NAME="default",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(self.master_port),
+            TORCHELASTIC_RUN_ID=self.run_id,
+            TORCHELASTIC_RESTART_COUNT=str(self.restart_count),
+            TORCHELASTIC_MAX_RESTARTS=str(self.max_restarts),
+            TORCHELASTIC_USE_AGENT_STORE="False",
+            ELASTIC_HARNESS_RUN_DIR=str(self.run_dir),
+            ELASTIC_HARNESS_RUN_ID=self.run_id,
+        )
+        return environment
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now; never one of an earlier start, whose peers may still dial it."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port

@@ -1,0 +1,156 @@
+"""The run folder: who holds it, and what it remembers of the run (`run.json`)."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from elastic_harness.errors import ConfigError, InfrastructureError
+
+RUNS = Path("runs")
+RECORD = "run.json"
+LOCK = "lock"
+
+
+class RunFolder:
+    """A run's folder. `record` is the content of run.json; `save` writes it atomically."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.record: dict[str, Any] = read_record(path) or {}
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def update(self, **fields: Any) -> None:
+        self.record.update(fields)
+        self.save()
+
+    def save(self) -> None:
+        temporary = self.path / f".{RECORD}.{os.getpid()}"
+        try:
+            temporary.write_text(json.dumps(self.record, indent=1) + "\n")
+            os.replace(temporary, self.path / RECORD)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise InfrastructureError(
+                f"cannot write {self.path / RECORD}: {error.strerror}; free space or make the folder writable, "
+                f"then launch with the same --run-dir to resume"
+            ) from error
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """The content of run.json, None if there is none."""
+    try:
+        text = (path / RECORD).read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise InfrastructureError(f"cannot read {path / RECORD}: {error.strerror}") from error
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        raise InfrastructureError(
+            f"{path / RECORD} is damaged ({error}); restore it, or start anew with --fresh (the old folder is kept)"
+        ) from error
+    if not isinstance(record, dict):
+        raise InfrastructureError(f"{path / RECORD} holds {type(record).__name__}, it must be a JSON object")
+    return record
+
+
+def new_run_id() -> str:
+    return time.strftime("%Y%m%d-%H%M%S") + "-" + os.urandom(2).hex()
+
+
+def resolve(name: str) -> Path:
+    """The folder of an existing run, given as a path or as an id under runs/."""
+    for path in (Path(name), RUNS / name):
+        if (path / RECORD).exists():
+            return path.resolve()
+    raise ConfigError(
+        f"there is no run {name!r}: neither {Path(name)} nor {RUNS / name} holds a {RECORD}; `elastic-harness ls` "
+        f"lists the runs"
+    )
+
+
+def set_aside(path: Path) -> Path:
+    """Move an existing run folder out of the way; nothing is deleted."""
+    target = path.with_name(f"{path.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+    number = 1
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}.old-{time.strftime('%Y%m%d-%H%M%S')}-{number}")
+    os.rename(path, target)
+    return target
+
+
+def acquire(path: Path, wait_s: float = 3.0) -> int:
+    """Create the folder if needed and take its lock; returns the lock's descriptor.
+
+    The lock is held as long as any process keeps the descriptor open, and never outlives them. A holder whose launcher
+    is gone is about to leave: it is waited for, up to `wait_s`.
+    """
+    try:
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise InfrastructureError(
+            f"cannot use the run folder {path}: {error.strerror}; choose another --run-dir or make it writable"
+        ) from error
+    give_up_at = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip()
+            if _lives(holder) or time.monotonic() > give_up_at:
+                os.close(descriptor)
+                raise ConfigError(
+                    f"the run in {path} is live: process {holder or 'unknown'} holds it. Stop it with "
+                    f"`elastic-harness stop {path}`, or choose another --run-dir"
+                ) from None
+            time.sleep(0.05)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    except OSError as error:
+        os.close(descriptor)
+        raise InfrastructureError(f"cannot write {path / LOCK}: {error.strerror}; free space and try again") from error
+    return descriptor
+
+
+def locked(path: Path) -> bool:
+    """True while a live job holds the folder."""
+    try:
+        descriptor = os.open(path / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def newest_checkpoint(path: Path) -> int | None:
+    """The version of the newest checkpoint folder that has a manifest (its validity is the workers' to check)."""
+    versions = [
+        int(manifest.parent.name[5:])
+        for manifest in (path / "checkpoints").glob("step-*/manifest.json")
+        if manifest.parent.name[5:].isdigit()
+    ]
+    return max(versions, default=None)
+
+
+def _lives(pid: str) -> bool:
+    return pid.isdigit() and Path(f"/proc/{pid}").exists()

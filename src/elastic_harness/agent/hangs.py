@@ -1,0 +1,70 @@
+"""Workers that make no progress: the worker sets its deadlines, this only enforces them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elastic_harness.agent.board import SLOT
+from elastic_harness.agent.worker import Worker
+
+STOPPED_CHECK_S = 0.1
+STOPPED_DEADLINE_MS = 5000
+OWN_PAUSE_S = 1.0
+
+
+class HangWatch:
+    """Finds workers whose beat has stood still beyond their deadline, or that are stopped (SIGSTOP).
+
+    A pause of the agent itself (a suspended machine) counts for nobody's deadline. A stopped worker without a deadline
+    in its phase is given the newest deadline that it, or a peer, had for computing.
+    """
+
+    def __init__(self) -> None:
+        self._checked_at: float | None = None
+        self._stopped_at = 0.0
+        self._stopped_since: dict[str, float] = {}
+
+    def check(self, workers: Iterable[Worker], now: float) -> list[tuple[Worker, str]]:
+        """Every worker that hangs, with the evidence in words."""
+        living = [w for w in workers if w.running and w.hello and not w.lost and not w.released]
+        if self._checked_at is not None and now - self._checked_at > OWN_PAUSE_S:
+            for worker in living:
+                worker.beat_seen_at += now - self._checked_at
+            self._stopped_since.clear()
+        self._checked_at = now
+        hung: list[tuple[Worker, str]] = []
+        for worker in living:
+            reading = worker.board.read()
+            if worker.last_reading is None or reading.beat != worker.last_reading.beat:
+                worker.beat_seen_at = now
+                if reading.phase == SLOT and reading.deadline_ms:
+                    worker.compute_deadline_ms = reading.deadline_ms
+            worker.last_reading = reading
+            idle_s = now - worker.beat_seen_at
+            if reading.deadline_ms and idle_s > reading.deadline_ms / 1000:
+                stopped = "; the process is stopped (SIGSTOP)" if worker.stopped() else ""
+                hung.append(
+                    (
+                        worker,
+                        f"no progress for {idle_s:.1f} s while {reading.where} "
+                        f"(deadline {reading.deadline_ms / 1000:g} s){stopped}",
+                    )
+                )
+        if now - self._stopped_at >= STOPPED_CHECK_S:
+            self._stopped_at = now
+            hung += self._stopped([w for w in living if w not in [h for h, _ in hung]], now)
+        return hung
+
+    def _stopped(self, living: list[Worker], now: float) -> list[tuple[Worker, str]]:
+        stopped = {w.member for w in living if w.stopped()}
+        self._stopped_since = {m: self._stopped_since.get(m, now) for m in stopped}
+        common_ms = max((w.compute_deadline_ms for w in living), default=0)
+        found = []
+        for worker in living:
+            if worker.member not in stopped:
+                continue
+            deadline_s = (worker.compute_deadline_ms or common_ms or STOPPED_DEADLINE_MS) / 1000
+            stopped_s = now - self._stopped_since[worker.member]
+            if stopped_s > deadline_s:
+                found.append((worker, f"the process was stopped (SIGSTOP) for {stopped_s:.1f} s (deadline {deadline_s:g} s)"))
+        return found

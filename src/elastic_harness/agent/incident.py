@@ -1,0 +1,141 @@
+"""One incident, one block: what, who, evidence, what was done, what you can do, where the log is. Pure but for reading
+the kernel's out-of-memory counter."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about a worker's end; nothing here is a guess."""
+
+    member: str
+    rank: int | None
+    host: str
+    pid: int
+    lived_s: float
+    where: str
+    exit_code: int | None
+    error: str
+    hang: str
+    oom_kills: int | None
+    tail: tuple[str, ...]
+    log: str
+
+
+@dataclass(frozen=True)
+class Incident:
+    what: str
+    who: str
+    evidence: tuple[str, ...]
+    done: str
+    advice: str
+    log: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "evidence": list(self.evidence)}
+
+    def render(self) -> str:
+        """The block as shown to the user."""
+        rows: list[tuple[str, str]] = [("what", self.what), ("who", self.who)]
+        rows += [("evidence" if i == 0 else "", line) for i, line in enumerate(self.evidence)]
+        rows += [("done", self.done), ("you can", self.advice), ("log", self.log)]
+        body = "\n".join(f"│ {name:<9} {text}" for name, text in rows if text)
+        return f"┌─ incident ───────────────────────────\n{body}\n└──────────────────────────────────────"
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def describe_exit(exit_code: int | None) -> str:
+    """An exit code in words."""
+    if exit_code is None:
+        return "ended in a way that is not known"
+    if exit_code < 0:
+        return f"was killed by {signal_name(-exit_code)}"
+    return f"ended with exit code {exit_code}"
+
+
+def build(facts: Facts, done: str, advice: str = "") -> Incident:
+    """The block for one failed worker. A cause is named only where there is evidence for it."""
+    evidence: list[str] = []
+    if facts.hang:
+        what = f"worker {facts.member} hung: {facts.hang}"
+        evidence.append("the agent ended it with SIGKILL after its progress deadline")
+        advice = advice or "if this repeats at the same place, look for a deadlock or slow storage in the log"
+    elif facts.error:
+        what = f"worker {facts.member} failed: {facts.error}"
+        evidence.append(describe_exit(facts.exit_code))
+        advice = advice or "fix the error in the training script; the traceback is in the log"
+    else:
+        what = f"worker {facts.member} {describe_exit(facts.exit_code)}"
+    if not facts.hang and facts.exit_code is not None and facts.exit_code < 0:
+        evidence.append(_signal_evidence(-facts.exit_code, facts.oom_kills))
+        if facts.oom_kills:
+            advice = advice or "use less memory per worker (fewer workers, smaller micro-batch), or raise the limit"
+        elif -facts.exit_code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
+            advice = advice or "a native library crashed; faulthandler (PYTHONFAULTHANDLER=1) shows where"
+    elif facts.exit_code == 0:
+        evidence.append("it ended without an error, but before the last step")
+        advice = advice or "let the loop over run.steps() run to its end, or lower training.max_steps"
+    if facts.tail:
+        evidence.append("last lines of its log:")
+        evidence += [f"  {line}" for line in facts.tail]
+    else:
+        evidence.append("it wrote nothing to its log")
+    rank = "no rank yet" if facts.rank is None else f"rank {facts.rank}"
+    who = f"{rank}, host {facts.host}, pid {facts.pid}, {facts.lived_s:.1f} s after its start"
+    who += f", {facts.where}" if facts.where else ""
+    return Incident(what, who, tuple(evidence), done, advice, facts.log)
+
+
+def _signal_evidence(number: int, oom_kills: int | None) -> str:
+    name = signal_name(number)
+    if number != signal.SIGKILL:
+        return f"{name}; the kernel does not record who sent it or why"
+    if oom_kills is None:
+        return f"{name}; by whom is unknown (no out-of-memory counter can be read here)"
+    if oom_kills:
+        return f"{name}; the control group's out-of-memory counter rose by {oom_kills}: the kernel ended it for memory"
+    return f"{name}; by whom is unknown; the control group's out-of-memory counter did not rise"
+
+
+def oom_kill_counter(files: Sequence[Path] | None = None) -> int | None:
+    """How often the kernel killed for memory in this control group; None where that cannot be read."""
+    for path in files if files is not None else _counter_files():
+        try:
+            for line in path.read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _counter_files() -> list[Path]:
+    root = Path("/sys/fs/cgroup")
+    files: list[Path] = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return files
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            files += [root / path.lstrip("/") / "memory.events", root / "memory.events"]
+        elif "memory" in controllers.split(","):
+            files += [
+                root / "memory" / path.lstrip("/") / "memory.oom_control",
+                root / "memory" / "memory.oom_control",
+            ]
+    return files

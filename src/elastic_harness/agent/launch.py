@@ -1,0 +1,193 @@
+"""`elastic-harness launch`: prepares the run folder, then stays as the small parent that keeps an agent running.
+
+The parent knows nothing of the training. It copies the agent's output to the terminal, passes signals on, starts a new
+agent if one dies by itself, and ends with the agent's exit code. Whatever a dead agent leaves behind becomes the
+parent's child and is ended before the next one starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from elastic_harness.agent import folder as folders
+from elastic_harness.agent.options import LaunchRequest, parse
+from elastic_harness.agent.worker import die_with_parent
+from elastic_harness.errors import EXIT_INFRASTRUCTURE, InfrastructureError
+
+AGENT_RESTARTS_MAX = 10
+AGENT_RESTARTS_WINDOW_S = 3600.0
+_KNOWN_EXITS = frozenset({0, 1, 2, 3, 4, 129, 130, 143})
+_PR_SET_CHILD_SUBREAPER = 36
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Launch a job and stay until it ends; returns its exit code."""
+    return launch(parse(argv), argv)
+
+
+def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
+    run_id = request.run_id or (Path(request.run_dir).resolve().name if request.run_dir else folders.new_run_id())
+    path = Path(request.run_dir) if request.run_dir else folders.RUNS / run_id
+    path = path.absolute()
+    lock = folders.acquire(path)
+    try:
+        if request.fresh and (path / folders.RECORD).exists():
+            moved = folders.set_aside(path)
+            os.close(lock)
+            lock = folders.acquire(path)
+            print(f"[launch] the earlier run was moved to {moved}", flush=True)
+        folder = folders.RunFolder(path)
+        resumed = bool(folder.record)
+        folder.update(
+            run_id=folder.record.get("run_id", run_id),
+            argv=list(argv),
+            cwd=os.getcwd(),
+            created=folder.record.get("created", time.time()),
+            launcher_pid=os.getpid(),
+            options=request.options.to_json(),
+            status="starting",
+        )
+        print(f"[launch] {'resuming' if resumed else 'new'} run {folder.record['run_id']} in {path}", flush=True)
+        return _Parent(path, lock).run()
+    finally:
+        os.close(lock)
+
+
+class _Parent:
+    def __init__(self, path: Path, lock: int) -> None:
+        self._path = path
+        self._lock = lock
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._signalled = 0
+        self._starts: deque[float] = deque()
+
+    def run(self) -> int:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        try:
+            while True:
+                code = self._run_agent()
+                _end_descendants()
+                if code in _KNOWN_EXITS:
+                    return code
+                if self._signalled:
+                    return 128 + self._signalled
+                if not self._may_restart():
+                    self._mark_failed()
+                    raise InfrastructureError(
+                        f"the agent died {len(self._starts)} times within an hour (last: "
+                        f"{_describe(code)}); see {self._path / 'logs' / 'agent.log'}, then launch again to resume"
+                    )
+                print(
+                    f"[launch] the agent died by itself ({_describe(code)}) and took its workers along; starting a new "
+                    f"one ({len(self._starts)} of at most {AGENT_RESTARTS_MAX} restarts an hour)",
+                    flush=True,
+                )
+        finally:
+            if self._agent is not None and self._agent.poll() is None:
+                self._agent.kill()
+                self._agent.wait()
+            _end_descendants()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _run_agent(self) -> int:
+        parent = os.getpid()
+        command = [sys.executable, "-m", "elastic_harness.agent", "--run-dir", str(self._path), "--parent", str(parent)]
+        if _colour():
+            command.append("--colour")
+
+        def before_exec() -> None:
+            die_with_parent(parent, signal.SIGTERM)
+
+        try:
+            agent = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(self._lock,),
+                start_new_session=True,
+                preexec_fn=before_exec,
+            )
+        except OSError as error:
+            raise InfrastructureError(f"cannot start the agent: {error.strerror or error}") from error
+        self._agent = agent
+        if self._signalled:
+            agent.send_signal(self._signalled)
+        assert agent.stdout is not None
+        with agent.stdout as output:
+            while data := os.read(output.fileno(), 1 << 16):
+                _show(data)
+        return agent.wait()
+
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        self._signalled = number
+        agent = self._agent
+        if agent is not None and agent.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(agent.pid, number)
+
+    def _may_restart(self) -> bool:
+        now = time.monotonic()
+        while self._starts and now - self._starts[0] > AGENT_RESTARTS_WINDOW_S:
+            self._starts.popleft()
+        if len(self._starts) >= AGENT_RESTARTS_MAX:
+            return False
+        self._starts.append(now)
+        return True
+
+    def _mark_failed(self) -> None:
+        with contextlib.suppress(InfrastructureError):
+            folders.RunFolder(self._path).update(
+                status="failed", exit_code=EXIT_INFRASTRUCTURE, agent_pid=None, control=None
+            )
+
+
+def _show(data: bytes) -> None:
+    try:
+        while data:
+            data = data[os.write(1, data) :]
+    except OSError:
+        return
+
+
+def _colour() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def _describe(code: int) -> str:
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _children() -> list[int]:
+    try:
+        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    except OSError:
+        return []
+    return [int(pid) for pid in text.split()]
+
+
+def _end_descendants() -> None:
+    """Kill and reap every process that a dead agent left: as subreaper they are all this process's children."""
+    while children := _children():
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)

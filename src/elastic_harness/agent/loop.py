@@ -1,0 +1,473 @@
+"""The agent: one thread that watches processes, sockets, pipes and time, and leaves every decision to a supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from elastic_harness import wire
+from elastic_harness.agent import incident, worker as workers
+from elastic_harness.agent.console import Console
+from elastic_harness.agent.control import ControlServer
+from elastic_harness.agent.folder import RunFolder, newest_checkpoint
+from elastic_harness.agent.hangs import HangWatch
+from elastic_harness.agent.options import LaunchOptions
+from elastic_harness.agent.records import Records
+from elastic_harness.agent.worker import Worker
+from elastic_harness.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    ConfigError,
+    HarnessError,
+    InfrastructureError,
+)
+from elastic_harness.events import SCHEMA
+
+TICK_S = 0.025
+POLL_S_MIN = 0.002
+POLL_S_MAX = 0.02
+POLL_SHARE_MAX = 0.01
+TERM_GRACE_S = 2.0
+LINK_LOST_GRACE_S = 2.0
+EXIT_HANGUP = 129
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the job ends."""
+
+    exit_code: int
+    status: str
+    message: str
+
+
+class Supervisor(Protocol):
+    """What decides: an elastic run, or a plain one that is restarted as a whole."""
+
+    def start(self) -> None: ...
+    def on_message(self, worker: Worker, message: wire.Message) -> None: ...
+    def on_gone(self, worker: Worker) -> None:
+        """The worker is dying or will never answer again; it may not be reaped yet."""
+
+    def on_exit(self, worker: Worker) -> None:
+        """The worker has ended and was reaped; its log is complete."""
+
+    def on_tick(self, now: float) -> None: ...
+    def scale(self, target: int) -> None: ...
+    def status(self) -> dict[str, Any]: ...
+
+
+class Agent:
+    """Owns the workers and the loop. `supervisor` may be exchanged once the kind of script is known."""
+
+    def __init__(self, folder: RunFolder, options: LaunchOptions, console: Console, parent_pid: int) -> None:
+        self.folder = folder
+        self.options = options
+        self.console = console
+        self.host = socket.gethostname()
+        self.workers: dict[str, Worker] = {}
+        self.outcome: Outcome | None = None
+        self.records = Records(folder)
+        self.supervisor: Supervisor
+        self._parent_pid = parent_pid
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._sequence = itertools.count()
+        self._poll_s = POLL_S_MIN
+        self._poll_at = 0.0
+        self._hangs = HangWatch()
+        self._signals_seen = 0
+        self._oom_kills = incident.oom_kill_counter()
+        self._control = ControlServer(folder.path, self._selector, self._on_control)
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    # ---- life
+
+    def run(self, supervisor: Supervisor) -> int:
+        """Run the job to its end; returns the exit code. Leaves no process, socket or temporary file behind."""
+        self.supervisor = supervisor
+        self._catch_signals()
+        record = self.folder.record
+        self.folder.update(status="running", agent_pid=os.getpid(), control=str(self._control.path), exit_code=None)
+        self.records.event(
+            "run_started",
+            schema=SCHEMA,
+            run_id=record["run_id"],
+            seed=record.get("fingerprint", {}).get("seed"),
+            nproc=self.options.workers,
+            argv=record.get("argv"),
+            resumed_from_step=newest_checkpoint(self.folder.path) if self.records.born else None,
+        )
+        try:
+            supervisor.start()
+            self.after(TICK_S, self._tick)
+            while self.outcome is None or any(w.running for w in self.workers.values()):
+                self._turn()
+        except HarnessError as error:
+            self.finish(Outcome(error.exit_code, "failed", str(error)), graceful=False)
+            while any(w.running for w in self.workers.values()):
+                self._turn(quiet=True)
+        finally:
+            for worker in self.workers.values():
+                worker.signal(signal.SIGKILL)
+        return self._close()
+
+    def _close(self) -> int:
+        assert self.outcome is not None
+        outcome = self.outcome
+        with contextlib.suppress(HarnessError):
+            finished = self.supervisor.status().get("finished") or {}
+            self.records.event(
+                "run_finished",
+                status=outcome.status,
+                weights_sha256=finished.get("weights_sha256"),
+                final_loss=finished.get("final_loss"),
+                version=finished.get("version"),
+                exit_code=outcome.exit_code,
+                message=outcome.message,
+            )
+        with contextlib.suppress(HarnessError):
+            self.folder.update(status=outcome.status, exit_code=outcome.exit_code, agent_pid=None, control=None)
+        self._control.close()
+        self.records.close()
+        self.console.notice(f"{outcome.status}: {outcome.message}" if outcome.message else outcome.status)
+        signal.set_wakeup_fd(-1)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        self._selector.close()
+        self.console.drain()
+        return outcome.exit_code
+
+    def finish(self, outcome: Outcome, *, graceful: bool) -> None:
+        """End the job. Graceful: workers that speak our protocol may save and leave first. The first outcome counts."""
+        if self.outcome is not None:
+            return
+        self.outcome = outcome
+        for worker in self.workers.values():
+            self.stop_worker(worker, outcome.status, graceful=graceful)
+
+    def stop_worker(self, worker: Worker, reason: str, *, graceful: bool) -> None:
+        """Ask a worker to leave, then tell it to, then make it; its end is no failure."""
+        if not worker.running:
+            return
+        worker.released = worker.released or reason
+        term_after_s = 0.0
+        if graceful and worker.hello and worker.rank is not None and not worker.lost:
+            self.send(worker, {"type": "stop", "checkpoint": True, "reason": reason})
+            term_after_s = self.options.grace_s
+            self.after(term_after_s, lambda: worker.signal(signal.SIGTERM))
+        else:
+            worker.signal(signal.SIGTERM)
+            worker.signal(signal.SIGCONT)
+        self.after(term_after_s + TERM_GRACE_S, lambda: worker.signal(signal.SIGKILL))
+
+    # ---- workers
+
+    def spawn(self, index: int, environment: dict[str, str], *, spare: bool = False, nice: bool = False) -> Worker:
+        """Start a worker under a member id that was never used in this run. Raises OSError."""
+        incarnations = self.folder.record.setdefault("incarnations", {})
+        incarnations[str(index)] = incarnations.get(str(index), 0) + 1
+        self.folder.save()
+        member = f"w{index}-{incarnations[str(index)]}"
+        worker = workers.spawn(
+            self.options.command,
+            environment,
+            member=member,
+            index=index,
+            spare=spare,
+            log_path=self.folder.logs / f"worker-{index}-{member}.log",
+            show=self.console.worker_line,
+            nice=nice,
+        )
+        self.workers[member] = worker
+        register = self._selector.register
+        register(worker.pidfd, selectors.EVENT_READ, lambda _: self._on_pidfd(worker))
+        register(worker.link, selectors.EVENT_READ, lambda mask: self._on_link(worker, mask))
+        register(worker.log.read_end, selectors.EVENT_READ, lambda _: self._on_output(worker))
+        self.records.event(
+            "worker_started",
+            pid=worker.pid,
+            member=member,
+            local_index=index,
+            rank=worker.rank,
+            spare=spare,
+            host=self.host,
+        )
+        return worker
+
+    def send(self, worker: Worker, message: wire.Message) -> None:
+        """Send without ever blocking; the rest follows when the worker reads."""
+        if worker.running and worker.link_open and worker.send(message):
+            self._selector.modify(
+                worker.link,
+                selectors.EVENT_READ | selectors.EVENT_WRITE,
+                lambda mask: self._on_link(worker, mask),
+            )
+
+    def report_failure(self, worker: Worker) -> None:
+        """Write `failure_detected`, once per worker."""
+        if worker.failure_reported:
+            return
+        worker.failure_reported = True
+        code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
+        self.records.event(
+            "failure_detected",
+            member=worker.member,
+            rank=worker.rank,
+            pid=worker.pid,
+            host=self.host,
+            what=worker.hang or (worker.error or {}).get("error") or incident.describe_exit(code),
+            signal=incident.signal_name(-code) if code is not None and code < 0 else None,
+            exit_code=code if code is not None and code >= 0 else None,
+            detected_by=worker.detected_by,
+            t_detected=worker.detected_at,
+        )
+
+    def report_incident(self, worker: Worker, done: str, advice: str = "") -> None:
+        """Show and write the block about a worker that failed; it has been reaped."""
+        self.report_failure(worker)
+        oom_kills = incident.oom_kill_counter()
+        risen = None if oom_kills is None or self._oom_kills is None else oom_kills - self._oom_kills
+        self._oom_kills = oom_kills
+        reading = worker.last_reading
+        block = incident.build(
+            incident.Facts(
+                member=worker.member,
+                rank=worker.rank,
+                host=self.host,
+                pid=worker.pid,
+                lived_s=time.monotonic() - worker.started_at,
+                where=reading.where if reading and worker.hello else "before elastic_harness.start()",
+                exit_code=worker.exit_code,
+                error=(worker.error or {}).get("error", ""),
+                hang=worker.hang,
+                oom_kills=risen,
+                tail=tuple(worker.log.tail()),
+                log=str(worker.log.path),
+            ),
+            done,
+            advice,
+        )
+        self.records.event("incident", **block.to_json())
+        self.console.block(block.render())
+
+    # ---- time
+
+    def after(self, delay_s: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._sequence), call))
+
+    def _tick(self) -> None:
+        self.after(TICK_S, self._tick)
+        now = time.monotonic()
+        for worker, hang in self._hangs.check(self.workers.values(), now):
+            worker.hang = hang
+            worker.signal(signal.SIGKILL)
+            self._gone(worker, "progress deadline")
+        if os.getppid() != self._parent_pid:
+            self._on_signal(signal.SIGHUP)
+        if self.console.pending:
+            self.console.flush()
+        self.supervisor.on_tick(now)
+
+    def _turn(self, quiet: bool = False) -> None:
+        now = time.monotonic()
+        due = self._timers[0][0] if self._timers else now + 1.0
+        if any(w.running for w in self.workers.values()):
+            due = min(due, self._poll_at)
+        for key, mask in self._selector.select(max(0.0, due - now)) if due > now else self._selector.select(0):
+            try:
+                key.data(mask)
+            except HarnessError:
+                if not quiet:
+                    raise
+        now = time.monotonic()
+        if now >= self._poll_at:
+            self._poll_deaths(now)
+        while self._timers and self._timers[0][0] <= now:
+            call = heapq.heappop(self._timers)[2]
+            try:
+                call()
+            except HarnessError:
+                if not quiet:
+                    raise
+
+    def _poll_deaths(self, now: float) -> None:
+        """Look for workers that begin to exit. What that may cost bounds how often it happens."""
+        for worker in list(self.workers.values()):
+            if worker.running and not worker.detected_at and worker.exiting():
+                self._gone(worker, "process exit")
+        cost_s = time.monotonic() - now + 15e-6
+        self._poll_s = min(POLL_S_MAX, max(POLL_S_MIN, 0.9 * self._poll_s + 0.1 * cost_s / POLL_SHARE_MAX))
+        self._poll_at = now + self._poll_s
+
+    # ---- what the selector reports
+
+    def _on_pidfd(self, worker: Worker) -> None:
+        if worker.reap() is None:
+            return
+        if not worker.detected_at:
+            self._gone(worker, "process exit")
+        for handle in (worker.pidfd, worker.link, worker.log.read_end):
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(handle)
+        worker.log.pump(bytes_max=1 << 30)
+        self.supervisor.on_exit(worker)
+        self.records.event(
+            "worker_stopped",
+            member=worker.member,
+            pid=worker.pid,
+            exit_code=worker.exit_code,
+            expected=bool(worker.released),
+        )
+        worker.close()
+        del self.workers[worker.member]
+
+    def _on_link(self, worker: Worker, mask: int) -> None:
+        if mask & selectors.EVENT_WRITE and not worker.flush():
+            self._selector.modify(worker.link, selectors.EVENT_READ, lambda m: self._on_link(worker, m))
+        if mask & selectors.EVENT_READ:
+            self._read_link(worker)
+
+    def _read_link(self, worker: Worker) -> None:
+        try:
+            messages, ended = worker.receive()
+        except ValueError as error:
+            self.console.notice(f"worker {worker.member} sent what is no message ({error}); it is stopped")
+            messages, ended = [], True
+        for message in messages:
+            if not worker.lost:
+                self.supervisor.on_message(worker, message)
+        if ended and worker.link_open:
+            worker.link_open = False
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(worker.link)
+            if worker.hello and not worker.released:
+                self.after(LINK_LOST_GRACE_S, lambda: self._without_link(worker))
+
+    def _without_link(self, worker: Worker) -> None:
+        if worker.running and not worker.released and not worker.detected_at:
+            worker.hang = "it closed its link to the agent but did not end"
+            worker.signal(signal.SIGKILL)
+            self._gone(worker, "link")
+
+    def _on_output(self, worker: Worker) -> None:
+        if not worker.log.pump():
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(worker.log.read_end)
+
+    def _gone(self, worker: Worker, detected_by: str) -> None:
+        worker.detected_at = time.time()
+        worker.detected_by = detected_by
+        self._read_link(worker)
+        worker.lost = True
+        self.supervisor.on_gone(worker)
+        if not worker.released and (worker.hang or worker.exit_code_early()):
+            self.report_failure(worker)
+
+    # ---- signals and control
+
+    def _catch_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, lambda _: self._on_wakeup())
+
+    def _on_wakeup(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(self._wake_read, 64):
+                if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    self._on_signal(number)
+
+    def _on_signal(self, number: int) -> None:
+        self._signals_seen += 1
+        if number == signal.SIGHUP and os.getppid() != self._parent_pid:
+            self._parent_pid = os.getppid()
+        name = signal.Signals(number).name
+        if self.outcome is None:
+            code = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}.get(
+                signal.Signals(number), EXIT_HANGUP
+            )
+            self.console.notice(
+                f"{name}: stopping at the next step boundary (at most {self.options.grace_s:g} s); "
+                f"a second {name} stops at once"
+            )
+            self.stop(code, f"by {name}")
+        elif self._signals_seen > 1:
+            for worker in self.workers.values():
+                worker.signal(signal.SIGKILL)
+
+    def stop(self, exit_code: int, why: str) -> None:
+        """Stop the job on request, keeping what it has reached."""
+        resume = f"resume with: elastic-harness resume {self.folder.path}"
+        self.folder.update(status="stopping")
+        self.finish(Outcome(exit_code, "stopped", f"{why}; {resume}"), graceful=True)
+
+    def _on_control(self, request: wire.Message) -> wire.Message:
+        match request.get("command"):
+            case "status":
+                return self.status()
+            case "stop":
+                self.stop(EXIT_TERMINATED, "on request")
+                return {"stopping": True}
+            case "scale":
+                if self.outcome is not None:
+                    raise ConfigError("the run is ending; it cannot be scaled any more")
+                self.supervisor.scale(int(request["workers"]))
+                return self.status()
+            case "kill":
+                return self._kill(str(request["worker"]))
+            case other:
+                raise ConfigError(f"unknown command {other!r}; this agent knows status, stop, scale and kill")
+
+    def _kill(self, name: str) -> wire.Message:
+        for worker in self.workers.values():
+            if worker.running and name in (worker.member, f"w{worker.index}", f"rank{worker.rank}"):
+                worker.signal(signal.SIGKILL)
+                return {"killed": worker.member, "pid": worker.pid, "rank": worker.rank}
+        raise ConfigError(f"no worker {name!r} is running; `elastic-harness status` lists them")
+
+    def status(self) -> dict[str, Any]:
+        """The run as `elastic-harness status` shows it."""
+        now = time.monotonic()
+        rows = []
+        for worker in self.workers.values():
+            if worker.running:
+                reading = worker.board.read()
+                rows.append(
+                    {
+                        "member": worker.member,
+                        "index": worker.index,
+                        "rank": worker.rank,
+                        "pid": worker.pid,
+                        "state": reading.where if worker.hello else "starting",
+                        "leaving": worker.released,
+                        "age_s": round(now - worker.started_at, 1),
+                        "log": str(worker.log.path),
+                    }
+                )
+        return {
+            "run_id": self.folder.record["run_id"],
+            "run_dir": str(self.folder.path),
+            "status": self.folder.record.get("status"),
+            "agent_pid": os.getpid(),
+            "workers": rows,
+            **self.supervisor.status(),
+        }
+
+
+def spawn_error(error: OSError) -> InfrastructureError:
+    """What a worker that cannot be started means, in words."""
+    return InfrastructureError(
+        f"cannot start a worker: {error.strerror or error} ({error.filename or 'no file'}); "
+        f"check the command, the number of processes (ulimit -u) and of open files (ulimit -n)"
+    )

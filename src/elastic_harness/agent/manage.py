@@ -1,0 +1,249 @@
+"""Run management: `ls`, `status`, `logs`, `stop`, `resume`, `scale`, `kill`. RUN is a run folder or an id under runs/."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from elastic_harness.agent import folder as folders
+from elastic_harness.agent.control import request
+from elastic_harness.agent.records import EVENTS
+from elastic_harness.errors import EXIT_SUCCESS, ConfigError, InfrastructureError
+from elastic_harness.events import read_events
+
+_FOLLOW_S = 0.2
+
+
+def ls(argv: Sequence[str]) -> int:
+    """List the runs of a folder, newest first."""
+    parser = _parser("ls", "List the runs, newest first.")
+    parser.add_argument("folder", nargs="?", default=str(folders.RUNS), help="where the runs are (default: runs)")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    given = parser.parse_args(list(argv))
+    root = Path(given.folder)
+    rows = []
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        record = folders.read_record(path)
+        if record is not None:
+            rows.append(_summary(path, record))
+    rows.sort(key=lambda r: -(r["created"] or 0))
+    if given.json:
+        for row in rows:
+            print(json.dumps(row))
+    elif not rows:
+        print(f"no runs in {root}")
+    else:
+        print(f"{'RUN':<28} {'STATUS':<12} {'STEP':>6} {'LOSS':>9}  CREATED")
+        for row in rows:
+            loss = "" if row["loss"] is None else f"{row['loss']:.4f}"
+            step = "" if row["step"] is None else str(row["step"])
+            created = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"])) if row["created"] else ""
+            print(f"{row['run']:<28} {row['status']:<12} {step:>6} {loss:>9}  {created}")
+    return EXIT_SUCCESS
+
+
+def status(argv: Sequence[str]) -> int:
+    """Show one run, live or ended."""
+    parser = _parser("status", "Show a run: workers, generation, step, loss, last recovery.")
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    given = parser.parse_args(list(argv))
+    path = folders.resolve(given.run)
+    record = folders.read_record(path) or {}
+    shown: dict[str, Any] = _summary(path, record)
+    if shown["live"] and record.get("control"):
+        shown = {**shown, **request(record["control"], {"command": "status"})}
+    if given.json:
+        print(json.dumps(shown, indent=1))
+    else:
+        _print_status(shown)
+    return EXIT_SUCCESS
+
+
+def logs(argv: Sequence[str]) -> int:
+    """Print the workers' logs, or follow them."""
+    parser = _parser("logs", "Show the output of a run's workers.")
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("worker", nargs="?", help="a member (w1-2), a place (w1 or 1), or agent; default: all")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on as long as the run lives")
+    parser.add_argument("-n", "--lines", type=int, default=0, metavar="N", help="only the last N lines of each")
+    given = parser.parse_args(list(argv))
+    path = folders.resolve(given.run)
+    positions: dict[Path, int] = {}
+    while True:
+        live = folders.locked(path)
+        files = _log_files(path, given.worker)
+        if not files and not (given.follow and live):
+            names = ", ".join("-".join(f.stem.split("-")[-2:]) for f in _log_files(path, None))
+            raise ConfigError(f"there is no log of worker {given.worker!r} in {path}; there are: {names or 'none'}")
+        for file in files:
+            positions[file] = _print_from(file, positions.get(file), given.lines, title=len(files) > 1)
+        if not given.follow or not live:
+            return EXIT_SUCCESS
+        time.sleep(_FOLLOW_S)
+
+
+def stop(argv: Sequence[str]) -> int:
+    """Stop a live run; returns when it has ended."""
+    parser = _parser("stop", "Stop a run at the next step boundary, saving a checkpoint.")
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="how long to wait for its end")
+    given = parser.parse_args(list(argv))
+    path = folders.resolve(given.run)
+    request(_control(path), {"command": "stop"})
+    end = time.monotonic() + given.timeout
+    while folders.locked(path):
+        if time.monotonic() > end:
+            raise InfrastructureError(f"the run in {path} is still ending after {given.timeout:g} s; see its logs")
+        time.sleep(0.02)
+    print(f"stopped; resume with: elastic-harness resume {given.run}")
+    return EXIT_SUCCESS
+
+
+def resume(argv: Sequence[str]) -> int:
+    """Launch a run again as it was launched, in the folder it was launched from."""
+    parser = _parser("resume", "Launch a run again with the command line it was launched with.")
+    parser.add_argument("run", metavar="RUN")
+    given = parser.parse_args(list(argv))
+    path = folders.resolve(given.run)
+    record = folders.read_record(path) or {}
+    if "argv" not in record:
+        raise ConfigError(f"{path / folders.RECORD} has no command line; launch it with --run-dir {path}")
+    from elastic_harness.agent.launch import launch
+    from elastic_harness.agent.options import parse
+
+    try:
+        os.chdir(record["cwd"])
+    except OSError as error:
+        raise ConfigError(
+            f"the run was launched in {record['cwd']}, which cannot be entered ({error.strerror}); launch it there "
+            f"or from another folder with --run-dir {path}"
+        ) from error
+    again = replace(parse(record["argv"]), run_dir=str(path), run_id=record.get("run_id"), fresh=False)
+    return launch(again, record["argv"])
+
+
+def scale(argv: Sequence[str]) -> int:
+    """Change how many workers a live run should have."""
+    parser = _parser("scale", "Change the number of workers of a live run; the others do not restart.")
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--workers", type=int, required=True, metavar="N")
+    given = parser.parse_args(list(argv))
+    path = folders.resolve(given.run)
+    answer = request(_control(path), {"command": "scale", "workers": given.workers})
+    print(f"scaling to {answer['target']} workers (now {len(answer['members'])})")
+    return EXIT_SUCCESS
+
+
+def kill(argv: Sequence[str]) -> int:
+    """Kill one worker of a live run."""
+    parser = _parser("kill", "SIGKILL a worker of a live run.")
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("worker", help="a member (w1-2), a place (w1) or a rank (rank0)")
+    given = parser.parse_args(list(argv))
+    answer = request(_control(folders.resolve(given.run)), {"command": "kill", "worker": given.worker})
+    print(f"killed {answer['killed']} (rank {answer['rank']}, pid {answer['pid']})")
+    return EXIT_SUCCESS
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"elastic-harness {name}", description=description, allow_abbrev=False)
+
+
+def _control(path: Path) -> str:
+    record = folders.read_record(path) or {}
+    if not folders.locked(path) or not record.get("control"):
+        raise ConfigError(f"the run in {path} is not live; start it with: elastic-harness resume {path}")
+    return str(record["control"])
+
+
+def _summary(path: Path, record: dict[str, Any]) -> dict[str, Any]:
+    live = folders.locked(path)
+    state = record.get("status", "unknown")
+    if not live and state in ("starting", "running", "stopping"):
+        state = "dead"
+    step = loss = recovery = incident = None
+    if (path / EVENTS).exists():
+        for event in read_events(path / EVENTS):
+            match event["event"]:
+                case "step_committed":
+                    step, loss = event["step"], event.get("loss")
+                case "recovery":
+                    recovery = event
+                case "incident":
+                    incident = event["what"]
+    return {
+        "run": record.get("run_id", path.name),
+        "run_dir": str(path),
+        "status": state,
+        "live": live,
+        "created": record.get("created"),
+        "exit_code": record.get("exit_code"),
+        "step": step,
+        "loss": loss,
+        "last_recovery": recovery,
+        "last_incident": incident,
+    }
+
+
+def _print_status(shown: dict[str, Any]) -> None:
+    exit_code = "" if shown.get("exit_code") is None else f" (exit code {shown['exit_code']})"
+    print(f"run        {shown['run']}  {shown['run_dir']}")
+    print(f"status     {shown['status']}{exit_code}")
+    if shown.get("generation") is not None:
+        print(f"generation {shown['generation']}: {len(shown['members'])} of {shown['target']} workers")
+    if shown.get("waiting"):
+        print(f"           {shown['waiting']}")
+    if shown.get("step") is not None:
+        loss = "" if shown["loss"] is None else f", loss {shown['loss']:.4f}"
+        print(f"step       {shown['step']}{loss}")
+    recovery = shown.get("last_recovery")
+    if recovery:
+        stages = ", ".join(f"{k} {v:.1f}" for k, v in recovery.get("stages", {}).items())
+        print(f"recovery   {recovery.get('total_ms', 0):.1f} ms at generation {recovery.get('generation')} ({stages})")
+    if shown.get("last_incident"):
+        print(f"incident   {shown['last_incident']}")
+    for worker in shown.get("workers", []):
+        rank = "-" if worker["rank"] is None else worker["rank"]
+        state = worker["leaving"] or worker["state"]
+        print(f"worker     {worker['member']:<8} rank {rank:<3} pid {worker['pid']:<8} {state}")
+
+
+def _log_files(path: Path, worker: str | None) -> list[Path]:
+    folder = path / "logs"
+    if worker is None:
+        return sorted(folder.glob("*.log"), key=lambda f: (f.stat().st_ctime, f.name))
+    if worker == "agent":
+        return list(folder.glob("agent.log"))
+    place = worker.removeprefix("w")
+    pattern = f"worker-{place}-*.log" if place.isdigit() else f"worker-*-{worker}.log"
+    return sorted(folder.glob(pattern), key=lambda f: (f.stat().st_mtime, f.name))
+
+
+def _print_from(file: Path, position: int | None, lines: int, *, title: bool) -> int:
+    """Print what was added since `position`; returns the new position."""
+    with open(file, "rb") as source:
+        if position is None:
+            if title:
+                print(f"==> {file.name} <==")
+            data = source.read()
+            end = len(data)
+            if lines:
+                data = b"".join(data.splitlines(keepends=True)[-lines:])
+        else:
+            source.seek(position)
+            data = source.read()
+            end = position + len(data)
+            if data and title:
+                print(f"==> {file.name} <==")
+    sys.stdout.flush()
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+    return end

@@ -1,0 +1,160 @@
+"""Workers that have not said hello: either ours, still starting, or a script that does not use our API.
+
+Nothing is known of a plain script's inside, so it is restarted as a whole, as under torchrun. The first hello turns
+the job into an elastic run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic_harness import wire
+from elastic_harness.agent.elastic import ElasticRun
+from elastic_harness.agent.environment import JobEnvironment, free_port
+from elastic_harness.agent.incident import describe_exit
+from elastic_harness.agent.loop import Agent, Outcome, spawn_error
+from elastic_harness.agent.worker import Worker
+from elastic_harness.errors import (
+    EXIT_CONFIG,
+    EXIT_SUCCESS,
+    EXIT_TOO_FEW_WORKERS,
+    EXIT_USER_CODE,
+    ConfigError,
+)
+
+SAME_ERROR_WAIT_S = 1.0
+RESTART_DELAY_S = 0.5
+RESTART_DELAY_MAX_S = 30.0
+
+
+class PlainRun:
+    """The supervisor until the first hello, and for good if none comes."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self._restarts = 0
+        self._ports: set[int] = set()
+        self._culprit: Worker | None = None
+        self._errors: dict[int, tuple[int, str]] = {}
+        self._succeeded: set[int] = set()
+        self._stopping = False
+
+    def start(self) -> None:
+        """Start all workers with an address of their own, never used before."""
+        self._culprit, self._stopping = None, False
+        self._errors.clear()
+        self._succeeded.clear()
+        port = free_port()
+        while port in self._ports:
+            port = free_port()
+        self._ports.add(port)
+        environment = JobEnvironment(
+            run_id=self.agent.folder.record["run_id"],
+            run_dir=self.agent.folder.path,
+            workers=self.agent.options.workers,
+            max_restarts=self.agent.options.plain_restarts,
+            restart_count=self._restarts,
+            master_port=port,
+        )
+        for index in range(self.agent.options.workers):
+            try:
+                self.agent.spawn(index, environment.of(index)).rank = index
+            except OSError as error:
+                raise spawn_error(error) from error
+
+    def on_message(self, worker: Worker, message: wire.Message) -> None:
+        if message["type"] != "hello" or self.agent.outcome is not None or self._stopping:
+            return
+        for other in self.agent.workers.values():
+            other.rank = None
+        elastic = ElasticRun(self.agent)
+        self.agent.supervisor = elastic
+        elastic.on_message(worker, message)
+        elastic.start()
+
+    def on_gone(self, worker: Worker) -> None:
+        """The first to fail is the culprit; what fails after it is a consequence and no failure of its own."""
+        if worker.released or self._culprit is not None or not worker.exit_code_early():
+            return
+        self._blame(worker)
+
+    def on_exit(self, worker: Worker) -> None:
+        if self.agent.outcome is not None:
+            return
+        if not worker.released:
+            if worker.exit_code == 0:
+                self._succeeded.add(worker.index)
+            else:
+                self._on_failure(worker)
+        if self.agent.outcome is None and not any(
+            w.running and w is not worker for w in self.agent.workers.values()
+        ):
+            self._on_all_ended()
+
+    def on_tick(self, now: float) -> None:
+        pass
+
+    def scale(self, target: int) -> None:
+        raise ConfigError(
+            "this script does not use elastic_harness.start(), so its number of workers cannot change while it runs; "
+            "stop it and launch it with another --nproc-per-node"
+        )
+
+    def status(self) -> dict[str, Any]:
+        return {"mode": "plain", "restarts": self._restarts, "target": self.agent.options.workers}
+
+    def _blame(self, culprit: Worker) -> None:
+        self._culprit = culprit
+        for worker in self.agent.workers.values():
+            worker.failure_reported = worker is not culprit
+
+    def _on_failure(self, worker: Worker) -> None:
+        code = worker.exit_code or 0
+        self._errors[worker.index] = (code, (worker.log.tail(1) or [""])[0])
+        if self._culprit is None:
+            self._blame(worker)
+        if worker is not self._culprit:
+            return
+        if code == EXIT_CONFIG:
+            self.agent.report_incident(worker, "the job ends: another start would fail the same way")
+            self.agent.finish(Outcome(EXIT_CONFIG, "failed", self._last_error(worker)), graceful=False)
+            return
+        left = self.agent.options.plain_restarts - self._restarts
+        done = "all workers are stopped and started again as a whole" if left else "all workers are stopped"
+        self.agent.report_incident(worker, f"{done} (restarts left: {left})")
+        wait_s = SAME_ERROR_WAIT_S if code > 0 else 0.0
+        self.agent.after(wait_s, lambda: self._stop_others(worker))
+
+    def _stop_others(self, culprit: Worker) -> None:
+        if self._culprit is culprit and self.agent.outcome is None:
+            self._stopping = True
+            for worker in self.agent.workers.values():
+                self.agent.stop_worker(worker, "stopped after a failure", graceful=False)
+
+    def _on_all_ended(self) -> None:
+        workers = self.agent.options.workers
+        if len(self._succeeded) == workers:
+            self.agent.finish(Outcome(EXIT_SUCCESS, "finished", "all workers succeeded"), graceful=False)
+            return
+        assert self._culprit is not None
+        code, error = self._errors[self._culprit.index]
+        if len(self._errors) == workers and len(set(self._errors.values())) == 1 and code > 0:
+            message = f"every worker failed in the same way: {error or f'exit code {code}'}"
+            self.agent.finish(Outcome(EXIT_USER_CODE, "failed", message), graceful=False)
+        elif self._restarts >= self.agent.options.plain_restarts:
+            message = f"{self._last_error(self._culprit)}; it was restarted {self._restarts} times (--max-restarts)"
+            exit_code = EXIT_USER_CODE if code > 0 else EXIT_TOO_FEW_WORKERS
+            self.agent.finish(Outcome(exit_code, "failed", message), graceful=False)
+        else:
+            self._restarts += 1
+            delay_s = min(RESTART_DELAY_MAX_S, RESTART_DELAY_S * 2 ** (self._restarts - 1))
+            self.agent.after(delay_s, self._restart)
+
+    def _restart(self) -> None:
+        if self.agent.outcome is None:
+            self.agent.console.notice(f"restart {self._restarts} of {self.agent.options.plain_restarts}")
+            self.start()
+
+    def _last_error(self, worker: Worker) -> str:
+        code, line = self._errors[worker.index]
+        return f"worker {worker.member} {describe_exit(code)}" + (f": {line}" if line else "")

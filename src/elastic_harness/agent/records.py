@@ -1,0 +1,89 @@
+"""What the agent writes down: events and ledger, each by this one writer, and what a relaunch has to know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic_harness.agent.folder import RunFolder
+from elastic_harness.errors import InfrastructureError
+from elastic_harness.events import EventLog
+from elastic_harness.ledger import LedgerError, LedgerWriter, read_ledger
+
+EVENTS = "events.jsonl"
+LEDGER = "ledger.jsonl"
+
+
+class Records:
+    """Events, ledger and the counters that must survive the agent. A failing disk raises InfrastructureError."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        try:
+            self._events = EventLog(folder.path / EVENTS)
+            self._ledger = LedgerWriter(folder.path / LEDGER)
+        except OSError as error:
+            raise self._disk(error, folder.path) from error
+        record = folder.record
+        self.number: int = record.get("number", 0)
+        self.lineage: int = record.get("lineage", 0)
+        self.from_step: int = record.get("from_step", 0)
+        self.born: bool = record.get("born", False)
+        self.committed = -1
+        if len(self._ledger):
+            self._learn_from_ledger()
+
+    def _learn_from_ledger(self) -> None:
+        lines = read_ledger(self.folder.path / LEDGER).lines
+        newest = max(line.lineage for line in lines)
+        if newest >= self.lineage:
+            self.lineage = newest
+            self.from_step = max(self.from_step, min(line.from_step for line in lines if line.lineage == newest))
+        self.number = max(self.number, *(line.generation for line in lines))
+        self.committed = max(line.step for line in lines if line.lineage == newest)
+        self.born = True
+
+    def event(self, event: str, **fields: Any) -> None:
+        """Write one event; `lineage` is filled in."""
+        fields.setdefault("lineage", self.lineage)
+        try:
+            self._events.emit(event, **fields)
+        except OSError as error:
+            raise self._disk(error, self.folder.path / EVENTS) from error
+
+    def remember(self, **fields: Any) -> None:
+        """Set counters (number, lineage, from_step, born) and keep them in run.json."""
+        for name, value in fields.items():
+            setattr(self, name, value)
+        self.folder.update(**fields)
+
+    def commit(self, message: dict[str, Any]) -> bool:
+        """Write a committed step once per (lineage, step); False if it was written before."""
+        ledger = dict(message.get("ledger") or {})
+        ledger["lineage"] = message["lineage"]
+        ledger.setdefault("from_step", self.from_step)
+        for name in ("step", "generation", "world_size", "loss"):
+            ledger.setdefault(name, message[name])
+        try:
+            if not self._ledger.append(ledger):
+                return False
+        except LedgerError as error:
+            raise InfrastructureError(f"a worker sent a commit that does not fit the ledger: {error}") from error
+        except OSError as error:
+            raise self._disk(error, self.folder.path / LEDGER) from error
+        fields = {k: v for k, v in message.items() if k not in ("type", "ledger")}
+        self.event("step_committed", **fields)
+        self.committed = message["step"]
+        if not self.born:
+            self.remember(born=True)
+        return True
+
+    def close(self) -> None:
+        self._ledger.close()
+        self._events.close()
+
+    @staticmethod
+    def _disk(error: OSError, path: object) -> InfrastructureError:
+        return InfrastructureError(
+            f"cannot write {path}: {error.strerror}; free space or make the folder writable, then launch with the "
+            f"same --run-dir to resume"
+        )

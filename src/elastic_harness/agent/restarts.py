@@ -1,0 +1,78 @@
+"""Whether a worker that ended is started again, and when. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from elastic_harness.errors import EXIT_CONFIG, EXIT_INFRASTRUCTURE, EXIT_TOO_FEW_WORKERS, EXIT_USER_CODE
+
+Cause = Literal["killed", "hung", "user_error", "exit", "config", "refused", "unfit", "spawn", "released"]
+
+QUICK_DEATH_S = 5.0
+BACKOFF_FIRST_S = 0.5
+BACKOFF_MAX_S = 30.0
+SAME_ERROR_MAX = 2
+_FINAL: dict[Cause, str] = {
+    "config": "its configuration is wrong, another start would fail the same way",
+    "refused": "it does not fit the run, another start would be refused as well",
+    "unfit": "its arithmetic differs from its peers'",
+}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one worker at a local index ended: the cause, the error as one line, and how long it had lived."""
+
+    cause: Cause
+    error: str
+    lived_s: float
+
+
+@dataclass(frozen=True)
+class RestartLimits:
+    max_restarts: int = 100
+
+
+def restart_delay(endings: Sequence[Ending], limits: RestartLimits) -> tuple[float | None, str]:
+    """Seconds until the next start at this index (None: never again), and why. `endings` is its history, newest last.
+
+    The first restart is immediate; only workers that die again within seconds of their start are held back, twice as
+    long each time. The same error of the user's code twice in a row, or a cause that no restart can cure, is final.
+    """
+    newest = endings[-1]
+    if newest.cause in _FINAL:
+        return None, _FINAL[newest.cause]
+    restarts = len([e for e in endings if e.cause != "released"]) - 1
+    if restarts >= limits.max_restarts:
+        return None, f"it was restarted {restarts} times already (--max-restarts {limits.max_restarts})"
+    if newest.cause in ("user_error", "exit"):
+        same = 0
+        for ending in reversed(endings):
+            if ending.cause != newest.cause or ending.error != newest.error:
+                break
+            same += 1
+        if same >= SAME_ERROR_MAX:
+            return None, f"it ended with the same error {same} times in a row"
+    quick = 0
+    for ending in reversed(endings):
+        if ending.lived_s > QUICK_DEATH_S:
+            break
+        quick += 1
+    if quick < 2:
+        return 0.0, "restarts at once"
+    delay_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (quick - 2))
+    return delay_s, f"ended within {QUICK_DEATH_S:.0f} s of its start {quick} times in a row: waits {delay_s:g} s"
+
+
+def failure_exit_code(causes: Sequence[Cause]) -> tuple[int, str]:
+    """The job's exit code when too few workers are left, from the last cause of each index that was given up."""
+    kinds = set(causes)
+    if kinds and kinds <= {"config", "refused"}:
+        return EXIT_CONFIG, "every worker was configured in a way that cannot work"
+    if kinds and kinds <= {"user_error", "exit", "config"}:
+        return EXIT_USER_CODE, "every worker failed in user code"
+    if kinds == {"spawn"}:
+        return EXIT_INFRASTRUCTURE, "no worker could be started"
+    return EXIT_TOO_FEW_WORKERS, "too few workers are left and none can be started again"

@@ -1,0 +1,237 @@
+"""One worker process as its agent sees it: spawned, watched, spoken to, reaped."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_harness import wire
+from elastic_harness.agent.board import Board, Reading
+from elastic_harness.agent.logs import WorkerLog
+
+START_NICENESS = 10
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent_pid: int, signal_number: int) -> None:
+    """Let the kernel send this process a signal when its parent's thread ends. For use between fork and exec."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(128 + signal_number)
+
+
+@dataclass
+class Worker:
+    """Everything the agent knows of one member.
+
+    `lost` is set once the membership was told that it is gone, `released` (with the reason) once it is expected to
+    leave: what ends after that is no failure. `exit_code` is set when the process was reaped, negative for a signal.
+    """
+
+    member: str
+    index: int
+    spare: bool
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    board: Board
+    link: socket.socket
+    log: WorkerLog
+    started_at: float
+    rank: int | None = None
+    hello: bool = False
+    niced: bool = False
+    lost: bool = False
+    released: str = ""
+    hang: str = ""
+    failure_reported: bool = False
+    finished: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+    slot_failed: bool = False
+    detected_at: float = 0.0
+    detected_by: str = ""
+    exit_code: int | None = None
+    last_reading: Reading | None = None
+    beat_seen_at: float = 0.0
+    compute_deadline_ms: int = 0
+    decoder: wire.Decoder = field(default_factory=wire.Decoder)
+    outbox: bytearray = field(default_factory=bytearray)
+    link_open: bool = True
+    _statm: int = -1
+    _stat: int = -1
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self.exit_code is None
+
+    @property
+    def alive(self) -> bool:
+        """It may still take part: neither dead nor asked to leave."""
+        return self.running and not self.lost and not self.released
+
+    def exiting(self) -> bool:
+        """True from the moment the kernel begins to end the process.
+
+        The address space is detached before its memory is freed, which takes about 80 ms per GiB; only after that do
+        waitpid and the end of its sockets follow. A detached address space shows as size 0 in `statm` (2 to 5 µs a
+        read, less than half of reading the PF_EXITING flag from `stat`, and seen at the same moment).
+        """
+        if self._statm < 0:
+            return False
+        try:
+            return os.pread(self._statm, 2, 0) in (b"0 ", b"")
+        except OSError:
+            return True
+
+    def exit_code_early(self) -> int | None:
+        """The exit code as the kernel shows it before the process can be reaped; None if it does not tell."""
+        try:
+            fields = os.pread(self._stat, 4096, 0).rsplit(b")", 1)[1].split()
+            status = int(fields[49])
+        except (OSError, IndexError, ValueError):
+            return None
+        return os.waitstatus_to_exitcode(status) if status else None
+
+    def stopped(self) -> bool:
+        """True while the process is stopped by a job-control signal (not by a debugger)."""
+        try:
+            return os.pread(self._stat, 4096, 0).rsplit(b")", 1)[1].split()[0] == b"T"
+        except (OSError, IndexError):
+            return False
+
+    def send(self, message: wire.Message) -> bool:
+        """Queue a message and send as much as the socket takes; True while something is left to send."""
+        if not self.link_open:
+            return False
+        self.outbox += wire.encode(message)
+        return self.flush()
+
+    def flush(self) -> bool:
+        try:
+            while self.outbox:
+                del self.outbox[: self.link.send(self.outbox)]
+        except BlockingIOError:
+            return True
+        except OSError:
+            self.outbox.clear()
+        return False
+
+    def receive(self) -> tuple[list[wire.Message], bool]:
+        """All messages that have arrived, and whether the stream has ended."""
+        messages: list[wire.Message] = []
+        while self.link_open:
+            try:
+                data = self.link.recv(1 << 18)
+            except BlockingIOError:
+                return messages, False
+            except OSError:
+                return messages, True
+            if not data:
+                return messages, True
+            messages += self.decoder.feed(data)
+        return messages, True
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the worker and to everything it started."""
+        if self.running:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+    def restore_priority(self) -> None:
+        """Undo the niceness it started with, where that is permitted."""
+        if self.niced:
+            self.niced = False
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PGRP, self.pid, 0)
+
+    def reap(self) -> int | None:
+        """The exit code once the process has ended, else None. What the worker leaves running ends with it."""
+        if self.exit_code is None:
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.last_reading = self.board.read()
+            self.exit_code = self.process.wait()
+        return self.exit_code
+
+    def close(self) -> None:
+        self.link_open = False
+        self.link.close()
+        self.log.close()
+        self.board.close()
+        for descriptor in (self.pidfd, self._statm, self._stat):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.pidfd = self._statm = self._stat = -1
+
+
+def spawn(
+    command: Sequence[str],
+    environment: dict[str, str],
+    *,
+    member: str,
+    index: int,
+    spare: bool,
+    log_path: Path,
+    show: Callable[[str, bytes], None],
+    nice: bool,
+) -> Worker:
+    """Start one worker in a process group of its own; it dies with the agent. Raises OSError if it cannot start."""
+    board = Board(member)
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    log = WorkerLog(log_path, f"w{index}", show)
+    agent_pid = os.getpid()
+
+    def before_exec() -> None:
+        os.setpgid(0, 0)
+        die_with_parent(agent_pid, signal.SIGKILL)
+        if nice:
+            os.nice(START_NICENESS)
+
+    try:
+        process = subprocess.Popen(
+            command,
+            env={
+                **environment,
+                "ELASTIC_HARNESS_MEMBER": member,
+                "ELASTIC_HARNESS_SPARE": "1" if spare else "0",
+                "ELASTIC_HARNESS_FD": str(theirs.fileno()),
+                "ELASTIC_HARNESS_BOARD_FD": str(board.descriptor),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=log.write_end,
+            stderr=log.write_end,
+            pass_fds=(theirs.fileno(), board.descriptor),
+            preexec_fn=before_exec,
+        )
+    except BaseException:
+        mine.close()
+        log.close()
+        board.close()
+        raise
+    finally:
+        theirs.close()
+        log.close_write_end()
+    mine.setblocking(False)
+    now = time.monotonic()
+    worker = Worker(
+        member, index, spare, process, os.pidfd_open(process.pid), board, mine, log, now, niced=nice, beat_seen_at=now
+    )
+    with contextlib.suppress(OSError):
+        worker._statm = os.open(f"/proc/{process.pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
+        worker._stat = os.open(f"/proc/{process.pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    return worker

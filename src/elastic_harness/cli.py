@@ -1,0 +1,68 @@
+"""The command `elastic-harness`: finds the subcommand, imports only that one, and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from elastic_harness.errors import EXIT_INTERRUPTED, HarnessError
+
+COMMANDS = {
+    "launch": ("elastic_harness.agent.launch", "main", "start (or resume) a training job on this machine"),
+    "ls": ("elastic_harness.agent.manage", "ls", "list the runs"),
+    "status": ("elastic_harness.agent.manage", "status", "show a run: workers, generation, step, last recovery"),
+    "logs": ("elastic_harness.agent.manage", "logs", "show the output of a run's workers"),
+    "stop": ("elastic_harness.agent.manage", "stop", "stop a run at the next step boundary"),
+    "resume": ("elastic_harness.agent.manage", "resume", "launch a run again as it was launched before"),
+    "scale": ("elastic_harness.agent.manage", "scale", "change the number of workers of a live run"),
+    "kill": ("elastic_harness.agent.manage", "kill", "kill a worker of a live run, to see it recover"),
+    "verify": ("elastic_harness.verify", "main", "prove from a run's ledger that every sample was used exactly once"),
+    "demo": ("elastic_harness.demo", "main", "train a small language model while workers are killed"),
+    "generate": ("elastic_harness.train.generate", "main", "sample text from a trained run"),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="elastic-harness",
+        description="Training that survives killed workers, and ends on the very same weights.",
+        epilog="elastic-harness COMMAND --help shows the options of a command.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and leave")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, (_, _, summary) in COMMANDS.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Never shows a traceback for an error that we raise on purpose."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in COMMANDS:
+        module, function, _ = COMMANDS[arguments[0]]
+        try:
+            return int(getattr(importlib.import_module(module), function)(arguments[1:]) or 0)
+        except HarnessError as error:
+            print(f"elastic-harness {arguments[0]}: {error}", file=sys.stderr)
+            return error.exit_code
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
+        except BrokenPipeError:
+            sys.stderr.close()
+            return EXIT_INTERRUPTED
+    parser = build_parser()
+    given = parser.parse_args(arguments)
+    if given.version:
+        from elastic_harness import __version__
+
+        print(__version__)
+        return 0
+    parser.print_help()
+    return 0 if not arguments else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Carries out one step's exchange: headers to everyone, partial sums to their owners, the finished sum to all.
+
+Messages are keyed by (kind, step, tree node), never by their position in a plan. Receives are posted when the step
+begins, so that a partial sum travels the moment it is finished. Received bytes are thrown away with this object: they
+never touch a cached partial sum.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from elastic_harness.comm.gloo import GlooGroup, Work
+from elastic_harness.comm.plan import Plan
+from elastic_harness.comm.tree import Node, key, split
+from elastic_harness.errors import PeerFailed
+
+HEADER, PARTIAL, GATHERED, TRANSFER = range(4)
+Add = Callable[[Node, torch.Tensor, Node, torch.Tensor, int], None]
+"""add(target_node, target, node, other, lo): add a neighbouring node's elements, from `lo` on, into `target`."""
+
+
+def tag(kind: int, step: int, number: int) -> int:
+    """A message's key within one generation, 31 bits: members are never more than one step apart."""
+    return (step % 256) << 22 | number % (1 << 20) << 2 | kind
+
+
+class Exchange:
+    """One step's exchange for one member. Local object; `finish` is the collective part.
+
+    result: where the finished sum goes. header_words: the length of a header, equal for all members.
+    """
+
+    def __init__(
+        self,
+        group: GlooGroup | None,
+        plan: Plan,
+        lanes: int,
+        step: int,
+        rank: int,
+        result: torch.Tensor,
+        header_words: int,
+    ) -> None:
+        self._group = group
+        self._plan = plan
+        self._lanes = lanes
+        self._step = step
+        self._rank = rank
+        self._result = result
+        self._sends: list[Work] = []
+        self._own: dict[Node, torch.Tensor] = {}
+        self._partials: dict[Node, Work] = {}
+        self._gathered: list[Work] = []
+        self._headers: dict[int, Work] = {}
+        if group is None:
+            return
+        for rank_ in range(group.world):
+            if rank_ != rank:
+                words = torch.empty(header_words, dtype=torch.int64)
+                self._headers[rank_] = group.receive(words, rank_, tag(HEADER, step, 0))
+        for t in plan.reduce:
+            if t.target == rank and t.node is not None:
+                buffer = torch.empty(t.hi - t.lo, dtype=result.dtype)
+                self._partials[t.node] = group.receive(buffer, t.source, tag(PARTIAL, step, key(t.node, lanes)))
+        for t in plan.gather:
+            if t.target == rank:
+                self._gathered.append(group.receive(result[t.lo : t.hi], t.source, tag(GATHERED, step, 0)))
+
+    def send_partial(self, node: Node, flat: torch.Tensor) -> None:
+        """Hand over a finished partial sum of the plan's cover; it must not change until the next step's end."""
+        self._own[node] = flat
+        if self._group is None:
+            return
+        for t in self._plan.reduce:
+            if t.source == self._rank and t.node == node:
+                number = key(node, self._lanes)
+                self._sends.append(self._group.send(flat[t.lo : t.hi], t.target, tag(PARTIAL, self._step, number)))
+
+    def finish(
+        self, header: torch.Tensor, adder: Callable[[list[torch.Tensor]], Add], timeout_s: float
+    ) -> list[torch.Tensor]:
+        """Complete the exchange: `result` holds the sum, and every member's header comes back in rank order.
+
+        Collective. Raises `PeerFailed` when a peer's part does not arrive: within `timeout_s`, or because a
+        connection broke. `adder(headers)` makes the addition once the headers tell which parameters are absent where.
+        """
+        if self._group is None:
+            self._result.copy_(self._own[(0, self._lanes)])
+            return [header]
+        deadline = time.monotonic() + timeout_s
+
+        def left() -> float:
+            return max(0.001, deadline - time.monotonic())
+
+        for rank in self._headers:
+            self._sends.append(self._group.send(header, rank, tag(HEADER, self._step, 0)))
+        headers = [
+            header if rank == self._rank else self._headers[rank].wait(left()) for rank in range(self._group.world)
+        ]
+        lo, hi = self._plan.owned[self._rank]
+        if hi > lo:
+            self._reduce(lo, hi, adder(headers), left)
+            for t in self._plan.gather:
+                if t.source == self._rank:
+                    self._sends.append(
+                        self._group.send(self._result[lo:hi], t.target, tag(GATHERED, self._step, 0))
+                    )
+        for work in self._gathered:
+            work.wait(left())
+        return headers
+
+    def _reduce(self, lo: int, hi: int, add: Add, left: Callable[[], float]) -> None:
+        """Finish the tree for the owned elements. Additions go into received buffers: of two siblings at most one is
+        this member's own partial sum, which must stay as it is."""
+        cover = {node for node, _ in self._plan.cover}
+
+        def value(node: Node) -> tuple[torch.Tensor, bool]:
+            if node in self._own:
+                return self._own[node][lo:hi], False
+            if node in cover:
+                return self._partials[node].wait(left()), True
+            first, second = split(node)
+            (a, a_is_free), (b, b_is_free) = value(first), value(second)
+            assert a_is_free or b_is_free, f"{first} and {second} are both this member's and should have been one"
+            if a_is_free:
+                add(first, a, second, b, lo)
+                return a, True
+            add(second, b, first, a, lo)
+            return b, True
+
+        self._result[lo:hi].copy_(value((0, self._lanes))[0])
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """Ranks whose part has not arrived, for the report of a broken exchange."""
+        pending = [w for w in (*self._headers.values(), *self._partials.values(), *self._gathered) if not w.done()]
+        return tuple(sorted({w.rank for w in pending}))
+
+    def sent(self, timeout_s: float) -> None:
+        """Wait until every send has left its buffer; a send that failed is not an error: the receiver will tell."""
+        for work in self._sends:
+            try:
+                work.wait(timeout_s)
+            except PeerFailed:
+                continue
+        self._sends.clear()

@@ -1,0 +1,173 @@
+"""Point-to-point tensors between the members of one generation, over gloo: built in the background, abortable.
+
+gloo has no way to cancel a pending receive from a peer that is alive but silent: `abort()` leaves it waiting for its
+timeout. Shutting down the group's own TCP connections does it within a millisecond, on both sides. This module is the
+only place that knows about it, and the one to look at when a new PyTorch changes something. The connections are told
+from all other sockets of the process by gloo's own listening ports, which pass through the rendezvous.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_harness.comm.rendezvous import KeyValue, RendezvousStore
+from elastic_harness.errors import PeerFailed
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+class Work:
+    """A pending send or receive. `wait` blocks up to `timeout_s` and raises `PeerFailed` naming the peer's rank."""
+
+    def __init__(self, work: Any, tensor: torch.Tensor, rank: int) -> None:
+        self._work = work
+        self.tensor = tensor
+        self.rank = rank
+
+    def wait(self, timeout_s: float) -> torch.Tensor:
+        try:
+            self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise PeerFailed(f"the exchange with rank {self.rank} broke: {error}") from error
+        return self.tensor
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class GlooGroup:
+    """The transport of one generation. Local object; sends and receives are matched by (peer, tag)."""
+
+    def __init__(self, group: Any, connections: list[socket.socket], rank: int, world: int) -> None:
+        self._group = group
+        self._connections = connections
+        self._lock = threading.Lock()
+        self.rank = rank
+        self.world = world
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Work:
+        """Start sending a contiguous CPU tensor; it must not change until the work is done."""
+        try:
+            return Work(self._group.send([tensor], rank, tag), tensor, rank)
+        except RuntimeError as error:
+            raise PeerFailed(f"could not send to rank {rank}: {error}") from error
+
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Work:
+        """Start receiving into a contiguous CPU tensor of exactly the sent size."""
+        try:
+            return Work(self._group.recv([tensor], rank, tag), tensor, rank)
+        except RuntimeError as error:
+            raise PeerFailed(f"could not receive from rank {rank}: {error}") from error
+
+    def abort(self) -> None:
+        """Break every connection: all pending work of this group, here and at the peers, fails at once. Any thread
+        may call it, any number of times."""
+        with self._lock:
+            for connection in self._connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let go of the group; pending work must have ended (or been aborted) before."""
+        self.abort()
+        with self._lock:
+            for connection in self._connections:
+                connection.close()
+            self._connections = []
+            self._group = None
+
+
+def build(
+    values: KeyValue, rank: int, world: int, *, hostname: str, cancelled: Callable[[float], None]
+) -> GlooGroup:
+    """Meet the other members and connect to each. Collective; blocks until all are there.
+
+    `cancelled(seconds)` is called over and over while waiting: it sleeps up to so long and raises when the generation
+    has become void; then the half-built group is left to a background thread, which discards it.
+    """
+    result: list[GlooGroup | BaseException] = []
+    finished = threading.Event()
+    abandoned = threading.Event()
+
+    def connect() -> None:
+        try:
+            group = _connect(values, rank, world, hostname)
+            result.append(group)
+            if abandoned.is_set():
+                group.close()
+        except BaseException as error:  # thread boundary: handed to the caller
+            result.append(error)
+        finally:
+            finished.set()
+
+    threading.Thread(target=connect, name="gloo-connect", daemon=True).start()
+    try:
+        while not finished.wait(0.002):
+            cancelled(0.0)
+    except BaseException:
+        abandoned.set()
+        raise
+    outcome = result[0]
+    if isinstance(outcome, RuntimeError):
+        raise PeerFailed(f"the group could not be connected: {outcome}") from outcome
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def _connect(values: KeyValue, rank: int, world: int, hostname: str) -> GlooGroup:
+    store = RendezvousStore(values)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+    options._threads = 1
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=hostname)]
+    group = dist.ProcessGroupGloo(store, rank, world, options)
+    own_ports = {port for blob in store.published if (port := listening_port(blob))}
+    peer_ports = {port for blob in store.received if (port := listening_port(blob))} - own_ports
+    connections = _connections(own_ports, peer_ports)
+    if len(connections) < world - 1:
+        raise RuntimeError(
+            f"found {len(connections)} of this group's {world - 1} connections; without them it could not be aborted. "
+            f"This PyTorch ({torch.__version__}) lays out gloo's address differently: see comm/gloo.py"
+        )
+    return GlooGroup(group, connections, rank, world)
+
+
+def listening_port(blob: bytes) -> int | None:
+    """The TCP port in gloo's published address: host name (u64 length, bytes), then u64 length and a sockaddr."""
+    try:
+        (name_bytes,) = struct.unpack_from("<Q", blob, 0)
+        family, port = struct.unpack_from("<H", blob, 16 + name_bytes)[0], 18 + name_bytes
+        if family not in (socket.AF_INET, socket.AF_INET6):
+            return None
+        return int(struct.unpack_from(">H", blob, port)[0])
+    except (struct.error, OverflowError):
+        return None
+
+
+def _connections(own_ports: set[int], peer_ports: set[int]) -> list[socket.socket]:
+    """Duplicates of this process's TCP connections from one of `own_ports` or to one of `peer_ports`."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            candidate = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        keep = False
+        with contextlib.suppress(OSError):
+            if candidate.family in (socket.AF_INET, socket.AF_INET6) and candidate.type == socket.SOCK_STREAM:
+                keep = candidate.getpeername()[1] in peer_ports or candidate.getsockname()[1] in own_ports
+        found.append(candidate) if keep else candidate.close()
+    return found

@@ -1,0 +1,74 @@
+"""Which member computes which lanes. Placement can change any time; it never changes a bit of the result. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+from elastic_harness.comm.tree import maximal_nodes
+
+Ranges = tuple[tuple[int, int], ...]
+_SEARCH_LIMIT = 16  # members up to which the best cut points are searched; beyond, the bigger ranges come first
+
+
+def deal(lanes: int, members: Sequence[str], held: Mapping[str, Ranges]) -> dict[str, Ranges]:
+    """The lanes each member still has to compute, given those already finished (`held`).
+
+    The missing lanes are cut into contiguous, balanced runs (`balanced_cuts`). Members take the runs in the
+    order of the lanes they already hold, so that neighbouring lanes meet and can be summed before they travel.
+    """
+    finished = [False] * lanes
+    for ranges in held.values():
+        for lo, hi in ranges:
+            finished[lo:hi] = [True] * (hi - lo)
+    missing = [lane for lane in range(lanes) if not finished[lane]]
+    cuts = balanced_cuts(len(missing), len(members))
+
+    def place(item: tuple[int, str]) -> tuple[float, int]:
+        rank, member = item
+        ranges = held.get(member, ())
+        return (ranges[0][0] if ranges else rank * lanes / len(members), rank)
+
+    order = [member for _, member in sorted(enumerate(members), key=place)]
+    return {m: _ranges(missing[cuts[i] : cuts[i + 1]]) for i, m in enumerate(order)}
+
+
+@lru_cache(maxsize=256)
+def balanced_cuts(lanes: int, parts: int) -> tuple[int, ...]:
+    """Cut points 0 = c₀ ≤ … ≤ c_parts = lanes of contiguous ranges. No range is longer than ⌈lanes / parts⌉, which is
+    what bounds the step's time, and among those cuts the one with the fewest tree nodes wins (each node is a partial
+    sum on the wire): 16 lanes on 3 members as 6 + 6 + 4 need 5 partial sums, as 5 + 5 + 6 they need 7."""
+    base, extra = divmod(lanes, parts)
+    if extra == 0 or parts > _SEARCH_LIMIT or base == 0:
+        sizes = [base + (i < extra) for i in range(parts)]
+        return tuple(sum(sizes[:i]) for i in range(parts + 1))
+    # best[end] = (nodes, cuts): the cheapest way for the ranges so far to end at lane `end`
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
+    for part in range(1, parts + 1):
+        following: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for start, (nodes, cuts) in best.items():
+            for size in range(max(1, base - 1), base + 2):
+                end = start + size
+                left = parts - part
+                if not left <= lanes - end <= left * (base + 1):
+                    continue
+                candidate = (nodes + len(maximal_nodes([(start, end)], lanes)), (*cuts, end))
+                if end not in following or candidate < following[end]:
+                    following[end] = candidate
+        best = following
+    return best[lanes][1]
+
+
+def _ranges(lanes: Sequence[int]) -> Ranges:
+    ranges: list[tuple[int, int]] = []
+    for lane in lanes:
+        if ranges and ranges[-1][1] == lane:
+            ranges[-1] = (ranges[-1][0], lane + 1)
+        else:
+            ranges.append((lane, lane + 1))
+    return tuple(ranges)
+
+
+def merge_ranges(*parts: Ranges) -> Ranges:
+    """The union of disjoint ranges, ascending, neighbours joined."""
+    return _ranges(sorted(lane for ranges in parts for lo, hi in ranges for lane in range(lo, hi)))

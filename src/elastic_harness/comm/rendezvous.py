@@ -1,0 +1,66 @@
+"""The key-value store a process group meets over: one namespace per generation, abortable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+
+class KeyValue(Protocol):
+    """What a rendezvous needs. `get` blocks until the key exists and raises as soon as the generation is void."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+
+class RendezvousStore(dist.Store):
+    """A `torch.distributed` store over a `KeyValue`; remembers what went through for whoever wants to look."""
+
+    def __init__(self, values: KeyValue) -> None:
+        super().__init__()
+        self._values = values
+        self.published: list[bytes] = []
+        self.received: list[bytes] = []
+
+    def set(self, key: str, value: Any) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self.published.append(data)
+        self._values.set(key, data)
+
+    def get(self, key: str) -> bytes:
+        data = self._values.get(key)
+        self.received.append(data)
+        return data
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self._values.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+class DictKeyValue:
+    """An in-process `KeyValue` for a world of one, and for tests with threads."""
+
+    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
+        self._values: dict[str, bytes] = {}
+        self._wait = wait
+
+    def set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+
+    def get(self, key: str) -> bytes:
+        while key not in self._values:
+            self._wait()
+        return self._values[key]

@@ -1,0 +1,286 @@
+"""Every setting of a run: typed, checked where it is built, each default written exactly once.
+
+A file or a ``section.key=value`` override may only name keys that exist here; whatever is wrong is a
+``ConfigError`` that names the key, its value, what is required and what to do. Units come last in names.
+This module imports neither torch nor numpy: the command line and the agent use it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import yaml
+
+from elastic_harness.config_file import apply_override, build, check_keys, read_yaml
+from elastic_harness.typed import Section, nearest_multiple, plain, setting_error
+
+ConfigT = TypeVar("ConfigT", bound="Config")
+
+
+@dataclass(frozen=True)
+class TrainingConfig(Section):
+    """What one optimizer step is, and how many there are."""
+
+    section: ClassVar[str] = "training"
+
+    max_steps: int = 200
+    global_batch_samples: int = 32
+    micro_batch_samples: int = 1  # samples in one slot
+    clip_norm: float | None = 1.0  # of the global gradient; null: no clipping
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    lanes: int | None = None  # leaves of the gradient tree; null: min(slots, 8 * elastic.max_workers)
+    threads: int = 1  # compute threads per worker: part of what exactness depends on
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: bool = False
+    eval_interval_steps: int = 0  # 0: no validation loss
+    eval_batches: int = 8
+    log_interval_steps: int = 1
+    ema_decay: float | None = None  # null: no moving average of the weights
+
+    def check(self) -> None:
+        self._at_least(1, "max_steps", "global_batch_samples", "micro_batch_samples", "threads")
+        self._at_least(1, "eval_batches", "log_interval_steps", "lanes")
+        self._at_least(0, "eval_interval_steps")
+        self._positive("clip_norm")
+        self._require(
+            self.global_batch_samples % self.micro_batch_samples == 0,
+            "global_batch_samples",
+            f"must be a multiple of training.micro_batch_samples={self.micro_batch_samples}",
+            f"use for example {nearest_multiple(self.global_batch_samples, self.micro_batch_samples)}",
+        )
+        slots = self.global_batch_samples // self.micro_batch_samples
+        self._require(
+            self.lanes is None or self.lanes <= slots,
+            "lanes",
+            f"must be at most the number of slots, {slots} (global_batch_samples / micro_batch_samples)",
+            "leave it out to have it chosen",
+        )
+        self._require(
+            self.ema_decay is None or 0 < self.ema_decay < 1, "ema_decay", "must lie between 0 and 1"
+        )
+
+
+@dataclass(frozen=True)
+class ElasticConfig(Section):
+    """How strictly results must agree, and how long anything may take before it counts as a failure."""
+
+    section: ClassVar[str] = "elastic"
+
+    exactness: Literal["strict", "relaxed"] = "strict"
+    max_workers: int = 8
+    canary: bool = True  # a joiner proves with one micro-batch that it computes the same bits
+    progress_timeout_factor: float = (
+        8.0  # hang deadline = factor * measured time of the phase, in the bounds below
+    )
+    progress_timeout_min_s: float = 2.0
+    progress_timeout_max_s: float = 300.0
+    first_step_timeout_s: float = 300.0
+    exchange_timeout_s: float = 600.0
+    join_timeout_s: float = 600.0
+
+    def check(self) -> None:
+        self._at_least(1, "max_workers")
+        self._require(
+            self.progress_timeout_factor > 1,
+            "progress_timeout_factor",
+            "must be greater than 1",
+            "a deadline shorter than the measured time would kill healthy workers",
+        )
+        self._positive(
+            "progress_timeout_min_s", "first_step_timeout_s", "join_timeout_s", "exchange_timeout_s"
+        )
+        self._require(
+            self.progress_timeout_min_s < self.progress_timeout_max_s,
+            "progress_timeout_min_s",
+            f"must be smaller than elastic.progress_timeout_max_s={self.progress_timeout_max_s}",
+        )
+        self._require(
+            self.progress_timeout_max_s <= self.exchange_timeout_s,
+            "progress_timeout_max_s",
+            f"must not exceed elastic.exchange_timeout_s={self.exchange_timeout_s}",
+            "a hang must be noticed before the transport gives up by itself",
+        )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(Section):
+    """When state is written to disk, and how many of the written ones stay."""
+
+    section: ClassVar[str] = "checkpoint"
+
+    interval_steps: int = 50  # 0: only at the end
+    keep_last: int = 3
+
+    def check(self) -> None:
+        self._at_least(0, "interval_steps")
+        self._at_least(1, "keep_last")
+
+
+@dataclass(frozen=True)
+class Config(Section):
+    """All that the harness itself needs to know; enough for a script with its own model and data."""
+
+    seed: int = 1337
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def check(self) -> None:
+        self._require(0 <= self.seed < 2**63, "seed", "must lie in 0 … 2^63 - 1")
+
+    @property
+    def slots(self) -> int:
+        """N: the number of micro-batches in one step."""
+        return self.training.global_batch_samples // self.training.micro_batch_samples
+
+    @property
+    def lanes_resolved(self) -> int:
+        """The number of leaves of the gradient tree."""
+        return self.training.lanes or min(self.slots, 8 * self.elastic.max_workers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole configuration as plain values that YAML and JSON can hold."""
+        return plain(dataclasses.asdict(self))
+
+    def to_yaml(self) -> str:
+        """The whole configuration as YAML; ``load_config`` reads back an equal one."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+    @classmethod
+    def from_dict(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+        """The configuration that these plain values describe; what they leave out has its default."""
+        return build(cls, values, "")
+
+
+@dataclass(frozen=True)
+class DataConfig(Section):
+    """The built-in trainer's text."""
+
+    section: ClassVar[str] = "data"
+
+    path: str | None = None  # a text file or a folder of them; null: the Python standard library's source
+    seq_length: int = 128
+    validation_fraction: float = 0.05  # the tail of the text, held out
+
+    def check(self) -> None:
+        self._at_least(1, "seq_length")
+        self._require(
+            0 <= self.validation_fraction < 1, "validation_fraction", "must be at least 0 and below 1"
+        )
+        self._require(self.path != "", "path", "must name a file or a folder", "or leave it out")
+
+
+@dataclass(frozen=True)
+class ModelConfig(Section):
+    """The built-in GPT's size."""
+
+    section: ClassVar[str] = "model"
+
+    vocab_size: int = 256
+    n_layer: int = 4
+    n_head: int = 4
+    d_model: int = 128
+    mlp_ratio: int = 4
+    dropout: float = 0.0
+    tie_weights: bool = True  # the output layer is the embedding
+    context_length: int | None = None  # longest text seen at once; null: data.seq_length
+
+    def check(self) -> None:
+        self._at_least(1, "vocab_size", "n_layer", "n_head", "d_model", "mlp_ratio", "context_length")
+        self._require(0 <= self.dropout < 1, "dropout", "must be at least 0 and below 1")
+        self._require(
+            self.d_model % (2 * self.n_head) == 0,
+            "d_model",
+            f"must be a multiple of 2 * model.n_head = {2 * self.n_head} (heads of even width)",
+            f"use for example {nearest_multiple(self.d_model, 2 * self.n_head)}",
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(Section):
+    """The built-in trainer's optimizer."""
+
+    section: ClassVar[str] = "optimizer"
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)  # adamw and adam
+    eps: float = 1e-8  # adamw and adam
+    weight_decay: float = 0.1
+    momentum: float = 0.0  # sgd
+    nesterov: bool = False  # sgd
+
+    def check(self) -> None:
+        self._positive("lr", "eps")
+        self._at_least(0, "weight_decay")
+        self._require(all(0 <= b < 1 for b in self.betas), "betas", "must both be at least 0 and below 1")
+        self._require(0 <= self.momentum < 1, "momentum", "must be at least 0 and below 1")
+        self._require(
+            not self.nesterov or self.momentum > 0, "nesterov", "needs optimizer.momentum greater than 0"
+        )
+
+
+@dataclass(frozen=True)
+class SchedulerConfig(Section):
+    """The built-in trainer's learning rate over the steps."""
+
+    section: ClassVar[str] = "scheduler"
+
+    name: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = 20
+    min_lr_ratio: float = 0.1  # of optimizer.lr, at the last step
+
+    def check(self) -> None:
+        self._at_least(0, "warmup_steps")
+        self._require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", "must lie between 0 and 1")
+
+
+@dataclass(frozen=True)
+class TrainerConfig(Config):
+    """All that the built-in trainer needs to know."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def check(self) -> None:
+        super().check()
+        if self.model.context_length is None:
+            resolved = dataclasses.replace(self.model, context_length=self.data.seq_length)
+            object.__setattr__(self, "model", resolved)
+        context_length = self.model.context_length
+        if context_length is not None and context_length < self.data.seq_length:
+            raise setting_error(
+                "model.context_length",
+                context_length,
+                f"must be at least data.seq_length={self.data.seq_length}",
+                "leave it out to have it follow data.seq_length",
+            )
+        if self.model.vocab_size < 256:
+            raise setting_error(
+                "model.vocab_size", self.model.vocab_size, "must be at least 256: the tokens are bytes"
+            )
+        if self.scheduler.warmup_steps > self.training.max_steps:
+            raise setting_error(
+                "scheduler.warmup_steps",
+                self.scheduler.warmup_steps,
+                f"must not exceed training.max_steps={self.training.max_steps}",
+                "lower the one or raise the other",
+            )
+
+
+def load_config(cls: type[ConfigT], path: str | Path | None, overrides: Sequence[str] = ()) -> ConfigT:
+    """The configuration of class ``cls`` from a YAML file (or none) and ``section.key=value`` overrides.
+
+    Later overrides win over earlier ones and over the file. Raises ConfigError for anything that is wrong.
+    """
+    values: dict[str, Any] = {} if path is None else read_yaml(Path(path))
+    check_keys(cls, values, "")
+    for override in overrides:
+        apply_override(cls, values, override)
+    return build(cls, values, "")

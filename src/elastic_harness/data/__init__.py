@@ -1,0 +1,1 @@
+"""Text, its order and its schedule: which samples a step reads, from (seed, epoch, position) alone."""

@@ -1,0 +1,61 @@
+"""Which positions a step consumes: arithmetic on (samples, global batch, step), with no state to save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from elastic_harness.data.order import epoch_order
+
+
+@dataclass(frozen=True)
+class Span:
+    """The positions of one step: ``count`` of them from ``first`` on, within epoch ``epoch``."""
+
+    epoch: int
+    first: int
+    count: int
+    position: int  # of ``first``, counted from the start of the run over all epochs
+
+    def slot_range(self, slot: int, micro_batch: int) -> tuple[int, int]:
+        """Half-open positions within the epoch that slot ``slot`` takes; empty beyond a short epoch's end."""
+        end = self.first + self.count
+        low = min(self.first + slot * micro_batch, end)
+        return low, min(low + micro_batch, end)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Cuts every epoch into steps of ``global_batch`` samples; an epoch's last step may be shorter."""
+
+    n_samples: int
+    global_batch: int
+
+    def __post_init__(self) -> None:
+        for name in ("n_samples", "global_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.n_samples // self.global_batch)
+
+    def at(self, step: int) -> Span:
+        """The positions that step ``step`` (from 0) consumes."""
+        if step < 0:
+            raise ValueError(f"step is {step}, but steps count from 0.")
+        epoch, index = divmod(step, self.steps_per_epoch)
+        first = index * self.global_batch
+        count = min(self.global_batch, self.n_samples - first)
+        return Span(epoch, first, count, epoch * self.n_samples + first)
+
+
+def slot_sample_ids(
+    schedule: Schedule, seed: int, step: int, slot: int, micro_batch: int
+) -> npt.NDArray[np.int64]:
+    """The sample ids that slot ``slot`` of step ``step`` reads, in order; may be short or empty."""
+    span = schedule.at(step)
+    positions = np.arange(*span.slot_range(slot, micro_batch), dtype=np.int64)
+    return epoch_order(schedule.n_samples, seed, span.epoch)(positions)

@@ -1,0 +1,154 @@
+"""One training job as the demo holds it: the public command line in a process, its event log, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from elastic_harness.demo.story import Kill, Story
+
+STOP_TIMEOUT_S = 15.0
+TAIL_LINES = 40
+
+
+def cli(*arguments: str) -> list[str]:
+    """The argument vector of `elastic-harness …`, run by this very interpreter."""
+    return [sys.executable, "-m", "elastic_harness", *arguments]
+
+
+class EventTail:
+    """Reads an event log while it is being written: each call returns the complete lines that are new."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[bytes] | None = None
+        self._rest = b""
+
+    def read(self) -> list[Mapping[str, Any]]:
+        """The new events; none while the file does not exist. A line that is no JSON object is skipped."""
+        if self._file is None:
+            try:
+                self._file = open(self.path, "rb")  # noqa: SIM115
+            except FileNotFoundError:
+                return []
+        data = self._rest + self._file.read()
+        *lines, self._rest = data.split(b"\n")
+        events: list[Mapping[str, Any]] = []
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict):
+                    events.append(event)
+        return events
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class Job:
+    """A launched job; as a context it leaves no process behind, however it is left."""
+
+    def __init__(self, command: Sequence[str], run_dir: Path, output: Path, max_steps: int) -> None:
+        self.command = list(command)
+        self.run_dir = run_dir
+        self.output = output
+        self.story = Story(max_steps=max_steps)
+        self.kills: list[Kill] = []
+        self._tail = EventTail(run_dir / "events.jsonl")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._handles: dict[str, int] = {}
+
+    def __enter__(self) -> Job:
+        with open(self.output, "wb") as output:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+        self._tail.close()
+        for handle in self._handles.values():
+            os.close(handle)
+        self._handles.clear()
+
+    def advance(self) -> bool:
+        """Take in what the log has new; False once the job has ended and everything it wrote is taken in."""
+        ended = self._process is None or self._process.poll() is not None
+        for event in self._tail.read():
+            self.story.apply(event)
+            if event.get("event") == "worker_started":
+                self._hold(str(event["member"]), int(event["pid"]))
+        return not ended
+
+    @property
+    def exit_code(self) -> int | None:
+        return None if self._process is None else self._process.poll()
+
+    def kill(self, ranks: Sequence[int], t: float, by: str) -> Kill | None:
+        """SIGKILL to these ranks of the current generation, at one moment; None if none of them lives."""
+        workers = [worker for worker in self.story.up() if worker.rank in ranks]
+        struck = [worker for worker in workers if self._signal(worker.member, worker.pid)]
+        if not struck:
+            return None
+        kill = Kill(
+            t,
+            self.story.running_step,
+            tuple(worker.member for worker in struck),
+            tuple(worker.rank for worker in struck if worker.rank is not None),
+            tuple(worker.pid for worker in struck),
+            by,
+        )
+        self.story.mark_killed(kill)
+        self.kills.append(kill)
+        return kill
+
+    def stop(self) -> None:
+        """End the job: asks first, then kills its process group. Returns when the launch command is gone."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def output_tail(self) -> str:
+        """The last lines that the launch command printed."""
+        if not self.output.exists():
+            return ""
+        return "\n".join(self.output.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+
+    def _hold(self, member: str, pid: int) -> None:
+        """Keep a handle on the process: a kill can never hit another one that got the same pid later."""
+        if hasattr(os, "pidfd_open") and member not in self._handles:
+            with contextlib.suppress(OSError):
+                self._handles[member] = os.pidfd_open(pid)
+
+    def _signal(self, member: str, pid: int) -> bool:
+        try:
+            if member in self._handles:
+                signal.pidfd_send_signal(self._handles[member], signal.SIGKILL)
+            elif hasattr(os, "pidfd_open"):
+                return False
+            else:
+                os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True

@@ -1,0 +1,252 @@
+"""What a run's events tell, as values: built one event at a time, by the live view as by the report."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_harness.events import read_events
+
+RECENT_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One committed step, at the time the log gives it."""
+
+    t: float
+    step: int
+    loss: float
+    tokens: int
+    world_size: int
+    generation: int
+    step_s: float
+
+
+@dataclass
+class Worker:
+    """One member; `end` is how it left: 'killed', 'failed' or 'stopped', and None while it lives."""
+
+    member: str
+    pid: int
+    started: float
+    spare: bool = False
+    rank: int | None = None
+    placed: float | None = None
+    ended: float | None = None
+    end: str | None = None
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One recovery as the slowest reporter saw it: stage durations in milliseconds, in order."""
+
+    t: float
+    generation: int
+    stages: Mapping[str, float]
+    total_ms: float
+    step: int | None
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One strike of the demo: who was killed with SIGKILL, when, and which step was running."""
+
+    t: float
+    step: int
+    members: tuple[str, ...]
+    ranks: tuple[int, ...]
+    pids: tuple[int, ...]
+    by: str = "plan"
+
+    @property
+    def label(self) -> str:
+        return "rank " + " and rank ".join(str(rank) for rank in self.ranks)
+
+
+@dataclass
+class Story:
+    """Everything the demo shows about one run. `apply` takes events in log order."""
+
+    started: float | None = None
+    max_steps: int = 0
+    configured: Mapping[str, Any] = field(default_factory=dict)
+    lineage: int = 0
+    generation: int = 0
+    members: tuple[str, ...] = ()
+    commits: dict[int, Commit] = field(default_factory=dict)
+    validation: dict[int, float] = field(default_factory=dict)
+    workers: dict[str, Worker] = field(default_factory=dict)
+    recoveries: dict[int, Recovery] = field(default_factory=dict)
+    worlds: list[tuple[float, int]] = field(default_factory=list)
+    noticed: dict[str, float] = field(default_factory=dict)
+    incidents: list[Mapping[str, Any]] = field(default_factory=list)
+    waiting: str | None = None
+    finished: Mapping[str, Any] | None = None
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Take one event in; unknown ones are ignored, a step told again replaces what was known of it."""
+        handler = getattr(self, f"_on_{event.get('event')}", None)
+        if handler is not None:
+            handler(event)
+
+    @property
+    def last(self) -> Commit | None:
+        return self.commits[max(self.commits)] if self.commits else None
+
+    @property
+    def running_step(self) -> int:
+        """The step that is being computed now, counted from 0."""
+        return max(self.commits, default=-1) + 1
+
+    @property
+    def step_s(self) -> float:
+        """Median duration of the recent steps, 0 before there are any."""
+        recent = sorted(self.commits)[-4 * RECENT_STEPS :]
+        return statistics.median(self.commits[step].step_s for step in recent) if recent else 0.0
+
+    def alive(self, member: str) -> bool:
+        worker = self.workers.get(member)
+        return worker is not None and worker.end is None
+
+    def up(self) -> list[Worker]:
+        """The living members of the current generation, in rank order."""
+        return [self.workers[member] for member in self.members if self.alive(member)]
+
+    def spares(self) -> list[Worker]:
+        return [
+            worker
+            for worker in self.workers.values()
+            if worker.end is None and worker.member not in self.members
+        ]
+
+    def tokens_per_s(self) -> float:
+        """Tokens per second over the recent steps, by the clock, recoveries included."""
+        recent = sorted(self.commits)[-RECENT_STEPS - 1 :]
+        if len(recent) < 2:
+            return 0.0
+        elapsed = self.commits[recent[-1]].t - self.commits[recent[0]].t
+        return sum(self.commits[step].tokens for step in recent[1:]) / elapsed if elapsed > 0 else 0.0
+
+    def after_kill_ms(self, kill: Kill) -> float | None:
+        """Milliseconds from a kill to the next commit beyond every earlier step; None if none followed."""
+        before = max((step for step, commit in self.commits.items() if commit.t <= kill.t), default=-1)
+        after = [commit.t for step, commit in self.commits.items() if step > before and commit.t > kill.t]
+        return (min(after) - kill.t) * 1000 if after else None
+
+    def recovery_after(self, kill: Kill) -> Recovery | None:
+        """The first recovery reported after a kill."""
+        later = [recovery for recovery in self.recoveries.values() if recovery.t > kill.t]
+        return min(later, key=lambda recovery: recovery.t) if later else None
+
+    def mark_killed(self, kill: Kill) -> None:
+        """Note that these members were killed by us, before the log says so."""
+        for member in kill.members:
+            worker = self.workers.get(member)
+            if worker is not None:
+                worker.end, worker.ended = "killed", kill.t
+
+    def _on_run_started(self, event: Mapping[str, Any]) -> None:
+        self.started = self.started if self.started is not None else float(event["t"])
+        self.lineage = int(event.get("lineage") or 0)
+        self.finished = None
+        resumed = event.get("resumed_from_step")
+        if resumed is not None:
+            self.commits = {step: commit for step, commit in self.commits.items() if step < int(resumed)}
+
+    def _on_run_configured(self, event: Mapping[str, Any]) -> None:
+        self.configured = event
+
+    def _on_worker_started(self, event: Mapping[str, Any]) -> None:
+        member = str(event["member"])
+        self.workers[member] = Worker(
+            member, int(event["pid"]), float(event["t"]), bool(event.get("spare")), event.get("rank")
+        )
+
+    def _on_generation(self, event: Mapping[str, Any]) -> None:
+        self.generation, self.waiting = int(event["number"]), None
+        self.members = tuple(str(member) for member in event["members"])
+        self.worlds.append((float(event["t"]), len(self.members)))
+        for rank, member in enumerate(self.members):
+            worker = self.workers.get(member)
+            if worker is not None:
+                worker.rank, worker.spare = rank, False
+                if worker.placed is None:
+                    worker.placed = float(event["t"])
+
+    def _on_worker_joined(self, event: Mapping[str, Any]) -> None:
+        worker = self.workers.get(str(event["member"]))
+        if worker is not None and worker.placed is None:
+            worker.placed = float(event["t"])
+
+    def _on_step_committed(self, event: Mapping[str, Any]) -> None:
+        step, t = int(event["step"]), float(event["t"])
+        if event.get("step_s") is not None:
+            step_s = float(event["step_s"])
+        else:
+            step_s = t - self.commits[step - 1].t if step - 1 in self.commits else 0.0
+        self.waiting = None
+        self.lineage = int(event.get("lineage") or self.lineage)
+        loss = float("nan") if event["loss"] is None else float(event["loss"])
+        tokens, world, generation = int(event["tokens"]), int(event["world_size"]), int(event["generation"])
+        self.commits[step] = Commit(t, step, loss, tokens, world, generation, step_s)
+
+    def _on_validation(self, event: Mapping[str, Any]) -> None:
+        self.validation[int(event["step"])] = float(event["loss"])
+
+    def _on_failure_detected(self, event: Mapping[str, Any]) -> None:
+        member, t = str(event.get("member")), float(event.get("t_detected") or event["t"])
+        self.noticed.setdefault(member, t)
+        worker = self.workers.get(member)
+        if worker is not None and worker.end is None:
+            worker.end, worker.ended = "failed", t
+
+    def _on_worker_stopped(self, event: Mapping[str, Any]) -> None:
+        worker = self.workers.get(str(event.get("member")))
+        if worker is not None and worker.end is None:
+            worker.end = "stopped" if event.get("expected", True) else "failed"
+            worker.ended = float(event["t"])
+
+    def _on_recovery(self, event: Mapping[str, Any]) -> None:
+        number = int(event["generation"])
+        stages = {
+            str(name): float(value)
+            for name, value in (event.get("stages") or {}).items()
+            if value is not None
+        }
+        total = float(event.get("total_ms") or sum(stages.values()))
+        known = self.recoveries.get(number)
+        if known is None or total > known.total_ms:
+            self.recoveries[number] = Recovery(
+                float(event["t"]), number, stages, total, event.get("resumed_step")
+            )
+
+    def _on_incident(self, event: Mapping[str, Any]) -> None:
+        self.incidents.append(event)
+
+    def _on_waiting(self, event: Mapping[str, Any]) -> None:
+        self.waiting = str(event.get("reason"))
+
+    def _on_run_finished(self, event: Mapping[str, Any]) -> None:
+        self.finished = event
+        for worker in self.workers.values():
+            if worker.end is None:
+                worker.end, worker.ended = "stopped", float(event["t"])
+
+
+def tell(events: Iterable[Mapping[str, Any]], kills: Iterable[Kill] = ()) -> Story:
+    """The story of a whole log; workers that `kills` names are shown as killed."""
+    story = Story()
+    for event in events:
+        story.apply(event)
+    for kill in kills:
+        story.mark_killed(kill)
+    return story
+
+
+def story_of(run_dir: Path, kills: Iterable[Kill] = ()) -> Story:
+    """The story of a run folder."""
+    return tell(read_events(run_dir / "events.jsonl"), kills)

@@ -1,0 +1,79 @@
+"""Exceptions, grouped by what the caller does about them, and the exit codes they map to.
+
+    HarnessError
+    ├── ConfigError            fix the configuration            exit 2
+    ├── UserCodeError          fix the training script          exit 1
+    ├── TooFewWorkers          add machines or lower the minimum exit 3
+    ├── InfrastructureError    look at the machine              exit 4
+    │   └── CheckpointCorrupt  load an older checkpoint
+    ├── Refused                this worker does not fit the run exit 2
+    └── Recoverable            handled inside the training loop, never seen by user code
+        ├── PeerFailed         a peer or the link to it broke during a collective
+        └── GenerationChanged  the membership moved on
+"""
+
+from __future__ import annotations
+
+EXIT_SUCCESS = 0
+EXIT_USER_CODE = 1
+EXIT_CONFIG = 2
+EXIT_TOO_FEW_WORKERS = 3
+EXIT_INFRASTRUCTURE = 4
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+class HarnessError(Exception):
+    """Base of everything this package raises on purpose."""
+
+    exit_code = EXIT_INFRASTRUCTURE
+
+
+class ConfigError(HarnessError):
+    """The configuration or the command line is wrong; the message names the key, the value and what is allowed."""
+
+    exit_code = EXIT_CONFIG
+
+
+class UserCodeError(HarnessError):
+    """The training script failed in a way that another worker would repeat."""
+
+    exit_code = EXIT_USER_CODE
+
+
+class TooFewWorkers(HarnessError):
+    """Fewer workers than the minimum are left and no more can be started."""
+
+    exit_code = EXIT_TOO_FEW_WORKERS
+
+
+class InfrastructureError(HarnessError):
+    """The machine, the disk or the network failed in a way the harness could not work around."""
+
+    exit_code = EXIT_INFRASTRUCTURE
+
+
+class CheckpointCorrupt(InfrastructureError):
+    """A checkpoint's bytes do not match its manifest."""
+
+
+class Refused(HarnessError):
+    """This worker may not join the run: its fingerprint or its canary hash differs."""
+
+    exit_code = EXIT_CONFIG
+
+
+class Recoverable(HarnessError):
+    """Raised and caught inside the training loop; leads to a recovery."""
+
+
+class PeerFailed(Recoverable):
+    """A collective broke; `peers` are the members it was waiting for, as far as known."""
+
+    def __init__(self, message: str, peers: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.peers = peers
+
+
+class GenerationChanged(Recoverable):
+    """A newer generation was announced; whatever belongs to the old one is void."""

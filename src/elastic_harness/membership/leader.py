@@ -1,0 +1,355 @@
+"""The leader's protocol: (state, event, now) → (state, actions). No I/O, no clock, no randomness.
+
+The agent drives this module with real events; the model checker and the simulator drive the very same one.
+A generation lives through three phases:
+
+    announced ──(every member reported)──► formed ──(a member lost, links broke, a join, a removal)──► next one
+        └────────(a member lost, links broke)───────────────────────────────────────────────────────► next one
+
+Generation numbers only grow. A generation is *formed* when its digest is published; before that only losses and
+broken links replace it, planned changes wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from elastic_harness.membership.decide import View, decide
+from elastic_harness.membership.reconcile import reconcile
+from elastic_harness.membership.types import Digest, Generation, Limits, Report
+
+POISON_ERRORS = 2  # members that fail in the same slot with an error of their own before the job stops
+POISON_KILLS = 3  # … that are killed by SIGKILL or SIGTERM in it (which is more often chance)
+TROUBLE_PATIENCE = 2  # generations that may break on the same link before that pair is separated …
+TROUBLE_MEMORY = 4  # … out of so many; a break long ago says nothing about the link
+
+# ---- events
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A worker said hello and is fit to be a member. Each incarnation has its own id."""
+
+    member: str
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A worker is gone for good (died, was killed after a hang, left after a removal)."""
+
+    member: str
+
+
+@dataclass(frozen=True)
+class Reported:
+    member: str
+    report: Report
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A member's exchange broke, or it could not complete its part of the recovery. `peers` as far as known."""
+
+    member: str
+    generation: int
+    peers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A step was committed: from now on the run is born and must never begin at zero unnoticed."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A member committed the last step."""
+
+    member: str
+    version: int
+
+
+@dataclass(frozen=True)
+class SlotFailed:
+    """A member failed while computing a slot: by an error of its own, or killed from outside."""
+
+    member: str
+    step: int
+    slot: int
+    killed: bool
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """A member's canary hash differs from its peers': its arithmetic is not the run's."""
+
+    member: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The wanted number of workers changed."""
+
+    target: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time passed."""
+
+
+Event = Ready | Lost | Reported | Trouble | Committed | Finished | SlotFailed | Unfit | Scaled | Tick
+
+# ---- actions
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Tell every member of this generation, and those of the previous one that are left out."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Send the digest to every member of its generation."""
+
+    digest: Digest
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Too few members: those left abort what they do and wait with their state alive."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Evict:
+    """Stop this worker and do not restart it as it is."""
+
+    member: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Poison:
+    """The same slot failed on several members: stop the job, it would walk through every worker."""
+
+    step: int
+    slot: int
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Done:
+    """Every member finished: the job is complete."""
+
+    version: int
+
+
+Action = Announce | Publish | Pause | Evict | Poison | Done
+
+# ---- state
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything the leader knows. `number` is the last generation number ever used, `born` whether any step was
+    ever committed (then nobody starts silently from zero)."""
+
+    limits: Limits
+    number: int = 0
+    born: bool = False
+    lineage: int = 0
+    from_step: int = 0
+    ready: tuple[str, ...] = ()
+    first_ready_at: float = 0.0
+    generation: Generation | None = None
+    previous: Generation | None = None
+    formed: bool = False
+    paused: str = ""
+    reports: tuple[tuple[str, Report], ...] = ()
+    finished: tuple[tuple[str, int], ...] = ()
+    failed_slots: tuple[tuple[int, int, str, bool], ...] = ()
+    broken: tuple[tuple[int, str, str], ...] = ()
+    troubled: tuple[str, ...] = ()
+    trouble_at: float | None = None
+    done: bool = False
+
+
+def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
+    """Apply one event. Never raises on late, repeated or unknown input: it is ignored."""
+    if state.done:
+        return state, ()
+    state, actions = _take(state, event, now)
+    if any(isinstance(a, Poison | Done) for a in actions):
+        return replace(state, done=True), actions
+    state, more = _advance(state, now)
+    return state, actions + more
+
+
+def _take(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
+    match event:
+        case Ready(member):
+            if member not in state.ready:
+                first = state.first_ready_at if state.ready else now
+                state = replace(state, ready=(*state.ready, member), first_ready_at=first)
+        case Lost(member):
+            waited_for = _still_needed(state, member)
+            state = _without(state, member)
+            if waited_for and state.trouble_at is None:
+                state = replace(state, trouble_at=now)
+        case Unfit(member, reason):
+            if member in state.ready:
+                return _without(state, member), (Evict(member, reason),)
+        case Reported(member, report):
+            if _current(state, member, report.generation) and not state.formed:
+                others = tuple(r for r in state.reports if r[0] != member)
+                state = replace(state, reports=(*others, (member, report)))
+        case Trouble(member, generation, peers):
+            if _current(state, member, generation) or _still_before(state, member, generation):
+                state = _note_trouble(state, member, generation, peers)
+                if state.trouble_at is None:
+                    state = replace(state, trouble_at=now)
+        case Committed():
+            state = replace(state, born=True)
+        case Finished(member, version):
+            if member in state.ready:
+                others_done = tuple(f for f in state.finished if f[0] != member)
+                state = replace(state, finished=(*others_done, (member, version)))
+            state = replace(state, born=True)
+        case SlotFailed(member, at_step, slot, killed):
+            state = replace(state, failed_slots=(*state.failed_slots, (at_step, slot, member, killed)))
+            return state, _poison(state, at_step, slot)
+        case Scaled(target):
+            limits = replace(state.limits, target=max(state.limits.min_workers, min(target, state.limits.max_workers)))
+            state = replace(state, limits=limits)
+        case Tick():
+            pass
+    return state, ()
+
+
+def _current(state: State, member: str, generation: int) -> bool:
+    return (
+        state.generation is not None
+        and state.generation.number == generation
+        and member in state.generation.members
+        and member in state.ready
+    )
+
+
+def _still_before(state: State, member: str, generation: int) -> bool:
+    """Until a planned generation is formed its members, and those it leaves out, go on stepping in an earlier one."""
+    current = state.generation
+    planned = current is not None and not current.urgent and not state.formed
+    return planned and generation < state.number and member in state.ready
+
+
+def _still_needed(state: State, member: str) -> bool:
+    """Whether the members of a planned generation may be waiting, at the boundary before it, for one it leaves out.
+    If that one has just left there, the generation forms within the grace and nothing is aborted."""
+    current, previous = state.generation, state.previous
+    if current is None or previous is None or current.urgent or state.formed:
+        return False
+    return member in previous.members and member in state.ready
+
+
+def _note_trouble(state: State, member: str, generation: int, peers: tuple[str, ...]) -> State:
+    """Remember who cannot talk to whom, once per generation. A peer that has reported trouble itself has given up
+    its connections: that it is silent now says nothing about the link to it."""
+    accused = [p for p in peers if p in state.ready and p != member and p not in state.troubled]
+    pairs = {(generation, min(member, p), max(member, p)) for p in accused}
+    recent = {b for b in state.broken if b[0] > state.number - TROUBLE_MEMORY}
+    broken = tuple(sorted(recent | pairs))
+    troubled = state.troubled if member in state.troubled else (*state.troubled, member)
+    return replace(state, broken=broken, troubled=troubled)
+
+
+def _without(state: State, member: str) -> State:
+    return replace(
+        state,
+        ready=tuple(m for m in state.ready if m != member),
+        reports=tuple(r for r in state.reports if r[0] != member),
+        finished=tuple(f for f in state.finished if f[0] != member),
+        broken=tuple(p for p in state.broken if member not in p[1:]),
+    )
+
+
+def _poison(state: State, at_step: int, slot: int) -> tuple[Action, ...]:
+    here = [(m, killed) for s, j, m, killed in state.failed_slots if (s, j) == (at_step, slot)]
+    own = {m for m, killed in here if not killed}
+    everyone = {m for m, _ in here}
+    if len(own) >= POISON_ERRORS or len(everyone) >= POISON_KILLS:
+        return (Poison(at_step, slot, tuple(sorted(everyone))),)
+    return ()
+
+
+def _advance(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
+    """Whatever follows from the state as it now is."""
+    current = state.generation
+    if current and current.members and all(m in dict(state.finished) for m in current.members) and state.formed:
+        version = max(v for _, v in state.finished)
+        return replace(state, done=True), (Done(version),)
+
+    lost = current is not None and any(m not in state.ready for m in current.members)
+    reform = state.trouble_at is not None and now >= state.trouble_at + state.limits.trouble_grace_s
+    if current is None or lost or reform or (state.formed and state.trouble_at is None):
+        state, actions = _propose(state, now, reform)
+        if actions:
+            return state, actions
+    current = state.generation
+    if current and not state.formed and {m for m, _ in state.reports} == set(current.members):
+        return _form(state, current)
+    return state, ()
+
+
+def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Action, ...]]:
+    counts: dict[frozenset[str], int] = {}
+    for _, a, b in state.broken:
+        counts[frozenset((a, b))] = counts.get(frozenset((a, b)), 0) + 1
+    view = View(
+        current=state.generation,
+        ready=state.ready,
+        finished=frozenset(m for m, _ in state.finished),
+        broken=frozenset(p for p, n in counts.items() if n >= TROUBLE_PATIENCE),
+        reform=reform,
+        first_ready_at=state.first_ready_at,
+    )
+    decision, reason = decide(now, view, state.limits)
+    if decision is None:
+        lost = state.generation is not None and any(m not in state.ready for m in state.generation.members)
+        if reason.startswith("waiting") and reason != state.paused and (lost or state.generation is None):
+            return replace(state, paused=reason), (Pause(reason),)
+        return state, ()
+    generation = Generation(state.number + 1, decision.members, decision.urgent, reason)
+    state = replace(
+        state,
+        number=generation.number,
+        previous=state.generation,
+        generation=generation,
+        formed=False,
+        paused="",
+        reports=(),
+        troubled=(),
+        trouble_at=None,
+    )
+    return state, (Announce(generation),)
+
+
+def _form(state: State, generation: Generation) -> tuple[State, tuple[Action, ...]]:
+    digest, reason = reconcile(
+        generation, dict(state.reports), born=state.born, lineage=state.lineage, from_step=state.from_step
+    )
+    state = replace(
+        state,
+        formed=True,
+        born=state.born or digest.version > 0,
+        reports=(),
+        lineage=digest.lineage,
+        from_step=digest.from_step,
+    )
+    return state, (Publish(digest, reason),)

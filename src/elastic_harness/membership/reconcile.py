@@ -1,0 +1,97 @@
+"""Who applied what: from the reports of all members to one digest. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elastic_harness.membership.types import Digest, Generation, LaneRanges, Report, Source, SourceKind
+
+
+def reconcile(
+    generation: Generation, reports: Mapping[str, Report], *, born: bool, lineage: int, from_step: int
+) -> tuple[Digest, str]:
+    """The digest for a generation whose members have all reported, and the reason in words.
+
+    State at version v is a pure function of (seed, v), so the members can differ only in how far they are. The
+    farthest one wins; whoever is one step behind replays that step's record, everyone else behind takes the state.
+    If nobody has state, a run that was ever born restores its newest checkpoint (or, loudly, begins again at zero)
+    and opens a new lineage; a new run is initialised by rank 0.
+    """
+    members = generation.members
+    assert set(reports) == set(members), "reconcile needs a report of every member"
+    version = max(reports[m].version for m in members)
+    if version < 0:
+        return _from_nothing(generation, reports, born=born, lineage=lineage, from_step=from_step)
+
+    ahead = [m for m in members if reports[m].version == version]
+    recorders = [m for m in ahead if reports[m].record == version - 1]
+    sources: dict[str, Source] = {}
+    loads: dict[str, int] = {}
+
+    def spread(candidates: list[str]) -> str:
+        """The least loaded candidate, the earliest rank first: donors share the work."""
+        donor = min(candidates, key=lambda m: (loads.get(m, 0), members.index(m)))
+        loads[donor] = loads.get(donor, 0) + 1
+        return donor
+
+    for member in members:
+        own = reports[member].version
+        if own == version:
+            sources[member] = Source("keep")
+        elif own == version - 1 and own >= 0 and recorders:
+            sources[member] = Source("replay", spread(recorders))
+        else:
+            sources[member] = Source("state", spread(ahead))
+    digest = Digest(
+        generation=generation.number,
+        version=version,
+        lineage=lineage,
+        from_step=from_step,
+        sources=sources,
+        lanes=_finished(ahead, reports),
+        unverified=tuple(m for m in members if not reports[m].verified),
+    )
+    replayed = sum(s.kind == "replay" for s in sources.values())
+    received = sum(s.kind == "state" for s in sources.values())
+    return digest, f"resume at version {version}: {len(ahead)} keep, {replayed} replay, {received} take the state"
+
+
+def _finished(ahead: list[str], reports: Mapping[str, Report]) -> dict[str, LaneRanges]:
+    """Finished lanes of the running step. A member whose lanes overlap an earlier holder's starts over: its
+    partial sums may already contain the duplicate."""
+    taken: set[int] = set()
+    kept: dict[str, LaneRanges] = {}
+    for member in ahead:
+        lanes = {lane for lo, hi in reports[member].lanes for lane in range(lo, hi)}
+        if lanes and not lanes & taken:
+            taken |= lanes
+            kept[member] = reports[member].lanes
+    return kept
+
+
+def _from_nothing(
+    generation: Generation, reports: Mapping[str, Report], *, born: bool, lineage: int, from_step: int
+) -> tuple[Digest, str]:
+    members = generation.members
+    kind: SourceKind
+    offers = {m: reports[m].checkpoints[0] for m in members if reports[m].checkpoints}
+    if offers:
+        version = max(offers.values())
+        source_member = next(m for m in members if offers.get(m) == version)
+        kind, reason = "restore", f"nobody has state: restore the checkpoint of version {version}"
+    else:
+        version, source_member, kind = 0, members[0], "init"
+        reason = "nobody has state and no checkpoint exists: begin again at step 0" if born else "a new run"
+    if born:
+        lineage, from_step = lineage + 1, version
+    sources = {m: Source("state", source_member) for m in members}
+    sources[source_member] = Source(kind)
+    digest = Digest(
+        generation=generation.number,
+        version=version,
+        lineage=lineage,
+        from_step=from_step,
+        sources=sources,
+        unverified=tuple(m for m in members if not reports[m].verified),
+    )
+    return digest, reason

@@ -1,0 +1,139 @@
+"""The values that membership agrees on. Plain data: they travel as JSON between agent and worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+LaneRanges = tuple[tuple[int, int], ...]
+"""Half-open ranges of lanes, ascending and disjoint."""
+
+SourceKind = Literal["keep", "replay", "state", "init", "restore"]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """An agreed membership. `members` are in rank order; `urgent` means: abort what you do, now. Otherwise the
+    change happens at a step boundary that the members of the previous generation agree on among themselves."""
+
+    number: int
+    members: tuple[str, ...]
+    urgent: bool
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "number": self.number,
+            "members": list(self.members),
+            "urgent": self.urgent,
+            "reason": self.reason,
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Generation:
+        return Generation(data["number"], tuple(data["members"]), data["urgent"], data["reason"])
+
+
+@dataclass(frozen=True)
+class Report:
+    """How far one member is when a generation forms.
+
+    version: committed steps, -1 without (verified) state. record: the step whose reduced gradient is still held,
+    or None. lanes: finished lanes of step `version`. checkpoints: versions that could be restored, newest first
+    (only looked up when version is -1). verified: this member's canary hash has already been compared.
+    """
+
+    generation: int
+    version: int
+    record: int | None = None
+    lanes: LaneRanges = ()
+    checkpoints: tuple[int, ...] = ()
+    verified: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "generation": self.generation,
+            "version": self.version,
+            "record": self.record,
+            "lanes": [list(r) for r in self.lanes],
+            "checkpoints": list(self.checkpoints),
+            "verified": self.verified,
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Report:
+        return Report(
+            data["generation"],
+            data["version"],
+            data["record"],
+            tuple((lo, hi) for lo, hi in data["lanes"]),
+            tuple(data["checkpoints"]),
+            data["verified"],
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a member's state at the agreed version comes from: it keeps its own, replays `donor`'s record, takes
+    the whole state from `donor`, initialises itself, or restores a checkpoint."""
+
+    kind: SourceKind
+    donor: str | None = None
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What the leader concluded from all reports of a generation: the version to resume at, who takes state from
+    whom, which lanes of the running step are already finished (and where), which members' canary is due."""
+
+    generation: int
+    version: int
+    lineage: int
+    from_step: int
+    sources: dict[str, Source]
+    lanes: dict[str, LaneRanges] = field(default_factory=dict)
+    unverified: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "generation": self.generation,
+            "version": self.version,
+            "lineage": self.lineage,
+            "from_step": self.from_step,
+            "sources": {m: [s.kind, s.donor] for m, s in self.sources.items()},
+            "lanes": {m: [list(r) for r in ranges] for m, ranges in self.lanes.items()},
+            "unverified": list(self.unverified),
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Digest:
+        return Digest(
+            data["generation"],
+            data["version"],
+            data["lineage"],
+            data["from_step"],
+            {m: Source(kind, donor) for m, (kind, donor) in data["sources"].items()},
+            {m: tuple((lo, hi) for lo, hi in ranges) for m, ranges in data["lanes"].items()},
+            tuple(data["unverified"]),
+        )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Policy. target: how many workers the job should have when machines allow. The job waits, alive, below
+    `min_workers`. A first generation forms when `target` are ready, or after `join_timeout_s` with at least the
+    minimum. A broken link without a death is waited out for `trouble_grace_s` in case the death is still on its
+    way."""
+
+    min_workers: int = 1
+    max_workers: int = 8
+    target: int = 1
+    join_timeout_s: float = 600.0
+    trouble_grace_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_workers <= self.target <= self.max_workers:
+            raise ValueError(
+                f"need 1 <= min_workers <= target <= max_workers, got {self.min_workers}, {self.target}, "
+                f"{self.max_workers}"
+            )

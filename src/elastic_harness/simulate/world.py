@@ -1,0 +1,103 @@
+"""One state of the modelled cluster, and what may be wrong with it. Plain, hashable values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Contribution = tuple[int, int]
+"""(step, lane): stands for that lane's gradient at that step."""
+Gradient = tuple[Contribution, ...]
+"""A reduced gradient is known by what was summed into it; a correct one holds every lane of its step once."""
+Value = tuple[Gradient, ...]
+"""Training state after v steps is known by the v gradients that were applied."""
+
+
+class Worker(NamedTuple):
+    """One member. mode: idle (never told of a generation), wait (for a generation or a digest), repair (for state
+    from a donor), step, fin (committed the last step), over (left in good order).
+
+    gen/members: the group it exchanges in. target: the generation it reported for (0: none). switch/entrants: the
+    newest planned generation it was told of. lanes: finished lanes of step `version`. serve: members that take
+    state from here. told: the agent ever named it in a generation. fenced: declared lost, but still running.
+    """
+
+    up: bool = True
+    fenced: bool = False
+    told: bool = False
+    mode: str = "idle"
+    gen: int = 0
+    members: tuple[int, ...] = ()
+    target: int = 0
+    successors: tuple[int, ...] = ()
+    switch: int = 0
+    entrants: tuple[int, ...] = ()
+    lineage: int = 0
+    version: int = -1
+    value: Value = ()
+    record: tuple[int, Gradient] | None = None
+    lanes: Gradient = ()
+    todo: tuple[int, ...] = ()
+    sent: bool = False
+    reduced: bool = False
+    serve: tuple[tuple[int, str], ...] = ()
+    expect: str = ""
+    verified: bool = False
+    canary: bool = False
+
+
+class Message(NamedTuple):
+    """Worker to worker. kind: H(eader), P(artial sums for a block's owner), R(educed block), replay, state."""
+
+    kind: str
+    generation: int
+    step: int
+    source: int
+    block: int
+    body: tuple[object, ...]
+
+
+class Faults(NamedTuple):
+    """What may still go wrong."""
+
+    crashes: int = 0
+    joins: int = 0
+    zombies: int = 0
+    breaks: int = 0
+    scales: tuple[int, ...] = ()
+
+
+class World(NamedTuple):
+    """leader: number of an interned leader state. mail: messages that arrived (a receiver may look at them whenever
+    it likes, which is the delay). down/up: leader to worker and back, first in first out. links: broken links as
+    (generation or -1 for every one, member, member). ledger: (lineage, step) lines written."""
+
+    leader: int
+    workers: tuple[Worker, ...]
+    mail: tuple[frozenset[Message], ...]
+    down: tuple[tuple[tuple[object, ...], ...], ...]
+    up: tuple[tuple[int, ...], ...]
+    links: frozenset[tuple[int, int, int]]
+    ledger: frozenset[tuple[int, int]]
+    checkpoint: int
+    faults: Faults
+
+
+Move = tuple[object, ...]
+"""What happened, for a trace: a name and who it happened to."""
+
+
+@dataclass(frozen=True)
+class Violation(Exception):
+    """An invariant does not hold. `kind` is a stable name, `detail` says what was seen."""
+
+    kind: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}"
+
+
+def canonical(version: int, lanes: int) -> Value:
+    """The only right state after `version` steps."""
+    return tuple(tuple((s, lane) for lane in range(lanes)) for s in range(version))

@@ -1,0 +1,1 @@
+"""The training side: the loop, recovery, and the built-in trainer (`python -m elastic_harness.train`)."""

@@ -1,0 +1,42 @@
+"""How long each phase may take before the agent takes the worker for hung: learned, within configured bounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from elastic_harness.config import ElasticConfig
+from elastic_harness.train.board import Board, Phase
+
+
+class Deadlines:
+    """A multiple of the slowest recent duration of a phase; `first_step_timeout_s` until one was measured (compiling,
+    warming up). Durations fade by a tenth with every measurement, so one slow outlier does not stay for ever."""
+
+    def __init__(self, config: ElasticConfig, board: Board) -> None:
+        self._config = config
+        self._board = board
+        self._slowest_s: dict[Phase, float] = {}
+
+    def limit_s(self, phase: Phase) -> float:
+        slowest_s = self._slowest_s.get(phase)
+        if slowest_s is None:
+            return self._config.first_step_timeout_s
+        learned_s = self._config.progress_timeout_factor * slowest_s
+        return min(max(learned_s, self._config.progress_timeout_min_s), self._config.progress_timeout_max_s)
+
+    def enter(self, phase: Phase, step: int = -1, slot: int = -1) -> None:
+        """Show a phase on the board with its learned deadline."""
+        self._board.show(phase, step, slot, self.limit_s(phase))
+
+    @contextmanager
+    def measured(self, phase: Phase, step: int = -1, slot: int = -1) -> Iterator[None]:
+        """Show a phase on the board for the time of a block, and learn from it."""
+        self.enter(phase, step, slot)
+        start = time.monotonic()
+        yield
+        self.observe(phase, time.monotonic() - start)
+
+    def observe(self, phase: Phase, seconds: float) -> None:
+        self._slowest_s[phase] = max(seconds, 0.9 * self._slowest_s.get(phase, 0.0))

@@ -1,0 +1,135 @@
+"""What the outside sees of a commit or a recovery: ledger, events, checkpoints. Only rank 0 of a generation speaks.
+
+A member that takes over as rank 0 repeats the last commit, in case its predecessor died before it could tell; the
+ledger takes each step of a lineage once.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from elastic_harness.train.apply import Metrics, Record
+from elastic_harness.train.board import Phase
+from elastic_harness.train.commit import Verdict
+from elastic_harness.train.link import Left
+from elastic_harness.train.parts import Parts
+from elastic_harness.train.progress import Formed, Progress, Sent
+from elastic_harness.train.work import Work
+
+
+def committed(parts: Parts, progress: Progress, record: Record, metrics: Metrics, work: Work) -> Progress:
+    """The progress after a commit; the buffers of the step before are free now, and rank 0 tells the world."""
+    assert progress.formed is not None
+    if progress.sent is not None:
+        progress.sent.exchange.sent(parts.config.elastic.exchange_timeout_s)
+        parts.flats.give_back(*progress.sent.buffers)
+    retired = (progress.record.flat,) if progress.record is not None and progress.sent is not None else ()
+    parts.flats.give_back(*retired)
+    now = time.time()
+    step_s = now - progress.committed_at if progress.committed_at else None
+    progress = replace(
+        progress.at(record.step + 1, record=record, metrics=metrics),
+        sent=Sent(work.exchange, tuple(work.buffers)),
+        verified=True,
+        committed_at=now,
+    )
+    if work.rank == 0:
+        tell_commit(parts, progress, step_s)
+        interval = parts.config.checkpoint.interval_steps
+        if interval and progress.version % interval == 0:
+            parts.board.show(Phase.CHECKPOINT, record.step, deadline_s=parts.config.elastic.exchange_timeout_s)
+            parts.saver.save(progress.version, work.lineage)
+    return progress
+
+
+def tell_commit(parts: Parts, progress: Progress, step_s: float | None) -> None:
+    """The ledger line and the metrics of the last committed step."""
+    formed, record, metrics = progress.formed, progress.record, progress.metrics
+    assert formed is not None and record is not None and metrics is not None
+    span = parts.schedule.at(record.step)
+    parts.link.send(
+        "commit",
+        lineage=formed.digest.lineage,
+        step=record.step,
+        generation=record.generation,
+        world_size=len({member for member, _, _ in record.computed_by}),
+        loss=metrics.loss,
+        tokens=parts.tokens_per_sample * span.count,
+        lr=metrics.lr,
+        grad_norm=metrics.grad_norm,
+        step_s=step_s,
+        ledger={
+            "lineage": formed.digest.lineage,
+            "from_step": formed.digest.from_step,
+            "step": record.step,
+            "generation": record.generation,
+            "world_size": len({member for member, _, _ in record.computed_by}),
+            "epoch": span.epoch,
+            "position": span.position,
+            "count": span.count,
+            "slots": parts.shape.slots,
+            "lanes": parts.shape.lanes,
+            "computed_by": record.computed_by,
+            "slot_samples": [f"{int(h):016x}" for h in record.table.samples_N],
+            "slot_weight": record.table.weight_N.tolist(),
+            "loss": metrics.loss,
+        },
+    )
+
+
+def recovered(parts: Parts, progress: Progress, started_at: float, stages: dict[str, float], planned: bool) -> None:
+    """The event of a completed recovery or planned change."""
+    formed = progress.formed
+    assert formed is not None
+    source = formed.digest.sources[parts.link.member]
+    if source.kind in ("state", "init", "restore"):
+        parts.link.send(
+            "event",
+            event="worker_joined",
+            fields={
+                "member": parts.link.member,
+                "rank": formed.rank,
+                "generation": formed.generation.number,
+                "version": progress.version,
+                "source": source.kind,
+            },
+        )
+    if formed.rank != 0:
+        return
+    if progress.record is not None and progress.metrics is not None:
+        tell_commit(parts, progress, None)
+    parts.link.send(
+        "event",
+        event="recovery",
+        fields={
+            "generation": formed.generation.number,
+            "member": parts.link.member,
+            "version": progress.version,
+            "resumed_step": progress.version,
+            "planned": planned,
+            "reason": formed.generation.reason,
+            "world_size": formed.world,
+            "t_noticed": started_at,
+            "stages": {f"{name}_ms": round(ms, 3) for name, ms in stages.items()},
+            "total_ms": round(1e3 * (time.time() - started_at), 3),
+        },
+    )
+
+
+def stop_at_boundary(parts: Parts, progress: Progress) -> Left:
+    """All members have agreed to stop after the step just committed: rank 0 saves first, if that was asked for."""
+    request, formed = parts.link.stop_requested, progress.formed
+    assert request is not None and formed is not None and progress.sent is not None
+    if request.get("checkpoint") and formed.rank == 0:
+        parts.saver.save(progress.version, formed.digest.lineage)
+    progress.sent.exchange.sent(parts.config.elastic.exchange_timeout_s)
+    return Left(request.get("reason", "asked to stop"))
+
+
+def report_unfit(parts: Parts, formed: Formed, verdict: Verdict, reason: str) -> None:
+    """Name the members whose arithmetic differs; the lowest rank that fits does it."""
+    fit = [rank for rank in range(formed.world) if rank not in verdict.unfit]
+    if fit and fit[0] == formed.rank:
+        for rank in verdict.unfit:
+            parts.link.send("unfit", member=formed.generation.members[rank], reason=reason)

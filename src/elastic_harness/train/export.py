@@ -1,0 +1,26 @@
+"""The trained weights as a plain safetensors file, which `safetensors.torch.load_file` and plain PyTorch read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch import nn
+
+
+def export_weights(model: nn.Module, path: Path) -> None:
+    """Write parameters and persistent buffers under their state_dict names, tied ones once; replaces atomically."""
+    from safetensors.torch import save_file
+
+    tensors, seen = {}, set()
+    state = model.state_dict(keep_vars=True)
+    for name in sorted(state):
+        if id(state[name]) not in seen:
+            seen.add(id(state[name]))
+            tensors[name] = state[name].detach().cpu().contiguous().clone()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

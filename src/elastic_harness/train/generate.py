@@ -1,0 +1,121 @@
+"""`elastic-harness generate`: text from the built-in model of any run, through plain PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from elastic_harness.config import TrainerConfig, load_config
+from elastic_harness.errors import EXIT_SUCCESS, CheckpointCorrupt, ConfigError, HarnessError
+from elastic_harness.models.gpt import GPT
+
+WEIGHTS_NAME = "weights.safetensors"
+
+
+def load_model(run_dir: str | Path) -> GPT:
+    """The run's model with its final weights, or those of its newest valid checkpoint, in evaluation mode."""
+    folder = Path(run_dir)
+    config_path = folder / "config.yaml"
+    if not config_path.is_file():
+        raise ConfigError(f"{folder} holds no config.yaml; give the folder of a run of the built-in trainer")
+    model = GPT(load_config(TrainerConfig, str(config_path)).model)
+    weights = _weights(folder)
+    expected = model.state_dict()
+    # Tied weights are one tensor in the model, stored under one of its names.
+    places = {name: tensor.data_ptr() for name, tensor in expected.items()}
+    for name, place in places.items():
+        twins = [other for other in places if places[other] == place and other in weights]
+        if name not in weights and twins:
+            weights[name] = weights[twins[0]]
+    differing = sorted(set(weights) ^ set(expected)) or [
+        name for name in expected if weights[name].shape != expected[name].shape
+    ]
+    if differing:
+        raise ConfigError(
+            f"{folder}: the weights do not fit the model that config.yaml describes, beginning with "
+            f"{differing[0]!r}; "
+            "was the run made by a script with a model of its own? Then load weights.safetensors there"
+        )
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+def generate(model: GPT, prompt: str, tokens: int, temperature: float, seed: int) -> str:
+    """The prompt continued by `tokens` bytes; the same seed on the same machine gives the same text."""
+    if not prompt:
+        raise ConfigError("--prompt is empty; the model needs at least one character to continue")
+    ids_1T = torch.tensor([list(prompt.encode())], dtype=torch.int64)
+    generator = torch.Generator().manual_seed(seed)
+    continued = model.generate(ids_1T, tokens, temperature, generator)
+    return bytes(byte if byte < 256 else ord("?") for byte in continued[0].tolist()).decode(errors="replace")
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    exported = folder / WEIGHTS_NAME
+    if exported.is_file():
+        try:
+            return load_file(exported)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointCorrupt(
+                f"{exported} cannot be read ({error}); resume the run to write it anew"
+            ) from error
+    return _checkpoint_weights(folder / "checkpoints")
+
+
+def _checkpoint_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The model's part of the newest checkpoint that is whole."""
+    from elastic_harness.checkpoint import local
+
+    for checkpoint in local.newest(folder) if folder.is_dir() else []:
+        try:
+            _, tensors, _ = local.load(checkpoint)
+        except CheckpointCorrupt as error:
+            print(f"skipping a damaged checkpoint: {error}", file=sys.stderr)
+            continue
+        prefix = "model."
+        return {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
+    raise ConfigError(
+        f"{folder.parent} holds neither {WEIGHTS_NAME} nor a checkpoint yet; let the run reach its "
+        "first checkpoint"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the prompt and what the model makes of it."""
+    parser = argparse.ArgumentParser(
+        prog="elastic-harness generate", description="Sample text from a run of the built-in trainer."
+    )
+    parser.add_argument("run", help="the run's folder")
+    parser.add_argument("--prompt", default="def ", help="what to continue (default: %(default)r)")
+    parser.add_argument(
+        "--tokens", type=int, default=200, help="how many bytes to add (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="fixes the drawing (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.tokens < 0 or arguments.temperature < 0:
+            raise ConfigError("--tokens and --temperature must be at least 0")
+        text = generate(
+            load_model(arguments.run),
+            arguments.prompt,
+            arguments.tokens,
+            arguments.temperature,
+            arguments.seed,
+        )
+    except HarnessError as error:
+        print(f"elastic-harness generate: {error}", file=sys.stderr)
+        return error.exit_code
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_SUCCESS

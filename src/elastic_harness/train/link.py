@@ -1,0 +1,202 @@
+"""A worker's line to its coordinator: hears of generations, reports progress, passes small values.
+
+`AgentLink` talks to the agent over the inherited socket; `standalone.StandaloneLink` plays the agent for a worker
+that has none. One background thread receives; it never touches training state: all it does is record what was said
+and, for an urgent change, break the group's connections so that the main thread wakes up.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from elastic_harness import wire
+from elastic_harness.errors import EXIT_CONFIG, GenerationChanged
+from elastic_harness.membership.types import Digest, Generation, Report
+
+
+class Left(BaseException):
+    """The coordinator let this worker go: the job is done, it was removed, or asked to stop. Not an error."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Link(Protocol):
+    """What the training loop needs from a coordinator. `announced` is the newest generation heard of."""
+
+    member: str
+    wake: Callable[[], None]
+    stop_requested: dict[str, Any] | None
+
+    def hello(self, fingerprint: dict[str, Any]) -> None: ...
+    def next_generation(self, after: int, *, planned: bool = False) -> Generation: ...
+    def urgent(self, current: int) -> bool: ...
+    def planned(self, current: int) -> int: ...
+    def report(self, report: Report) -> None: ...
+    def digest(self, generation: int) -> Digest: ...
+    def kv_set(self, generation: int, key: str, value: bytes) -> None: ...
+    def kv_get(self, generation: int, key: str) -> bytes: ...
+    def send(self, type: str, **fields: Any) -> None: ...
+    def left_out(self, generation: Generation) -> None: ...
+
+
+class AgentLink:
+    """The line to an agent. All waits end when a newer urgent generation is announced (`GenerationChanged`)."""
+
+    def __init__(self, descriptor: int, member: str) -> None:
+        self.member = member
+        self.wake: Callable[[], None] = lambda: None
+        self.stop_requested: dict[str, Any] | None = None
+        self._sock = socket.socket(fileno=descriptor)
+        os.set_inheritable(descriptor, False)
+        self._channel = wire.Channel(self._sock)
+        self._send_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._generation: Generation | None = None
+        self._paused = False
+        self._urgent_number = 0  # no generation below this one may go on
+        self._digests: dict[int, Digest] = {}
+        self._values: dict[tuple[int, str], bytes] = {}
+        self._done = False
+        threading.Thread(target=self._listen, name="agent-link", daemon=True).start()
+
+    # ---- what the coordinator said
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = self._channel.receive()
+            except (wire.Closed, ValueError):
+                os._exit(0)  # the agent is gone, and with it the node: never train on as an orphan
+            with self._changed:
+                self._take(message)
+                self._changed.notify_all()
+
+    def _take(self, message: wire.Message) -> None:
+        match message["type"]:
+            case "generation":
+                generation = Generation.from_json(message)
+                self._generation = generation
+                self._paused = False
+                if generation.urgent:
+                    self._urgent_number = generation.number
+                    self.wake()
+            case "pause":
+                self._paused = True
+                self._urgent_number = (self._generation.number if self._generation else 0) + 1
+                self.wake()
+            case "digest":
+                digest = Digest.from_json(message)
+                self._digests = {digest.generation: digest}
+            case "kv":
+                self._values[message["generation"], message["key"]] = base64.b64decode(message["value"])
+            case "stop":
+                self.stop_requested = message
+            case "done":
+                self._done = True
+            case "refuse":
+                os.write(2, f"elastic-harness: this worker was refused: {message['reason']}\n".encode())
+                os._exit(EXIT_CONFIG)
+
+    def urgent(self, current: int) -> bool:
+        """Whether generation `current` must not go on."""
+        return self._urgent_number > current
+
+    def planned(self, current: int) -> int:
+        """The newest generation announced after `current`, else `current`."""
+        generation = self._generation
+        return max(current, generation.number if generation else 0)
+
+    def next_generation(self, after: int, *, planned: bool = False) -> Generation:
+        """The newest generation beyond `after`; blocks, without limit, until the coordinator announces one. With
+        `planned`, also one that is not urgent (the caller is at a step boundary). Raises `Left` when the job is done."""
+        with self._changed:
+            while True:
+                generation = self._generation
+                if generation is not None and generation.number > after and not self._paused:
+                    if generation.urgent or planned:
+                        self._values = {k: v for k, v in self._values.items() if k[0] >= generation.number}
+                        return generation
+                if self._done:
+                    raise Left("done")
+                if self.stop_requested is not None:
+                    raise Left(self.stop_requested.get("reason", "asked to stop"))
+                self._changed.wait()
+
+    def digest(self, generation: int) -> Digest:
+        """The leader's conclusion for `generation`; blocks until published. Raises GenerationChanged."""
+        with self._changed:
+            while generation not in self._digests:
+                self._check(generation)
+                self._changed.wait()
+            self._check(generation)
+            return self._digests[generation]
+
+    def kv_get(self, generation: int, key: str) -> bytes:
+        """A value another member set in this generation; blocks until it is there. Raises GenerationChanged."""
+        self.send("kv_get", generation=generation, key=key)
+        with self._changed:
+            while (generation, key) not in self._values:
+                self._check(generation)
+                self._changed.wait()
+            return self._values[generation, key]
+
+    def _check(self, generation: int) -> None:
+        if self._urgent_number > generation:
+            raise GenerationChanged(f"generation {generation} is void")
+
+    # ---- what this worker says
+
+    def send(self, type: str, **fields: Any) -> None:
+        """Send one message; does not wait for an answer. The process ends if the agent is gone."""
+        with self._send_lock:
+            try:
+                self._channel.send({"type": type, **fields})
+            except wire.Closed:
+                os._exit(0)
+
+    def hello(self, fingerprint: dict[str, Any]) -> None:
+        self.send("hello", protocol=wire.PROTOCOL, member=self.member, pid=os.getpid(), fingerprint=fingerprint)
+
+    def report(self, report: Report) -> None:
+        self.send("report", **report.to_json())
+
+    def kv_set(self, generation: int, key: str, value: bytes) -> None:
+        self.send("kv_set", generation=generation, key=key, value=base64.b64encode(value).decode())
+
+    def left_out(self, generation: Generation) -> None:
+        """This member is not part of a generation: it leaves."""
+        raise Left(f"not a member of generation {generation.number} ({generation.reason})")
+
+
+class GenerationValues:
+    """The link's key-value space of one generation, as a rendezvous needs it."""
+
+    def __init__(self, link: Link, generation: int) -> None:
+        self._link = link
+        self._generation = generation
+
+    def set(self, key: str, value: bytes) -> None:
+        self._link.kv_set(self._generation, key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._link.kv_get(self._generation, key)
+
+
+def cancelled_by(link: Link, generation: int) -> Callable[[float], None]:
+    """A wait that raises GenerationChanged as soon as the generation is void."""
+
+    def wait(seconds: float) -> None:
+        if link.urgent(generation):
+            raise GenerationChanged(f"generation {generation} is void")
+        if seconds > 0:
+            time.sleep(seconds)
+
+    return wait

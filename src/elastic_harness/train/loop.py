@@ -1,0 +1,93 @@
+"""The life of a step, recovery included. Read this page first.
+
+    place the lanes → compute the slots of mine, summing them up the fixed tree → exchange partial sums
+    → gate on everyone's header → apply the record: version + 1
+
+Whatever breaks on the way (`Recoverable`) leads to `recover`, which returns how far this worker is now; finished
+lanes survive it, and the same step goes on. Nothing is voted on: state at a version is a pure function of the seed,
+so members differ only in how far they are, by at most one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from typing import Any
+
+from elastic_harness.errors import GenerationChanged, PeerFailed, Recoverable
+from elastic_harness.train.board import Phase
+from elastic_harness.train.commit import gate
+from elastic_harness.train.partials import Partials
+from elastic_harness.train.effects import committed, report_unfit, stop_at_boundary
+from elastic_harness.train.parts import Parts
+from elastic_harness.train.progress import Progress
+from elastic_harness.train.recovery import recover
+from elastic_harness.train.slots import canary_word
+from elastic_harness.train.work import Work, finish_exchange, place, record_of
+
+
+def commit_step(parts: Parts, progress: Progress) -> Generator[Any, None, Progress]:
+    """Commit step `progress.version`; yields the batches of the slots that fall to this worker. Returns (as the
+    generator's value) the progress after it. Collective; blocks until the step is committed."""
+    step = progress.version
+    while progress.version == step:
+        try:
+            progress = progress if progress.partials else replace(progress, partials=parts.new_partials(step))
+            work = place(parts, progress)
+            yield from compute(parts, progress, work)
+            progress = exchange_and_apply(parts, progress, work)
+        except Recoverable as failure:
+            progress = recover(parts, progress, failure)
+    return progress
+
+
+def compute(parts: Parts, progress: Progress, work: Work) -> Iterator[Any]:
+    """Run the slots of this worker's lanes; each finished partial sum starts to travel at once."""
+    partials = progress.partials
+    assert partials is not None and progress.formed is not None
+    if work.canary_due:
+        yield from slots_of_lane(parts, progress, range(1), parts.new_partials(partials.step))
+        work.canary = canary_word(parts.slots.take_gradients())
+    for lane in work.lanes:
+        yield from slots_of_lane(parts, progress, parts.shape.lane_slots(lane), partials)
+        node = partials.add_lane(lane, parts.slots.take_gradients())
+        work.send_if_finished(node, partials)
+
+
+def slots_of_lane(parts: Parts, progress: Progress, slots: range, into: Partials) -> Iterator[Any]:
+    """Yield the batches of some slots; between two slots is where an urgent change of generation is noticed."""
+    step = into.step
+    for slot, batch in parts.slots.run(step, slots, into.table):
+        stop_if_void(parts, progress)
+        with parts.deadlines.measured(Phase.SLOT, step, slot):
+            yield batch
+        parts.deadlines.enter(Phase.DATA, step, slot)
+    stop_if_void(parts, progress)
+
+
+def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress:
+    """Complete the exchange and commit, or refuse to: the same decision from the same headers everywhere."""
+    formed, partials = progress.formed, progress.partials
+    assert formed is not None and partials is not None
+    headers = finish_exchange(parts, progress, work)
+    verdict, reason = gate(headers, work.reference)
+    if not verdict.commit:
+        report_unfit(parts, formed, verdict, reason)
+        raise PeerFailed(reason)
+    record = record_of(parts, formed, work, headers)
+    parts.deadlines.enter(Phase.APPLY, record.step)
+    metrics = parts.applier.apply(record)
+    progress = committed(parts, progress, record, metrics, work)
+    if verdict.stop:
+        raise stop_at_boundary(parts, progress)
+    if verdict.switch:
+        progress = recover(parts, progress, None)
+    return progress
+
+
+def stop_if_void(parts: Parts, progress: Progress) -> None:
+    """Raise GenerationChanged if an urgent change was announced."""
+    assert progress.formed is not None
+    if parts.link.urgent(progress.formed.generation.number):
+        parts.slots.drop()
+        raise GenerationChanged("an urgent change of generation was announced")

@@ -1,0 +1,45 @@
+"""The fixed parts a worker is made of, put together once by `start`. Values that change live in `Progress`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_harness.config import Config
+from elastic_harness.train.apply import Applier
+from elastic_harness.train.board import Board
+from elastic_harness.train.deadlines import Deadlines
+from elastic_harness.train.layout import Layout
+from elastic_harness.train.link import Link
+from elastic_harness.train.partials import Partials, SlotTable
+from elastic_harness.train.saver import Saver
+from elastic_harness.train.slots import Shape, SlotComputer
+from elastic_harness.train.state import Registry
+from elastic_harness.train.flats import FlatPool
+from elastic_harness.data.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Parts:
+    """canary: whether joiners have to prove their arithmetic. hostname: the address peers reach this worker at."""
+
+    config: Config
+    run_dir: Path
+    link: Link
+    board: Board
+    deadlines: Deadlines
+    schedule: Schedule
+    shape: Shape
+    layout: Layout
+    slots: SlotComputer
+    applier: Applier
+    registry: Registry
+    flats: FlatPool
+    saver: Saver
+    canary: bool
+    hostname: str
+    tokens_per_sample: int
+
+    def new_partials(self, step: int) -> Partials:
+        """Nothing of step `step` is done yet."""
+        return Partials(step, SlotTable.empty(self.shape.slots, self.shape.lanes, len(self.layout.entries)))

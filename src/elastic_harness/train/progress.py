@@ -1,0 +1,67 @@
+"""The values that the loop and recovery pass to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from elastic_harness.comm.exchange import Exchange
+from elastic_harness.comm.gloo import GlooGroup
+from elastic_harness.membership.types import Digest, Generation
+from elastic_harness.train.apply import Metrics, Record
+from elastic_harness.train.partials import Partials
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Formed:
+    """A generation this member takes part in: agreed, connected, reconciled."""
+
+    generation: Generation
+    digest: Digest
+    rank: int
+    group: GlooGroup | None  # None: alone
+
+    @property
+    def world(self) -> int:
+        return len(self.generation.members)
+
+    def unverified(self, step: int) -> tuple[int, ...]:
+        """Ranks whose canary is due in this step: only in a generation's first."""
+        if step != self.digest.version or self.world == 1:
+            return ()
+        return tuple(self.generation.members.index(m) for m in self.digest.unverified)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What the last exchange still had in flight: free for reuse once everyone has committed its step."""
+
+    exchange: Exchange
+    buffers: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far this worker is. version: committed steps, -1 without state. partials: finished lanes of the running
+    step. record: of the last committed step, kept until everyone has it. verified: the canary was compared."""
+
+    version: int = -1
+    partials: Partials | None = None
+    record: Record | None = None
+    metrics: Metrics | None = None
+    formed: Formed | None = None
+    verified: bool = False
+    sent: Sent | None = None
+    announced: int = 0  # newest generation number this worker has reacted to
+    committed_at: float = 0.0
+
+    def dropped(self) -> Progress:
+        """The same worker without the lanes it had finished."""
+        return replace(self, partials=None)
+
+    def at(self, version: int, *, record: Record | None, metrics: Metrics | None) -> Progress:
+        """The same worker at another version, with nothing of the next step done."""
+        return replace(self, version=version, partials=None, record=record, metrics=metrics)

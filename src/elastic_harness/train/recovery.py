@@ -1,0 +1,169 @@
+"""From a failure, or a planned change, to the next formed generation: values in, values out.
+
+Stages, each named, timed and ended by any newer urgent generation:
+
+    release    break the old group's connections, throw away what they were receiving
+    generation wait until the coordinator announces who goes on
+    rebuild    connect to the members, while the leader gathers everyone's report
+    reconcile  the digest: the version to resume at, and where each member's state comes from
+    repair     replay the record, take the state, initialise or restore; serve those who need it
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from elastic_harness.comm import gloo
+from elastic_harness.errors import CheckpointCorrupt, PeerFailed, Recoverable
+from elastic_harness.membership.types import Generation, Report
+from elastic_harness.train.apply import Record
+from elastic_harness.train.board import Phase
+from elastic_harness.train.effects import recovered
+from elastic_harness.train.link import GenerationValues, cancelled_by
+from elastic_harness.train.parts import Parts
+from elastic_harness.train.progress import Formed, Progress
+from elastic_harness.train.transfer import Payload, receive_payload, send_payload
+
+
+class Stages:
+    """Durations of the stages of one recovery, in milliseconds, accumulated over its attempts."""
+
+    def __init__(self) -> None:
+        self.started_at = time.time()
+        self.ms: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.ms[name] = self.ms.get(name, 0.0) + 1e3 * (time.perf_counter() - start)
+
+
+def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Progress:
+    """Take part in the next generation, and return how far this worker is in it. `failure` None: a planned change at
+    a step boundary; the old group then lives until the new one is up, for peers still receiving. Collective among
+    the next generation's members; blocks until one is formed. Raises `Left` if this worker is no longer wanted."""
+    stages = Stages()
+    while True:
+        try:
+            if failure is not None:
+                with stages.timed("release"):
+                    progress = _release(parts, progress, failure)
+            with stages.timed("generation"):
+                parts.board.show(Phase.WAITING, progress.version)
+                generation = parts.link.next_generation(progress.announced, planned=failure is None)
+            progress = replace(progress, announced=generation.number)
+            if parts.link.member not in generation.members:
+                parts.link.left_out(generation)
+            report = _report(parts, progress, generation.number)
+            parts.link.report(report)
+            formed = _meet(parts, generation, stages)
+            if progress.formed is not None and progress.formed.group is not None:
+                progress.formed.group.close()
+            progress = replace(progress, formed=formed, sent=None)
+            with stages.timed("repair"):
+                progress = _repair(parts, progress, report)
+                _serve(parts, progress)
+            recovered(parts, progress, stages.started_at, stages.ms, planned=failure is None)
+            return progress
+        except Recoverable as error:
+            failure = error
+
+
+def _release(parts: Parts, progress: Progress, failure: Recoverable) -> Progress:
+    """Give up the old group. A failure nobody has announced yet is reported, with the peers that were waited for."""
+    formed = progress.formed
+    if isinstance(failure, PeerFailed) and not parts.link.urgent(progress.announced):
+        parts.link.send(
+            "trouble", generation=progress.announced, peers=list(failure.peers), error=str(failure)[:2000]
+        )
+    parts.link.wake = lambda: None
+    if formed is not None and formed.group is not None:
+        formed.group.close()
+    parts.slots.drop()
+    return replace(progress, formed=None, sent=None)
+
+
+def _meet(parts: Parts, generation: Generation, stages: Stages) -> Formed:
+    """Connect to the members while the leader gathers the reports, and learn the digest."""
+    number, members = generation.number, generation.members
+    rank = members.index(parts.link.member)
+    parts.board.generation = number
+    parts.board.show(Phase.RECOVERY, deadline_s=parts.config.elastic.exchange_timeout_s)
+    group: gloo.GlooGroup | None = None
+    try:
+        if len(members) > 1:
+            with stages.timed("rebuild"):
+                values, void = GenerationValues(parts.link, number), cancelled_by(parts.link, number)
+                group = gloo.build(values, rank, len(members), hostname=parts.hostname, cancelled=void)
+                parts.link.wake = group.abort
+        with stages.timed("reconcile"):
+            return Formed(generation, parts.link.digest(number), rank, group)
+    except BaseException:
+        parts.link.wake = lambda: None
+        if group is not None:
+            group.close()
+        raise
+
+
+def _report(parts: Parts, progress: Progress, number: int) -> Report:
+    return Report(
+        generation=number,
+        version=progress.version,
+        record=progress.record.step if progress.record else None,
+        lanes=progress.partials.held() if progress.partials else (),
+        checkpoints=parts.saver.restorable() if progress.version < 0 else (),
+        verified=progress.verified,
+    )
+
+
+def _repair(parts: Parts, progress: Progress, report: Report) -> Progress:
+    """Bring this member to the digest's version. Until the new state is whole the old progress stays true."""
+    formed = progress.formed
+    assert formed is not None
+    digest, members = formed.digest, formed.generation.members
+    source = digest.sources[members[formed.rank]]
+
+    def receive() -> Payload:
+        assert formed.group is not None and source.donor is not None
+        return receive_payload(formed.group, members.index(source.donor), parts.config.elastic.exchange_timeout_s)
+
+    match source.kind:
+        case "keep":
+            return progress if digest.lanes.get(members[formed.rank], ()) == report.lanes else progress.dropped()
+        case "replay":
+            record = Record.from_payload(receive(), parts.new_partials(0).table)
+            assert record.step == progress.version, f"got the record of step {record.step} at {progress.version}"
+            return progress.at(digest.version, record=record, metrics=parts.applier.apply(record))
+        case "state":
+            parts.registry.restore(*receive())
+        case "restore":
+            try:
+                parts.saver.restore(digest.version)
+            except CheckpointCorrupt as error:
+                raise PeerFailed(f"checkpoint {digest.version} could not be restored: {error}") from error
+        case "init":
+            pass
+    return progress.at(digest.version, record=None, metrics=None)
+
+
+def _serve(parts: Parts, progress: Progress) -> None:
+    """Send the record or the state to whoever is to have it from here."""
+    formed = progress.formed
+    assert formed is not None
+    me = formed.generation.members[formed.rank]
+    for rank, member in enumerate(formed.generation.members):
+        source = formed.digest.sources[member]
+        if source.donor != me or formed.group is None:
+            continue
+        if source.kind == "replay":
+            assert progress.record is not None
+            payload = progress.record.payload()
+        else:
+            payload = parts.registry.capture()
+        send_payload(formed.group, rank, *payload, parts.config.elastic.exchange_timeout_s)

@@ -1,0 +1,289 @@
+"""The user's side of the loop: `start`, then `for step in run.steps(): for batch in step.micro_batches(): …`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_harness.config import Config
+from elastic_harness.data.mapstyle import MapStyle
+from elastic_harness.data.schedule import Schedule
+from elastic_harness.errors import EXIT_USER_CODE, ConfigError, HarnessError
+from elastic_harness.train import standalone
+from elastic_harness.train.apply import Applier
+from elastic_harness.train.board import Board, Phase
+from elastic_harness.train.deadlines import Deadlines
+from elastic_harness.train.export import export_weights
+from elastic_harness.train.fingerprint import fingerprint
+from elastic_harness.train.flats import FlatPool
+from elastic_harness.train.layout import averaged_buffers, make_layout
+from elastic_harness.train.link import AgentLink, Left, Link
+from elastic_harness.train.loop import commit_step
+from elastic_harness.train.parts import Parts
+from elastic_harness.train.progress import Progress
+from elastic_harness.train.recovery import recover
+from elastic_harness.train.saver import Saver
+from elastic_harness.train.slots import Shape, SlotComputer
+from elastic_harness.train.state import Registry, Stateful, weights_sha256
+
+
+class Run:
+    """One worker's part in a run. Made by `start`."""
+
+    def __init__(self, parts: Parts, progress: Progress) -> None:
+        self._parts = parts
+        self._progress = progress
+
+    @property
+    def step(self) -> int:
+        """Committed steps so far."""
+        return self._progress.version
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the current generation; it may change at any step."""
+        return self._progress.formed.rank if self._progress.formed else 0
+
+    @property
+    def world_size(self) -> int:
+        """Workers in the current generation."""
+        return self._progress.formed.world if self._progress.formed else 1
+
+    @property
+    def run_dir(self) -> Path:
+        return self._parts.run_dir
+
+    def log(self, event: str, **fields: Any) -> None:
+        """Write an event of your own to events.jsonl, from rank 0 only."""
+        if self.rank == 0:
+            self._parts.link.send("event", event=event, fields=fields)
+
+    def steps(self) -> Iterator[Step]:
+        """Every step that is still to be committed, up to `training.max_steps`. Ends when all workers are done;
+        leaves the process (exit code 0) when the job was asked to stop or this worker is no longer wanted."""
+        parts = self._parts
+        try:
+            while True:
+                while self._progress.version < parts.config.training.max_steps:
+                    step = Step(self)
+                    yield step
+                    step.check_committed()
+                self._finish()
+        except Left as left:
+            parts.saver.wait()
+            self.close()
+            if left.reason != "done":
+                print(f"elastic-harness: {left.reason}", file=sys.stderr, flush=True)
+                _leave(0)
+
+    def close(self) -> None:
+        """Let go of the connections to the other workers."""
+        formed, sent = self._progress.formed, self._progress.sent
+        if sent is not None:
+            sent.exchange.sent(self._parts.config.elastic.exchange_timeout_s)
+        if formed is not None and formed.group is not None:
+            self._parts.link.wake = lambda: None
+            formed.group.close()
+        self._progress = replace(self._progress, formed=None, sent=None)
+
+    def _finish(self) -> None:
+        """Save, say so, and keep serving until everybody is done."""
+        parts, progress = self._parts, self._progress
+        formed = progress.formed
+        assert formed is not None
+        parts.board.show(Phase.CHECKPOINT, progress.version, deadline_s=parts.config.elastic.exchange_timeout_s)
+        sha256 = weights_sha256(parts.registry.model)
+        if formed.rank == 0:
+            parts.saver.save(progress.version, formed.digest.lineage)
+            parts.saver.wait()
+            export_weights(parts.registry.model, parts.run_dir / "weights.safetensors")
+        loss = progress.metrics.loss if progress.metrics else None
+        parts.link.send("finished", version=progress.version, weights_sha256=sha256, final_loss=loss)
+        parts.board.show(Phase.FINISHED, progress.version)
+        self._progress = recover(parts, progress, None)
+
+
+class Step:
+    """One step. Iterate over `micro_batches()` and call `backward` once for each; afterwards it is committed, and
+    what follows may only read training state."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.index = run._progress.version
+
+    def micro_batches(self) -> Iterator[Any]:
+        """The batches that fall to this worker, in the middle of which failures of other workers are recovered from:
+        there may be more or fewer than last time, or none. Collective: the step is committed at the end."""
+        run = self._run
+        if run._progress.version != self.index:
+            raise ConfigError(f"step {self.index} is already committed; iterate over micro_batches() once per step")
+        run._progress = yield from commit_step(run._parts, run._progress)
+        run._parts.board.show(
+            Phase.USER, run._progress.version, deadline_s=run._parts.config.elastic.exchange_timeout_s
+        )
+
+    def backward(self, loss: Tensor, weight: float | None = None) -> None:
+        """Backward of the mean loss of the current batch. `weight`: its number of target tokens relative to a full
+        micro-batch, if it differs from its number of samples (padding, masks); default: samples / micro-batch."""
+        self._run._parts.slots.backward(loss, weight)
+
+    def check_committed(self) -> None:
+        if self._run._progress.version == self.index:
+            raise ConfigError(
+                f"step {self.index} was not finished: iterate over all of step.micro_batches(), without break"
+            )
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the committed step over the whole global batch, equal on all workers."""
+        metrics = self._run._progress.metrics
+        return metrics.loss if metrics else float("nan")
+
+
+def start(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: Any,
+    config: Config | None = None,
+    *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    ema: Any = None,
+    extra: Mapping[str, Stateful] | None = None,
+    buffers: Sequence[str] = (),
+    run_dir: str | Path | None = None,
+    collate_fn: Any = None,
+) -> Run:
+    """Join the run and return once this worker takes part in it, its state equal to everybody's.
+
+    dataset: map-style (`len`, `[]`) or with `read(sample_ids)`. scheduler: stepped once per committed step. scaler:
+    a `torch.amp.GradScaler`. ema: has `update_parameters(model)`, such as `torch.optim.swa_utils.AveragedModel`.
+    extra: further objects with `state_dict`/`load_state_dict`, saved and handed to joiners. buffers: names of buffers
+    that forward changes and whose mean over the slots is the new value (batch-norm statistics are found by
+    themselves). run_dir: where events, ledger and checkpoints go when there is no launcher to say so.
+
+    Runs under `elastic-harness launch` (recovery in place), under torchrun (restart and resume) and under plain
+    python (one worker). Collective; blocks until the coordinator has formed a generation with this worker in it, for
+    a spare until it is needed. Raises ConfigError for what cannot be trained exactly.
+    """
+    config = config or Config()
+    if "torch" in sys.modules and torch.get_num_threads() != config.training.threads:
+        torch.set_num_threads(config.training.threads)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "LBFGS evaluates the model several times per step, which cannot be replayed from one gradient; use a "
+            "first-order optimizer."
+        )
+    source = dataset if hasattr(dataset, "read") else MapStyle(dataset, collate_fn)
+    training = config.training
+    shape = Shape(config.slots, config.lanes_resolved, training.micro_batch_samples)
+    averaged = averaged_buffers(model, buffers)
+    layout = make_layout(model, averaged)
+    schedule = Schedule(len(source), training.global_batch_samples)
+    link, folder, board = _coordinator(run_dir)
+    given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
+    registry = Registry(model, {k: v for k, v in given.items() if v is not None} | dict(extra or {}))
+    cuda = next(model.parameters()).is_cuda
+    if cuda and config.elastic.exactness == "strict":
+        torch.use_deterministic_algorithms(True)
+    parts = Parts(
+        config=config,
+        run_dir=folder,
+        link=link,
+        board=board,
+        deadlines=Deadlines(config.elastic, board),
+        schedule=schedule,
+        shape=shape,
+        layout=layout,
+        slots=SlotComputer(model, source, schedule, shape, layout, averaged, seed=config.seed, scaler=scaler),
+        applier=Applier(
+            model,
+            optimizer,
+            layout,
+            averaged,
+            seed=config.seed,
+            clip_norm=training.clip_norm,
+            scheduler=scheduler,
+            scaler=scaler,
+            ema=ema,
+        ),
+        registry=registry,
+        flats=FlatPool(layout, pin=cuda),
+        saver=Saver(
+            folder / "checkpoints",
+            registry,
+            config.checkpoint.keep_last,
+            lambda event, fields: link.send("event", event=event, fields=fields),
+        ),
+        canary=config.elastic.canary and config.elastic.exactness == "strict",
+        hostname=os.environ.get("ELASTIC_HARNESS_HOST", "127.0.0.1"),
+        tokens_per_sample=int(getattr(source, "seq_length", 1)),
+    )
+    link.hello(fingerprint(config, model, optimizer, source.fingerprint(), layout, shape))
+    try:
+        progress = recover(parts, Progress(), None)
+    except Left as left:
+        print(f"elastic-harness: {left.reason}", file=sys.stderr, flush=True)
+        _leave(0)
+    if progress.formed is not None and progress.formed.rank == 0:
+        link.send(
+            "event",
+            event="run_configured",
+            fields={
+                "seed": config.seed,
+                "n_samples": len(source),
+                "slots": shape.slots,
+                "lanes": shape.lanes,
+                "micro_batch_samples": training.micro_batch_samples,
+                "global_batch_samples": training.global_batch_samples,
+                "dataset": source.fingerprint(),
+                "parameters": sum(e.hi - e.lo for e in layout.entries),
+            },
+        )
+    return Run(parts, progress)
+
+
+def _coordinator(run_dir: str | Path | None) -> tuple[Link, Path, Board]:
+    """The line to whoever decides: an agent's if there is one, else a stand-in for it."""
+    descriptor = os.environ.pop("ELASTIC_HARNESS_FD", None)
+    if descriptor is None:
+        program = Path(sys.argv[0]).stem or "run"
+        link, folder = standalone.connect(run_dir, program)
+        return link, folder, Board(None)
+    agent = AgentLink(int(descriptor), os.environ["ELASTIC_HARNESS_MEMBER"])
+    board = Board(int(os.environ.pop("ELASTIC_HARNESS_BOARD_FD")))
+    _report_errors(agent, board)
+    return agent, Path(os.environ["ELASTIC_HARNESS_RUN_DIR"]), board
+
+
+def _report_errors(link: AgentLink, board: Board) -> None:
+    """An uncaught exception is told to the agent, with the slot it happened in, and ends the process at once: a normal
+    interpreter exit would take most of a second."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        text = "".join(traceback.format_exception(kind, error, trace))
+        print(text, file=sys.stderr, flush=True)
+        summary = "".join(traceback.format_exception_only(kind, error)).strip()
+        in_slot = board.phase in (Phase.SLOT, Phase.DATA) and board.slot >= 0
+        if in_slot:
+            link.send("slot_error", step=board.step, slot=board.slot, error=summary, traceback=text)
+        else:
+            link.send("error", error=summary, traceback=text)
+        _leave(error.exit_code if isinstance(error, HarnessError) else EXIT_USER_CODE)
+
+    sys.excepthook = hook
+
+
+def _leave(code: int) -> None:
+    """End the process now, with what was printed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

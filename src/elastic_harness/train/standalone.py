@@ -1,0 +1,174 @@
+"""Coordination without an agent: one worker under plain `python`, or several under torchrun, whose failures end the
+job's processes and whose restart resumes from a checkpoint.
+
+The same decisions are taken by the same pure functions (`reconcile`); only who collects the reports differs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from elastic_harness.errors import ConfigError, InfrastructureError
+from elastic_harness.events import SCHEMA, EventLog
+from elastic_harness.ledger import FILE_NAME, LedgerWriter, read_ledger
+from elastic_harness.membership.reconcile import reconcile
+from elastic_harness.membership.types import Digest, Generation, Report
+from elastic_harness.train.link import Left
+
+
+class StandaloneLink:
+    """Plays the coordinator for a fixed set of workers that live and die together."""
+
+    def __init__(self, run_dir: Path, rank: int, world: int, store: Any) -> None:
+        self.member = f"rank{rank}"
+        self.wake: Callable[[], None] = lambda: None
+        self.stop_requested: dict[str, Any] | None = None
+        self._run_dir = run_dir
+        self._rank = rank
+        self._store = store
+        self._generation = Generation(1, tuple(f"rank{r}" for r in range(world)), True, "a fixed set of workers")
+        self._finished = False
+        self._writes = rank == 0
+        self._events: EventLog | None = None
+        self._ledger: LedgerWriter | None = None
+        self._version = 0
+
+    # ---- what the coordinator says
+
+    def urgent(self, current: int) -> bool:
+        return False
+
+    def planned(self, current: int) -> int:
+        return current
+
+    def next_generation(self, after: int, *, planned: bool = False) -> Generation:
+        if self._finished:
+            if self._store is not None:
+                for member in self._generation.members:
+                    self._get(f"finished/{member}")
+            raise Left("done")
+        if after >= self._generation.number:
+            raise InfrastructureError(
+                "a peer failed, and without our launcher there is nobody to recover in place: this process ends, and "
+                "a restart resumes from the newest checkpoint. `elastic-harness launch` would have gone on."
+            )
+        return self._generation
+
+    def digest(self, generation: int) -> Digest:
+        reports = {m: Report.from_json(json.loads(self._get(f"report/{m}"))) for m in self._generation.members}
+        born, lineage = False, 0
+        if (self._run_dir / FILE_NAME).exists():
+            ledger = read_ledger(self._run_dir)
+            born, lineage = bool(ledger.lines), ledger.lineage
+        digest, _ = reconcile(self._generation, reports, born=born, lineage=lineage, from_step=0)
+        return digest
+
+    def kv_set(self, generation: int, key: str, value: bytes) -> None:
+        self._store.set(f"kv/{key}", value)
+
+    def kv_get(self, generation: int, key: str) -> bytes:
+        return self._get(f"kv/{key}")
+
+    def _get(self, key: str) -> bytes:
+        try:
+            return bytes(self._store.get(key))
+        except RuntimeError as error:
+            raise InfrastructureError(f"no answer from the other workers ({key}): {error}") from error
+
+    # ---- what the worker says
+
+    def hello(self, fingerprint: dict[str, Any]) -> None:
+        if self._writes:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            self._lock()
+            known = self._run_dir / "fingerprint.json"
+            if known.exists():
+                _same(json.loads(known.read_text()), fingerprint, self._run_dir)
+            known.write_text(json.dumps(fingerprint, indent=1))
+        self._store.set("hello", b"1") if self._store is not None and self._writes else None
+        if self._store is not None:
+            self._get("hello")
+        if self._writes:
+            self._events = EventLog(self._run_dir / "events.jsonl")
+            self._ledger = LedgerWriter(self._run_dir / FILE_NAME)
+            world = len(self._generation.members)
+            self._events.emit("run_started", schema=SCHEMA, run_id=self._run_dir.name, nproc=world)
+            self._events.emit("generation", **self._generation.to_json(), world_size=world)
+
+    def _lock(self) -> None:
+        self._lock_file = open(self._run_dir / "lock", "a+")  # noqa: SIM115 - held until the process ends
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"the run folder {self._run_dir} belongs to a live job; choose another run_dir or stop that job"
+            ) from None
+
+    def report(self, report: Report) -> None:
+        if self._store is None:
+            self._store = _Values()
+        self._store.set(f"report/{self.member}", json.dumps(report.to_json()))
+
+    def send(self, type: str, **fields: Any) -> None:
+        if type == "finished":
+            self._finished = True
+            self._version = fields["version"]
+            self._store.set(f"finished/{self.member}", b"1")
+        if self._events is None or self._ledger is None:
+            return
+        if type == "commit":
+            line = fields.pop("ledger")
+            if self._ledger.append(line):
+                self._events.emit("step_committed", **fields)
+        elif type == "event":
+            self._events.emit(fields["event"], **fields["fields"])
+        elif type == "finished":
+            self._events.emit("run_finished", status="success", exit_code=0, **fields)
+
+    def left_out(self, generation: Generation) -> None:
+        raise AssertionError("a fixed set of workers leaves nobody out")
+
+
+class _Values(dict[str, Any]):
+    """The store of a world of one."""
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self[key] = value.encode() if isinstance(value, str) else value
+
+    def get(self, key: str, default: Any = None) -> bytes:
+        return bytes(self[key])
+
+
+def _same(known: dict[str, Any], own: dict[str, Any], run_dir: Path) -> None:
+    differing = sorted(k for k in known.keys() | own.keys() if known.get(k) != json.loads(json.dumps(own.get(k))))
+    if differing:
+        shown = "; ".join(f"{k}: the run has {known.get(k)!r}, this process {own.get(k)!r}" for k in differing)
+        raise ConfigError(
+            f"this program does not fit the run in {run_dir}: {shown}. Give another run_dir, or make them equal"
+        )
+
+
+def connect(run_dir: str | Path | None, program: str) -> tuple[StandaloneLink, Path]:
+    """The link for a process that has no agent, and its run folder. Under torchrun: collective."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    if world == 1:
+        folder = Path(run_dir) if run_dir is not None else Path("runs") / time.strftime(f"{program}-%Y%m%d-%H%M%S")
+        return StandaloneLink(folder, 0, 1, None), folder
+    import torch.distributed as dist
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    tcp = dist.TCPStore(address, port, world, rank == 0 and not agent_store, timedelta(minutes=10))
+    store = dist.PrefixStore(f"elastic_harness/{attempt}", tcp)
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")
+    folder = Path(run_dir) if run_dir is not None else Path("runs") / f"{program}-{run_id}"
+    return StandaloneLink(folder, rank, world, store), folder

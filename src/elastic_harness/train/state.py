@@ -1,0 +1,149 @@
+"""The whole training state as (JSON skeleton, tensors): what a joiner receives and a checkpoint stores.
+
+No pickle anywhere: nested dicts, lists, tuples, numbers, strings and tensors are written out; anything else is refused
+with the path to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from elastic_harness.errors import ConfigError
+
+Skeleton = dict[str, Any]
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
+class Registry:
+    """Everything that training changes, by name: the model and whatever has `state_dict` and `load_state_dict`."""
+
+    def __init__(self, model: nn.Module, parts: Mapping[str, Stateful]) -> None:
+        self.model = model
+        self.parts = dict(parts)
+
+    def capture(self) -> tuple[Skeleton, dict[str, Tensor]]:
+        """The state as a JSON-able skeleton and the live tensors it refers to (not copies). Local, does not block."""
+        tensors: dict[str, Tensor] = dict(model_tensors(self.model))
+        skeleton: Skeleton = {}
+        for name, part in self.parts.items():
+            skeleton[name] = _encode(part.state_dict(), name, tensors)
+        return skeleton, tensors
+
+    @torch.no_grad()
+    def restore(self, skeleton: Skeleton, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite the whole state. Raises ConfigError if the model or a registered object differs."""
+        own = dict(model_tensors(self.model))
+        wanted = {name for name in tensors if name.startswith("model.")}
+        if own.keys() != wanted or skeleton.keys() != self.parts.keys():
+            missing = sorted((own.keys() - wanted) | (self.parts.keys() - skeleton.keys()))
+            extra = sorted((wanted - own.keys()) | (skeleton.keys() - self.parts.keys()))
+            raise ConfigError(
+                f"The stored state is of another program: it lacks {missing or 'nothing'} and has {extra or 'nothing'} "
+                "that this one does not know. Start with the same model, optimizer and registered objects, or use "
+                "--fresh."
+            )
+        for name, tensor in own.items():
+            if tensor.shape != tensors[name].shape or tensor.dtype != tensors[name].dtype:
+                raise ConfigError(
+                    f"{name} is {tuple(tensor.shape)} {tensor.dtype} here but {tuple(tensors[name].shape)} "
+                    f"{tensors[name].dtype} in the stored state: the model was changed. Use --fresh to begin anew."
+                )
+            tensor.copy_(tensors[name])
+        for name, part in self.parts.items():
+            part.load_state_dict(_decode(skeleton[name], tensors))
+
+
+def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters (tied ones once) and persistent buffers, named `model.<name>`."""
+    persistent = model.state_dict(keep_vars=True).keys()
+    for name, parameter in model.named_parameters():
+        yield f"model.{name}", parameter.detach()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield f"model.{name}", buffer
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """sha256 over parameters and persistent buffers in sorted name order, a tied one under its first name: name, NUL,
+    dtype, NUL, shape joined by commas, NUL, little-endian bytes. Defined in docs/exactness.md."""
+    digest = hashlib.sha256()
+    seen: set[int] = set()
+    state = model.state_dict(keep_vars=True)
+    for name in sorted(state):
+        tensor = state[name]
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape = ",".join(map(str, tensor.shape))
+        digest.update(f"{name}\0{dtype}\0{shape}\0".encode())
+        digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's elements in row-major order, little-endian. A view where it can be one."""
+    assert sys.byteorder == "little", "big-endian machines are not supported"
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())
+
+
+def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over all tensors' bytes in name order, to check a transfer."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(tensor_bytes(tensors[name]))
+    return digest.hexdigest()
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach()
+        return {"$tensor": path}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | str | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, list):
+        return [_encode(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"$tuple": [_encode(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]}
+    if isinstance(value, Mapping) and all(isinstance(k, str | int) for k in value):
+        if all(isinstance(k, str) and not k.startswith("$") for k in value):
+            return {k: _encode(v, f"{path}.{k}", tensors) for k, v in value.items()}
+        return {"$items": [[k, _encode(v, f"{path}.{k}", tensors)] for k, v in value.items()]}
+    raise ConfigError(
+        f"State {path} is a {type(value).__name__}, which cannot be stored without pickle. Its state_dict() may hold "
+        "dicts, lists, tuples, numbers, strings, None and tensors."
+    )
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(v, tensors) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if "$tensor" in value:
+        return tensors[value["$tensor"]]
+    if "$float" in value:
+        return float(value["$float"])
+    if "$tuple" in value:
+        return tuple(_decode(v, tensors) for v in value["$tuple"])
+    if "$items" in value:
+        return {k: _decode(v, tensors) for k, v in value["$items"]}
+    return {k: _decode(v, tensors) for k, v in value.items()}

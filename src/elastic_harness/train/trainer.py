@@ -1,0 +1,157 @@
+"""The built-in trainer: a small GPT on the user's own text. An ordinary user of `elastic_harness.start`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elastic_harness.config import TrainerConfig, load_config
+from elastic_harness.data.corpus import Corpus, CorpusDataset
+from elastic_harness.models.gpt import GPT
+from elastic_harness.train.run import start
+
+
+def train(config: TrainerConfig, run_dir: str | None = None) -> None:
+    """Train until `training.max_steps`; returns when all workers are done."""
+    seed_all(config.seed)
+    device = choose_device(config.training.device)
+    corpus = Corpus.open(config.data.path)
+    dataset = CorpusDataset(corpus, config.data.seq_length, config.seed, config.data.validation_fraction)
+    model = GPT(config.model, seed=config.seed).to(device)
+    optimizer = make_optimizer(config, model)
+    scheduler = make_scheduler(config, optimizer)
+    decay = config.training.ema_decay
+    run = start(
+        model,
+        optimizer,
+        dataset,
+        config,
+        scheduler=scheduler,
+        scaler=torch.amp.GradScaler(device.type) if config.training.precision == "fp16" else None,
+        ema=averaged(model, decay) if decay else None,
+        run_dir=run_dir,
+    )
+    forward = torch.compile(model) if config.training.compile else model
+    if run.rank == 0:
+        print(
+            f"{model.num_parameters():,} parameters, {len(dataset):,} samples of {config.data.seq_length} tokens from "
+            f"{corpus.name} (sha256 {corpus.sha256[:16]}), "
+            f"{config.training.global_batch_samples * config.data.seq_length:,} tokens a step",
+            flush=True,
+        )
+    for step in run.steps():
+        for batch in step.micro_batches():
+            with autocast(config, device):
+                loss = cross_entropy(forward, batch, device)
+            step.backward(loss)
+        if run.rank == 0 and run.step % config.training.log_interval_steps == 0:
+            print(f"step {step.index + 1:>5}  loss {step.loss:.4f}  workers {run.world_size}", flush=True)
+        every = config.training.eval_interval_steps
+        if every and run.step % every == 0 and run.rank == 0:
+            run.log("validation", step=run.step, loss=validate(config, forward, dataset, device))
+
+
+def cross_entropy(model: Any, batch: dict[str, Tensor], device: torch.device) -> Tensor:
+    """Mean loss over all tokens of a micro-batch."""
+    logits_BTV = model(batch["input_ids"].to(device))
+    return F.cross_entropy(logits_BTV.flatten(0, 1), batch["labels"].to(device).flatten())
+
+
+@torch.no_grad()
+def validate(config: TrainerConfig, model: Any, dataset: CorpusDataset, device: torch.device) -> float:
+    """Mean loss over the first held-out batches, in evaluation mode."""
+    model.eval()
+    losses = []
+    for index in range(config.training.eval_batches):
+        batch = dataset.validation_batch(index, config.training.micro_batch_samples)
+        with autocast(config, device):
+            losses.append(float(cross_entropy(model, batch, device)))
+    model.train()
+    return math.fsum(losses) / len(losses)
+
+
+def make_optimizer(config: TrainerConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Weight decay on matrices only."""
+    o = config.optimizer
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": o.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    if o.name == "sgd":
+        return torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum, nesterov=o.nesterov)
+    kind = torch.optim.AdamW if o.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr=o.lr, betas=o.betas, eps=o.eps, foreach=True)
+
+
+def make_scheduler(config: TrainerConfig, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Linear warm-up, then cosine or linear decay to `min_lr_ratio`, or constant."""
+    s, steps = config.scheduler, config.training.max_steps
+
+    def factor(step: int) -> float:
+        if step < s.warmup_steps:
+            return (step + 1) / s.warmup_steps
+        done = (step - s.warmup_steps) / max(1, steps - s.warmup_steps)
+        if s.name == "constant":
+            return 1.0
+        shape = 0.5 * (1 + math.cos(math.pi * done)) if s.name == "cosine" else 1 - done
+        return s.min_lr_ratio + (1 - s.min_lr_ratio) * shape
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def averaged(model: nn.Module, decay: float) -> torch.optim.swa_utils.AveragedModel:
+    """An exponential moving average of the weights."""
+    return torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay), use_buffers=True
+    )
+
+
+def autocast(config: TrainerConfig, device: torch.device) -> AbstractContextManager[Any]:
+    if config.training.precision == "fp32":
+        return nullcontext()
+    dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float16
+    return torch.autocast(device.type, dtype)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device named in the configuration; `auto` takes this worker's GPU if there is one."""
+    import os
+
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device
+
+
+def seed_all(seed: int) -> None:
+    """Seed what builds the model, alike on every worker."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m elastic_harness.train",
+        description="Train a small GPT on your text. Start it with `elastic-harness launch … -m elastic_harness.train`, "
+        "with torchrun, or alone.",
+        epilog="example: elastic-harness launch --nproc-per-node 4 -m elastic_harness.train --config "
+        "configs/small.yaml data.path=my_texts/ training.max_steps=60",
+    )
+    parser.add_argument("--config", help="a YAML file; without it, the defaults")
+    parser.add_argument("--run-dir", help="where to write events, ledger and checkpoints when run without a launcher")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    arguments = parser.parse_args(argv)
+    train(load_config(TrainerConfig, arguments.config, arguments.overrides), arguments.run_dir)

@@ -1,0 +1,143 @@
+"""A worker's share of one step: which lanes, which partial sums go where, and the exchange that is under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from elastic_harness.comm.exchange import Add, Exchange
+from elastic_harness.comm.placement import Ranges, deal, merge_ranges
+from elastic_harness.comm.plan import Plan, make_plan
+from elastic_harness.comm.tree import Node
+from elastic_harness.errors import PeerFailed
+from elastic_harness.train.apply import Record
+from elastic_harness.train.board import Phase
+from elastic_harness.train.commit import FIXED_WORDS, Header, combine
+from elastic_harness.train.layout import Layout
+from elastic_harness.train.partials import Partials, SlotTable
+from elastic_harness.train.parts import Parts
+from elastic_harness.train.progress import Formed, Progress
+
+
+@dataclass
+class Work:
+    """One attempt at a step. canary_due: this member computes slot 0 once more, for comparison with `reference`."""
+
+    lanes: tuple[int, ...]
+    placed: dict[str, Ranges]
+    plan: Plan
+    exchange: Exchange
+    result: Tensor
+    layout: Layout
+    parts: Parts
+    rank: int
+    lineage: int
+    canary_due: bool = False
+    reference: int | None = None
+    canary: int = 0
+    buffers: list[Tensor] = field(default_factory=list)
+
+    def send_if_finished(self, node: Node, partials: Partials) -> None:
+        """If `node` is one of this member's partial sums on the wire, flatten it and let it go."""
+        if (node, self.rank) in self.plan.cover:
+            flat = self.parts.flats.take()
+            self.buffers.append(flat)
+            self.layout.flatten(partials.nodes[node], flat)
+            self.exchange.send_partial(node, flat)
+
+
+def place(parts: Parts, progress: Progress) -> Work:
+    """Deal the lanes that are missing, plan the exchange and post its receives. Every member comes to the same plan
+    from the same digest."""
+    formed, partials = progress.formed, progress.partials
+    assert formed is not None and partials is not None
+    members, lanes = formed.generation.members, parts.shape.lanes
+    held = formed.digest.lanes if partials.step == formed.digest.version else {}
+    dealt = deal(lanes, members, held)
+    placed = {m: merge_ranges(held.get(m, ()), dealt[m]) for m in members}
+    plan = make_plan(members, lanes, placed, parts.layout.elements)
+    result = parts.flats.take()
+    exchange = Exchange(
+        formed.group,
+        plan,
+        lanes,
+        partials.step,
+        formed.rank,
+        result,
+        FIXED_WORDS + SlotTable.size(parts.shape.slots, lanes, len(parts.layout.entries)),
+    )
+    done = {lane for lo, hi in partials.held() for lane in range(lo, hi)}
+    me = members[formed.rank]
+    own = [lane for lo, hi in placed[me] for lane in range(lo, hi) if lane not in done]
+    unverified = formed.unverified(partials.step) if parts.canary else ()
+    verified = [rank for rank in range(formed.world) if rank not in unverified]
+    reference = verified[0] if verified and unverified else None
+    work = Work(tuple(own), placed, plan, exchange, result, parts.layout, parts, formed.rank, formed.digest.lineage)
+    work.reference = reference
+    work.canary_due = formed.rank in unverified or formed.rank == reference
+    for node in tuple(partials.nodes):
+        work.send_if_finished(node, partials)
+    return work
+
+
+def finish_exchange(parts: Parts, progress: Progress, work: Work) -> list[Header]:
+    """Send this member's header, receive all others' and the finished sum. Collective. A broken connection or a peer
+    that never comes raises PeerFailed naming whom this member was waiting for."""
+    formed, partials = progress.formed, progress.partials
+    assert formed is not None and partials is not None
+    generation = formed.generation
+    header = Header(
+        generation=generation.number,
+        version=partials.step,
+        switch=parts.link.planned(generation.number),
+        stop=parts.link.stop_requested is not None,
+        canary=work.canary,
+        table=partials.table,
+    )
+
+    def adder(packed: list[Tensor]) -> Add:
+        return Adder(parts.layout, combine([Header.unpack(w, partials.table) for w in packed]))
+
+    timeout_s = parts.config.elastic.exchange_timeout_s
+    parts.board.show(Phase.EXCHANGE, partials.step, deadline_s=2 * timeout_s)
+    try:
+        packed = work.exchange.finish(header.pack(), adder, timeout_s)
+    except PeerFailed as failure:
+        waiting = tuple(generation.members[r] for r in work.exchange.waiting_for())
+        raise PeerFailed(str(failure), waiting) from failure
+    return [Header.unpack(words, partials.table) for words in packed]
+
+
+def record_of(parts: Parts, formed: Formed, work: Work, headers: list[Header]) -> Record:
+    """The outcome of the completed exchange."""
+    computed_by = tuple(
+        (member, lo, hi) for member in formed.generation.members for lo, hi in work.placed[member]
+    )
+    return Record(headers[0].version, formed.generation.number, work.result, combine(headers), computed_by)
+
+
+class Adder:
+    """Adds two nodes' received elements, skipping parameters that are absent in one of them."""
+
+    def __init__(self, layout: Layout, table: SlotTable) -> None:
+        self._layout = layout
+        self._table = table
+        self._all_present = bool(table.presence.size) and bool(
+            (table.present_in((0, 1)).all())
+            and (table.presence == table.presence[0]).all()
+        )
+
+    def __call__(self, target_node: Node, target: Tensor, node: Node, other: Tensor, lo: int) -> None:
+        if self._all_present:
+            target.add_(other)
+            return
+        in_target, in_other = self._table.present_in(target_node), self._table.present_in(node)
+        for index, entry in enumerate(self._layout.entries):
+            first, last = max(entry.lo, lo) - lo, min(entry.hi, lo + target.numel()) - lo
+            if first >= last or not in_other[index]:
+                continue
+            if in_target[index]:
+                target[first:last].add_(other[first:last])
+            else:
+                target[first:last].copy_(other[first:last])

@@ -1,0 +1,124 @@
+"""Typed sections of settings: dataclasses whose fields are checked and converted when they are built."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from typing import Any, ClassVar, Literal
+
+from elastic_harness.errors import ConfigError
+
+
+class Section:
+    """Checks and converts the types of all fields, then the section's own rules (``check``)."""
+
+    section: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        hints = field_types(type(self))
+        for name, hint in hints.items():
+            value = convert(self._key(name), getattr(self, name), hint)
+            object.__setattr__(self, name, value)
+        self.check()
+
+    def check(self) -> None:
+        """Raises ConfigError if a value is out of its range."""
+
+    def _key(self, name: str) -> str:
+        return f"{self.section}.{name}" if self.section else name
+
+    def _require(self, holds: bool, name: str, requirement: str, advice: str = "") -> None:
+        if not holds:
+            raise setting_error(self._key(name), getattr(self, name), requirement, advice)
+
+    def _at_least(self, minimum: float, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            self._require(value is None or value >= minimum, name, f"must be at least {minimum}")
+
+    def _positive(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            self._require(value is None or value > 0, name, "must be greater than 0")
+
+
+def plain(value: Any) -> Any:
+    """The value with lists in place of tuples, as YAML and JSON have them."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def setting_error(key: str, value: object, requirement: str, advice: str = "") -> ConfigError:
+    """The error for one setting: its name, its value, what is required, and what to do."""
+    shown = list(value) if isinstance(value, tuple) else value
+    return ConfigError(f"{key} is {shown!r}, but {requirement}" + (f"; {advice}" if advice else "") + ".")
+
+
+def nearest_multiple(value: int, factor: int) -> int:
+    """The positive multiple of ``factor`` closest to ``value``, for advice."""
+    return max(1, round(value / factor)) * factor
+
+
+def field_types(cls: type[Any]) -> dict[str, Any]:
+    """The resolved type of every field of a dataclass, in order."""
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def section_class(hint: Any) -> type[Any] | None:
+    """The section that a field of this type holds, or None for a plain setting."""
+    return hint if isinstance(hint, type) and issubclass(hint, Section) else None
+
+
+def _describe(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(str(a) for a in args)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_describe(a) for a in args)
+    if origin is tuple:
+        return f"a list of {len(args)} numbers"
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    return names.get(hint, str(hint))
+
+
+def convert(key: str, value: Any, hint: Any) -> Any:
+    """The value as its field's type; raises ConfigError if it is of another kind."""
+    ok, converted = fit(value, hint)
+    if not ok:
+        raise setting_error(key, value, f"must be {_describe(hint)}")
+    return converted
+
+
+def fit(value: Any, hint: Any) -> tuple[bool, Any]:
+    """Whether the value is of this type, and the value converted to it."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        fits = (fit(value, a) for a in args)
+        return next((f for f in fits if f[0]), (False, value))
+    if origin is Literal:
+        return value in args, value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)) or len(value) != len(args):
+            return False, value
+        parts = [fit(v, a) for v, a in zip(value, args, strict=True)]
+        return all(ok for ok, _ in parts), tuple(v for _, v in parts)
+    if hint is float:
+        return _fit_float(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool), value
+    return isinstance(value, hint), value
+
+
+def _fit_float(value: Any) -> tuple[bool, Any]:
+    """YAML 1.1 reads ``3e-4`` as text (it wants ``3.0e-4``), so text that spells a number counts as one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return False, value
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return False, value
+    return math.isfinite(number), number

@@ -1,0 +1,329 @@
+"""Proof, from a run's own records, that every sample was used exactly once, or where first it was not.
+
+`verify` recomputes from seed and step alone which samples each slot must have read, compares that with what
+the ledger says was read, follows the last lineage after a restore, and counts every sample of every epoch.
+It needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from elastic_harness.data.order import epoch_order
+from elastic_harness.data.schedule import Schedule
+from elastic_harness.errors import EXIT_SUCCESS, ConfigError, HarnessError
+from elastic_harness.events import read_events
+from elastic_harness.ledger import Ledger, LedgerLine, lanes_covered_once, read_ledger
+
+EXIT_VIOLATED = 1
+_IDENTITY = ("seed", "n_samples", "slots", "lanes", "micro_batch_samples", "global_batch_samples")
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What fixes which sample each slot of each step reads: the numbers of the `run_configured` event."""
+
+    seed: int
+    n_samples: int
+    slots: int
+    lanes: int
+    micro_batch_samples: int
+    global_batch_samples: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of `verify`: `ok`, what was covered, and the violations in step order."""
+
+    ok: bool
+    run: str
+    steps: int = 0
+    samples: int = 0
+    epochs_complete: int = 0
+    n_samples: int = 0
+    lineage: int = 0
+    superseded: int = 0
+    members: int = 0
+    torn_line: bool = False
+    finished: bool = False
+    weights_sha256: str | None = None
+    violations: tuple[str, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if not self.ok:
+            more = len(self.violations) - 1
+            lines = [f"NOT EXACT  {self.run}", f"  first violation: {self.violations[0]}"]
+            if more:
+                lines += [f"  and {more} more:"] + [f"    {text}" for text in self.violations[1:6]]
+            return "\n".join(lines)
+        lines = [
+            f"EXACT  {self.run}",
+            f"  {self.steps} steps, each with its full batch; {self.samples:,} samples, none twice, "
+            "none missed",
+            f"  {self.epochs_complete} whole epochs of {self.n_samples:,} samples; "
+            f"{self.members} members took part; lineage {self.lineage}",
+        ]
+        if self.superseded:
+            lines.append(
+                f"  {self.superseded} steps of older lineages were superseded by a restore and don't count"
+            )
+        if self.weights_sha256:
+            lines.append(f"  weights_sha256 {self.weights_sha256}")
+        if not self.finished:
+            lines.append("  the run has not finished; this covers what is committed so far")
+        return "\n".join(lines)
+
+
+def slot_digest(sample_ids: np.ndarray) -> str:
+    """How the ledger names the samples that a slot read: 16 hex digits over the little-endian int64 ids."""
+    return hashlib.sha256(np.ascontiguousarray(sample_ids, dtype="<i8").tobytes()).hexdigest()[:16]
+
+
+def verify(run_dir: str | Path, max_violations: int = 20) -> Verdict:
+    """The verdict on a run folder. Reads only; raises a HarnessError only if there is nothing to judge."""
+    folder = Path(run_dir)
+    ledger = read_ledger(folder)
+    events = list(read_events(folder / "events.jsonl")) if (folder / "events.jsonl").exists() else []
+    return judge(str(folder), ledger, events, max_violations)
+
+
+def judge(run: str, ledger: Ledger, events: Iterable[Mapping[str, Any]], max_violations: int = 20) -> Verdict:
+    """The verdict on a ledger and the events beside it; pure, apart from what it is given."""
+    events = list(events)
+    identity, violations = _identity(run, events)
+    violations += _conflicting_lines(ledger)
+    lines = ledger.followed()
+    replay = _Replay(identity, lines)
+    samples = 0
+    for step, line in lines.items():
+        if len(violations) >= max_violations:
+            break
+        found = replay.violations_of(line)
+        violations += [f"step {step}: {text}" for text in found]
+        samples += line.count
+    if len(violations) < max_violations:
+        violations += replay.gaps() + replay.incomplete_epochs()
+    finished = _finish(events)
+    if finished is not None and not violations:
+        violations += _end_mismatch(finished, lines)
+    return Verdict(
+        ok=not violations,
+        run=run,
+        steps=len(lines),
+        samples=samples,
+        epochs_complete=replay.epochs_complete,
+        n_samples=identity.n_samples,
+        lineage=ledger.lineage,
+        superseded=len({line.key for line in ledger.lines}) - len(lines),
+        members=len({member for line in lines.values() for member, _, _ in line.computed_by}),
+        torn_line=ledger.torn,
+        finished=finished is not None,
+        weights_sha256=None if finished is None else finished.get("weights_sha256"),
+        violations=tuple(_in_step_order(violations)),
+    )
+
+
+class _Replay:
+    """Recomputes, step by step, what the ledger must say, and counts the use of every sample."""
+
+    def __init__(self, identity: RunIdentity, lines: Mapping[int, LedgerLine]) -> None:
+        self.identity = identity
+        self.lines = lines
+        self.schedule = Schedule(identity.n_samples, identity.global_batch_samples)
+        self.steps_per_epoch = self.schedule.steps_per_epoch
+        self.epochs_complete = 0
+        self._used: dict[int, np.ndarray] = {}
+        self._owner_of_digest: dict[str, tuple[int, int]] | None = None
+
+    def violations_of(self, line: LedgerLine) -> list[str]:
+        """Everything wrong with one committed step; also books its samples as used."""
+        identity = self.identity
+        if line.slots != identity.slots or line.lanes != identity.lanes:
+            return [
+                f"recorded with {line.slots} slots in {line.lanes} lanes; "
+                f"the run has {identity.slots} in {identity.lanes}"
+            ]
+        span = self.schedule.at(line.step)
+        found: list[str] = []
+        if (line.epoch, line.position, line.count) != (span.epoch, span.position, span.count):
+            found.append(
+                f"consumed {line.count} samples from position {line.position} (epoch {line.epoch}); "
+                f"the schedule says {span.count} from position {span.position} (epoch {span.epoch})"
+            )
+        coverage = lanes_covered_once(line.computed_by, line.lanes)
+        if coverage:
+            found.append(coverage)
+        if len(line.slot_samples) != line.slots or len(line.slot_weight) != line.slots:
+            found.append(
+                f"has {len(line.slot_samples)} sample hashes and {len(line.slot_weight)} weights for "
+                f"{line.slots} slots"
+            )
+            return found
+        for slot, ids in enumerate(self.slot_ids(line.step)):
+            if line.slot_samples[slot] != slot_digest(ids):
+                found.append(f"slot {slot} {self._misread(line.step, slot, line.slot_samples[slot], ids)}")
+                continue
+            if (line.slot_weight[slot] > 0) != (len(ids) > 0):
+                found.append(f"slot {slot} has weight {line.slot_weight[slot]} but {len(ids)} samples")
+            found += self._book(span.epoch, ids, slot)
+        return found
+
+    def slot_ids(self, step: int) -> list[np.ndarray]:
+        """The sample ids that every slot of a step has to read, by arithmetic alone."""
+        identity, span = self.identity, self.schedule.at(step)
+        order = epoch_order(identity.n_samples, identity.seed, span.epoch)
+        ranges = [span.slot_range(slot, identity.micro_batch_samples) for slot in range(identity.slots)]
+        ids = order(np.arange(span.first, span.first + span.count, dtype=np.int64))
+        return [ids[low - span.first : high - span.first] for low, high in ranges]
+
+    def gaps(self) -> list[str]:
+        """Steps between 0 and the last one that no line covers."""
+        if not self.lines:
+            return []
+        missing = sorted(set(range(max(self.lines) + 1)) - set(self.lines))
+        if not missing:
+            return []
+        return [
+            f"step {missing[0]}: is missing from the ledger, though step {max(self.lines)} is there"
+            + (f" ({len(missing)} steps are missing in all)" if len(missing) > 1 else "")
+        ]
+
+    def incomplete_epochs(self) -> list[str]:
+        """Epochs whose every step is committed but that left a sample out."""
+        found = []
+        last = max(self.lines, default=-1)
+        for epoch in range((last + 1) // self.steps_per_epoch):
+            used = self._used.get(epoch)
+            count = 0 if used is None else int(used.sum())
+            if count == self.identity.n_samples:
+                self.epochs_complete += 1
+                continue
+            sample = 0 if used is None else int(np.flatnonzero(~used)[0])
+            step = (epoch + 1) * self.steps_per_epoch - 1
+            found.append(
+                f"step {step}: ends epoch {epoch}, in which {self.identity.n_samples - count} samples "
+                f"were never used, sample {sample} among them"
+            )
+        return found
+
+    def _book(self, epoch: int, ids: np.ndarray, slot: int) -> list[str]:
+        used = self._used.setdefault(epoch, np.zeros(self.identity.n_samples, dtype=bool))
+        again = ids[used[ids]]
+        if len(np.unique(ids)) != len(ids) or len(again):
+            sample = int(again[0]) if len(again) else int(ids[0])
+            return [f"slot {slot} uses sample {sample} a second time in epoch {epoch}"]
+        used[ids] = True
+        return []
+
+    def _misread(self, step: int, slot: int, digest: str, ids: np.ndarray) -> str:
+        """What a wrong hash means, as far as the ledger tells: whose samples were read instead."""
+        if self._owner_of_digest is None:
+            self._owner_of_digest = {
+                slot_digest(expected): (other, position)
+                for other in self.lines
+                for position, expected in enumerate(self.slot_ids(other))
+            }
+        due = f"samples {_some(ids)} were due there and were not read"
+        owner = self._owner_of_digest.get(digest)
+        if owner is None:
+            return f"read samples of no slot of this run (hash {digest}, due {slot_digest(ids)}); {due}"
+        return f"read the samples of step {owner[0]} slot {owner[1]}, which are used twice so; {due}"
+
+
+def _some(ids: np.ndarray) -> str:
+    shown = ", ".join(str(int(sample)) for sample in ids[:4])
+    return f"[{shown}{', …' if len(ids) > 4 else ''}]"
+
+
+def _identity(run: str, events: list[Mapping[str, Any]]) -> tuple[RunIdentity, list[str]]:
+    configured = [event for event in events if event.get("event") == "run_configured"]
+    if not configured:
+        raise ConfigError(
+            f"{run}: events.jsonl has no run_configured event, so nothing says how many samples there are; "
+            "verify a run whose workers have started training"
+        )
+    identities = []
+    for event in configured:
+        missing = [name for name in _IDENTITY if name not in event]
+        if missing:
+            raise ConfigError(f"{run}: the run_configured event lacks {missing[0]!r}; it has {sorted(event)}")
+        identities.append(RunIdentity(**{name: int(event[name]) for name in _IDENTITY}))
+    changed = [
+        f"{name} was {getattr(identities[0], name)} when the run began and {getattr(later, name)} "
+        "when it resumed"
+        for later in identities[1:]
+        for name in _IDENTITY
+        if getattr(later, name) != getattr(identities[0], name)
+    ]
+    fingerprints = {json.dumps(event.get("fingerprint"), sort_keys=True) for event in configured}
+    if not changed and len(fingerprints) > 1:
+        changed = ["the data's fingerprint changed between two starts of the run"]
+    return identities[0], changed[:1]
+
+
+def _conflicting_lines(ledger: Ledger) -> list[str]:
+    seen: dict[tuple[int, int], LedgerLine] = {}
+    for line in ledger.lines:
+        if seen.setdefault(line.key, line) != line:
+            return [f"step {line.step}: is recorded twice in lineage {line.lineage}, with different content"]
+    return []
+
+
+def _finish(events: list[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The `run_finished` event of a run that reached its end, if that is the last thing it did."""
+    for event in reversed(events):
+        if event.get("event") == "run_started":
+            return None
+        if event.get("event") == "run_finished":
+            return event if event.get("version") is not None else None
+    return None
+
+
+def _end_mismatch(finished: Mapping[str, Any], lines: Mapping[int, LedgerLine]) -> list[str]:
+    version, last = int(finished["version"]), max(lines, default=-1)
+    if last == version - 1:
+        return []
+    return [
+        f"step {last}: is the last one in the ledger, but the run finished at version {version} (step "
+        f"{version - 1})"
+    ]
+
+
+def _in_step_order(violations: list[str]) -> list[str]:
+    def order(text: str) -> int:
+        head = text.split(":", 1)[0].split()
+        return int(head[1]) if len(head) == 2 and head[0] == "step" and head[1].isdigit() else -1
+
+    return sorted(violations, key=order)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`elastic-harness verify RUN`: prints the verdict; 0 if the ledger is exact, 1 if not."""
+    parser = argparse.ArgumentParser(
+        prog="elastic-harness verify", description="Prove that a run used every sample exactly once."
+    )
+    parser.add_argument("run", help="the run's folder, for example runs/20261120-demo")
+    parser.add_argument("--json", action="store_true", help="print the verdict as one JSON object")
+    arguments = parser.parse_args(argv)
+    try:
+        verdict = verify(arguments.run)
+    except HarnessError as error:
+        if arguments.json:
+            print(json.dumps({"ok": False, "run": arguments.run, "violations": [str(error)]}))
+        else:
+            print(f"elastic-harness verify: {error}", file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(verdict.to_json()) if arguments.json else verdict)
+    return EXIT_SUCCESS if verdict.ok else EXIT_VIOLATED

@@ -1,0 +1,273 @@
+"""Planted mistakes of the protocol, each a model with one thing done wrong, and what the checker must say about it.
+
+A mistake of the workers replaces a method of the model; a mistake of the leader wraps the production functions it is
+made of. None of them touches what the checker believes to be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+from elastic_harness.membership import decide as deciding
+from elastic_harness.membership import leader as core
+from elastic_harness.membership.types import Digest, Report, Source
+from elastic_harness.simulate.model import Model, Size
+from elastic_harness.simulate.world import Faults, Gradient, Message, Worker, World
+
+honest_decide, honest_reconcile = core.decide, core.reconcile
+
+
+class LaggardGoesOn(Model):
+    """Nobody replays: a member one step behind takes part as it is."""
+
+    def accept(self, world: World, who: int, digest: Digest) -> World:
+        sources = {m: s if s.kind in ("init", "state") else Source("keep") for m, s in digest.sources.items()}
+        w = world.workers[who]
+        if w.version >= 0:
+            digest = replace(digest, version=w.version)
+        return super().accept(world, who, replace(digest, sources=sources))
+
+
+class MeanOverSurvivors(Model):
+    """The lanes of a dead member are nobody's: the step goes on without them."""
+
+    def dealt(self, members: tuple[int, ...], held: Any) -> dict[str, tuple[int, ...]]:
+        everyone = tuple(range(self.size.workers))
+        return super().dealt(everyone if held else members, ()) if held else super().dealt(members, held)
+
+    def accept(self, world: World, who: int, digest: Digest) -> World:
+        before = world.workers[who].lanes
+        world = super().accept(world, who, digest)
+        w = world.workers[who]
+        held = {lane for _, lane in before}
+        return self.put(world, who, w._replace(todo=tuple(x for x in w.todo if x not in held)))
+
+
+class TornUpdate(Model):
+    """An urgent change interrupts `apply` half-way."""
+
+    def hear_generation(
+        self, world: World, who: int, number: int, members: tuple[int, ...], urgent: bool
+    ) -> World:
+        w = world.workers[who]
+        if urgent and self.committable(world, who, w):
+            half: Gradient = ((w.version, 0),)
+            world = self.put(world, who, w._replace(value=(*w.value, half)))
+        return super().hear_generation(world, who, number, members, urgent)
+
+
+class ErrorsNotReported(Model):
+    """A broken link without a death is nobody's business."""
+
+    def report_trouble(self, world: World, who: int, event: core.Trouble) -> World:
+        return world
+
+
+class KeyedByPosition(Model):
+    """A message is known by its place in the plan, not by generation and step."""
+
+    def stale(self, w: Worker, message: Message) -> bool:
+        return False
+
+    def arrived(self, world: World, who: int, w: Worker, kind: str, block: int) -> dict[int, tuple[Any, ...]]:
+        found = sorted(
+            (m for m in world.mail[who] if m.kind == kind and m.block == block and m.source in w.members),
+            key=lambda m: (m.generation, m.step),
+            reverse=True,
+        )
+        return {m.source: m.body for m in found}
+
+
+class UrgentAsPlanned(Model):
+    """A loss waits for the step boundary."""
+
+    def hear_generation(
+        self, world: World, who: int, number: int, members: tuple[int, ...], urgent: bool
+    ) -> World:
+        first = world.workers[who].mode == "idle"
+        return super().hear_generation(world, who, number, members, urgent and first)
+
+
+class RecordDroppedEarly(Model):
+    """The record is let go right after one's own commit, though a peer may still need it."""
+
+    def serve(self, world: World, who: int) -> World:
+        return super().serve(self.put(world, who, world.workers[who]._replace(record=None)), who)
+
+
+class SwitchByOr(Model):
+    """One member that knows of a planned generation is enough for those who know it to switch."""
+
+    def agreed_switch(self, switches: list[int]) -> int:
+        return max(switches)
+
+    def enter_planned(self, world: World, who: int) -> World:
+        w = world.workers[who]
+        return super().enter_planned(world, who) if w.switch > w.gen else world
+
+
+class LateJoinerOfTwoSteps(Model):
+    """Who is left out of a planned generation goes on stepping in the old one."""
+
+    def leave(self, world: World, who: int) -> World:
+        return world
+
+
+class OnlyTheFirstRankSaysSo(Model):
+    """The last step's commit is told by the first rank alone."""
+
+    def sends_commit(self, w: Worker, who: int) -> bool:
+        return w.members[0] == who
+
+
+class CommitNotRepeated(Model):
+    """After a recovery nobody tells again of the last commit, which may have died with the first rank."""
+
+    def repeat_commit(self, world: World, who: int) -> World:
+        return world
+
+
+class NumberReused(Model):
+    """A generation that was never formed gives its number back."""
+
+    @staticmethod
+    def leader_step(state: core.State, event: core.Event, now: float) -> Any:
+        if isinstance(event, core.Lost) and state.generation is not None and not state.formed:
+            state = replace(state, number=state.number - 1)
+        return core.step(state, event, now)
+
+
+class DigestBeforeAllReports(Model):
+    """The leader concludes from the first report, and takes the others to be as far."""
+
+    @staticmethod
+    def leader_step(state: core.State, event: core.Event, now: float) -> Any:
+        state, actions = core.step(state, event, now)
+        generation = state.generation
+        if generation is None or state.formed or state.done or not state.reports:
+            return state, actions
+        if not isinstance(event, core.Reported) or state.reports[0][1].version < 0:
+            return state, actions
+        as_far = Report(generation.number, state.reports[0][1].version)
+        everyone = tuple((m, dict(state.reports).get(m, as_far)) for m in generation.members)
+        state, more = core._form(replace(state, reports=everyone), generation)
+        return state, actions + more
+
+
+def ignoring_finished(now: float, view: deciding.View, limits: Any) -> Any:
+    return honest_decide(now, replace(view, finished=frozenset()), limits)
+
+
+def ignoring_the_minimum(now: float, view: deciding.View, limits: Any) -> Any:
+    return honest_decide(now, view, replace(limits, min_workers=1))
+
+
+def without_second_chance(now: float, view: deciding.View, limits: Any) -> Any:
+    connected = deciding.mutually_connected(view.ready, view.broken)
+    if view.broken and len(connected) < limits.min_workers:
+        return None, "waiting: links are broken"
+    return honest_decide(now, view, limits)
+
+
+def never_separating(now: float, view: deciding.View, limits: Any) -> Any:
+    return honest_decide(now, replace(view, broken=frozenset()), limits)
+
+
+def forgetting_birth(generation: Any, reports: Any, *, born: bool, lineage: int, from_step: int) -> Any:
+    return honest_reconcile(generation, reports, born=False, lineage=lineage, from_step=from_step)
+
+
+def never_needed(state: core.State, member: str) -> bool:
+    return False
+
+
+def only_the_previous(state: core.State, member: str, generation: int) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`model` or one replaced function of the leader (`name`, `function`); the smallest world that shows it, and the
+    violations one of which must be found."""
+
+    title: str
+    size: Size
+    kinds: tuple[str, ...]
+    model: type[Model] = Model
+    name: str = ""
+    function: Any = None
+
+    @contextmanager
+    def planted(self) -> Iterator[Model]:
+        if not self.name:
+            yield self.model(self.size)
+            return
+        with mock.patch.object(core, self.name, self.function):
+            yield self.model(self.size)
+
+
+def small(workers: int, crashes: int = 0, joins: int = 0, zombies: int = 0, breaks: int = 0, **other: Any) -> Size:
+    scales = other.pop("scales", ())
+    faults = Faults(crashes, joins, zombies, breaks, scales)
+    return Size(workers=workers, faults=faults, **{"steps": 2, "lanes": 2, **other})
+
+
+CANNOT = "source unsatisfiable"
+MUTANTS = [
+    Mutant("laggard not replayed", small(3, 1), ("stuck", "versions apart"), LaggardGoesOn),
+    Mutant("mean over survivors", small(3, 1, lanes=3), ("lane missing",), MeanOverSurvivors),
+    Mutant("torn update", small(2, 1), ("lane twice", "wrong value"), TornUpdate),
+    Mutant("errors not reported", small(2, breaks=1), ("stuck",), ErrorsNotReported),
+    Mutant("keyed by position", small(3, 1), ("lane twice", "lane missing", "wrong value"), KeyedByPosition),
+    Mutant("urgent as planned", small(2, 1), ("stuck",), UrgentAsPlanned),
+    Mutant("record dropped early", small(3, 1), (CANNOT,), RecordDroppedEarly),
+    Mutant("switch by OR", small(2, joins=1, target=3), ("stuck",), SwitchByOr),
+    Mutant("left out, yet stepping on", small(2, scales=(1,)), ("stuck",), LateJoinerOfTwoSteps),
+    Mutant("last commit by the first alone", small(3, 1), ("ledger incomplete",), OnlyTheFirstRankSaysSo),
+    Mutant("commit not repeated", small(3, 1, steps=2), ("ledger incomplete",), CommitNotRepeated),
+    Mutant("number reused", small(2, 1), ("generation number reused",), NumberReused),
+    Mutant("digest before all reports", small(3, 1), (CANNOT,), DigestBeforeAllReports),
+    Mutant(
+        "joiner while finishing",
+        small(2, joins=1, target=3),
+        ("admitted while finishing",),
+        name="decide",
+        function=ignoring_finished,
+    ),
+    Mutant(
+        "minimum while finishing", small(2, 1, min_workers=2), ("stuck",), name="decide", function=ignoring_finished
+    ),
+    Mutant(
+        "below the minimum",
+        small(2, 1, min_workers=2),
+        ("below the minimum",),
+        name="decide",
+        function=ignoring_the_minimum,
+    ),
+    Mutant(
+        "healed link not tried",
+        small(2, breaks=2, min_workers=2),
+        ("stuck",),
+        name="decide",
+        function=without_second_chance,
+    ),
+    Mutant("silent restart", small(1, 1, 1), ("silent restart",), name="reconcile", function=forgetting_birth),
+    Mutant(
+        "loss of one left out unnoticed",
+        small(3, 1, scales=(2,)),
+        ("stuck",),
+        name="_still_needed",
+        function=never_needed,
+    ),
+    Mutant(
+        "trouble before a planned change ignored",
+        small(2, joins=1, breaks=1, target=3),
+        ("stuck",),
+        name="_still_before",
+        function=only_the_previous,
+    ),
+]

@@ -1,0 +1,311 @@
+"""Checkpoints: what comes back is what was saved, and nothing partial or damaged passes for whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_harness.checkpoint import local
+from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
+
+SKELETON = {"optimizer": {"groups": [{"lr": 0.1, "betas": [0.9, 0.95]}]}, "none": None, "flag": True}
+
+
+def some_tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
+    return {"model.weight": torch.full((3, 4), value), "optimizer.step": torch.tensor(value)}
+
+
+def put(folder: Path, step: int, value: float = 1.0, **meta: Any) -> Path:
+    return local.save(folder, step, SKELETON, some_tensors(value), meta)
+
+
+def steps(folder: Path) -> list[int]:
+    return [c.step for c in local.newest(folder)]
+
+
+def assert_same(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert sorted(tensors) == sorted(expected)
+    for name, tensor in tensors.items():
+        assert tensor.dtype == expected[name].dtype
+        assert tensor.shape == expected[name].shape
+        as_bytes = [t.contiguous().flatten().view(torch.uint8) for t in (tensor, expected[name])]
+        assert torch.equal(*as_bytes), name
+
+
+def test_every_kind_of_tensor_comes_back(tmp_path: Path) -> None:
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    tensors = {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 7),
+        "bf16": torch.randn(5, 3).bfloat16(),
+        "half": torch.randn(5).half(),
+        "double": torch.randn(5).double(),
+        "bool": torch.tensor([True, False]),
+        "int64": torch.tensor([2**62, -1]),
+        "uint8": torch.arange(256).to(torch.uint8),
+        "special": torch.tensor([float("nan"), float("inf"), -0.0]),
+        "base": base,
+        "tied": base,
+        "view": base[1:3],
+        "transposed": base.t(),
+        "parameter": torch.nn.Parameter(torch.randn(2)),
+        "../../name with / and ünïcode": torch.ones(1),
+    }
+    local.save(tmp_path, 7, SKELETON, tensors, {"lineage": 2, "cursor": 5})
+    (checkpoint,) = local.newest(tmp_path)
+    skeleton, loaded, meta = local.load(checkpoint)
+    assert_same(loaded, tensors)
+    assert (skeleton, meta) == (SKELETON, {"lineage": 2, "cursor": 5})
+    assert (checkpoint.step, checkpoint.lineage, checkpoint.path.name) == (7, 2, "step-00000007")
+    assert checkpoint.bytes == (checkpoint.path / "state.safetensors").stat().st_size
+    assert sorted(p.name for p in tmp_path.rglob("*")) == [
+        "manifest.json",
+        "state.safetensors",
+        "step-00000007",
+    ]
+    loaded["scalar"].add_(1)  # writable, with no warning
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.text(), json_values, max_size=4))
+def test_every_skeleton_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, skeleton: dict[str, Any]
+) -> None:
+    folder = tmp_path_factory.mktemp("skeleton")
+    local.save(folder, 0, skeleton, {}, {})
+    (checkpoint,) = local.newest(folder)
+    assert local.load(checkpoint) == (skeleton, {}, {})
+
+
+def test_what_json_would_change_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"skeleton\.state has the key 0"):
+        local.save(tmp_path, 0, {"state": {0: 1}}, {}, {})
+    with pytest.raises(TypeError, match=r"meta\.x\[1\] is a set"):
+        local.save(tmp_path, 0, {}, {}, {"x": [1, {2}]})
+    with pytest.raises(ValueError, match="__metadata__"):
+        local.save(tmp_path, 0, {}, {"__metadata__": torch.ones(1)}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_newest_comes_first_and_foreign_folders_are_passed_over(tmp_path: Path) -> None:
+    assert local.newest(tmp_path / "nowhere") == []
+    for step in (20, 100, 3):
+        put(tmp_path, step)
+    (tmp_path / "step-00000500").mkdir()
+    (tmp_path / "step-00000600").write_text("a file")
+    (tmp_path / "notes").mkdir()
+    assert steps(tmp_path) == [100, 20, 3]
+
+
+@pytest.mark.parametrize("where", [0, 8, 40, -1])
+def test_one_flipped_bit_in_the_tensors_is_noticed(tmp_path: Path, where: int) -> None:
+    path = put(tmp_path, 1) / "state.safetensors"
+    content = bytearray(path.read_bytes())
+    content[where] ^= 1
+    path.write_bytes(content)
+    (checkpoint,) = local.newest(tmp_path)
+    with pytest.raises(CheckpointCorrupt, match="sha256"):
+        local.load(checkpoint)
+
+
+def test_any_flipped_byte_in_the_manifest_is_noticed(tmp_path: Path) -> None:
+    path = put(tmp_path, 1, cursor=12345) / "manifest.json"
+    content = path.read_bytes()
+    parsed = json.loads(content)
+    for where in range(len(content)):
+        damaged = bytearray(content)
+        damaged[where] ^= 1
+        path.write_bytes(damaged)
+        try:
+            same = json.loads(bytes(damaged)) == parsed  # a blank that became another blank says the same
+        except ValueError:
+            same = False
+        assert steps(tmp_path) == ([1] if same else []), where
+
+
+def test_truncated_missing_and_renamed_files_are_noticed(tmp_path: Path) -> None:
+    put(tmp_path, 1)
+    for name in ("state.safetensors", "manifest.json"):
+        path = put(tmp_path, 2) / name
+        path.write_bytes(path.read_bytes()[:-1])
+        assert steps(tmp_path) == [1]
+        path.unlink()
+        assert steps(tmp_path) == [1]
+    put(tmp_path, 2).rename(tmp_path / "step-00000003")
+    assert steps(tmp_path) == [1]
+
+
+def test_a_file_that_vanishes_after_listing_is_corrupt_not_a_crash(tmp_path: Path) -> None:
+    put(tmp_path, 1)
+    (checkpoint,) = local.newest(tmp_path)
+    (checkpoint.path / "state.safetensors").unlink()
+    with pytest.raises(CheckpointCorrupt, match="cannot be read"):
+        local.load(checkpoint)
+
+
+def test_a_manifest_of_another_format_is_passed_over(tmp_path: Path) -> None:
+    path = put(tmp_path, 1) / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    manifest["format_version"] = 2
+    manifest["sha256"] = local._self_hash(manifest)
+    path.write_text(json.dumps(manifest))
+    assert local.newest(tmp_path) == []
+
+
+def test_a_manifest_that_disagrees_with_the_tensors_is_noticed(tmp_path: Path) -> None:
+    path = put(tmp_path, 1) / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    manifest["tensors"]["model.weight"]["shape"] = [4, 3]
+    manifest["sha256"] = local._self_hash(manifest)
+    path.write_text(json.dumps(manifest))
+    (checkpoint,) = local.newest(tmp_path)
+    with pytest.raises(CheckpointCorrupt, match=r"model\.weight"):
+        local.load(checkpoint)
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    put(tmp_path, 1, 1.0)
+    put(tmp_path, 1, 2.0, lineage=1)
+    (checkpoint,) = local.newest(tmp_path)
+    assert checkpoint.lineage == 1
+    assert_same(local.load(checkpoint)[1], some_tensors(2.0))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_pruning_keeps_the_newest_and_never_the_last_valid_one_goes(tmp_path: Path) -> None:
+    for step in range(5):
+        put(tmp_path, step)
+    (tmp_path / "step-00000004" / "manifest.json").write_text("{}")
+    assert [p.name for p in local.prune(tmp_path, 2)] == ["step-00000001", "step-00000000"]
+    assert steps(tmp_path) == [3, 2]
+    local.prune(tmp_path, 0)
+    assert steps(tmp_path) == [3]
+    assert local.prune(tmp_path / "nowhere", 2) == []
+
+
+@pytest.mark.parametrize("last_call", ["rmtree", "rename"])
+def test_a_crash_in_a_replacement_loses_nothing(
+    tmp_path: Path, last_call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dies at every rename and removal in turn; one of the two versions stays loadable each time."""
+
+    class Died(BaseException):
+        pass
+
+    put(tmp_path, 1, 1.0)
+    real = {"rmtree": local.shutil.rmtree, "rename": local.os.rename}
+    for allowed in range(4):
+        calls = 0
+
+        def dying(*arguments: Any, allowed: int = allowed, **keywords: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > allowed:
+                raise Died
+            real[last_call](*arguments, **keywords)
+
+        module = local.shutil if last_call == "rmtree" else local.os
+        with monkeypatch.context() as patch:
+            patch.setattr(module, last_call, dying)
+            try:
+                put(tmp_path, 1, 2.0)
+            except Died:
+                pass
+        (checkpoint,) = local.newest(tmp_path)
+        assert float(local.load(checkpoint)[1]["optimizer.step"]) in (1.0, 2.0)
+    put(tmp_path, 1, 3.0)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    assert float(local.load(local.newest(tmp_path)[0])[1]["optimizer.step"]) == 3.0
+
+
+WRITER = """
+import sys, torch
+from pathlib import Path
+from elastic_harness.checkpoint import local
+step = 0
+while True:
+    step += 1
+    local.save(Path(sys.argv[1]), step, {"step": step}, {"x": torch.full((20_000,), float(step))}, {})
+    local.prune(Path(sys.argv[1]), 2)
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("after", [1, 3, 6])
+def test_a_killed_writer_leaves_whole_checkpoints_only(tmp_path: Path, after: int) -> None:
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    with writer.stdout:
+        while int(writer.stdout.readline()) < after:
+            pass
+        writer.send_signal(signal.SIGKILL)
+        acknowledged = after + len(writer.stdout.read().split())
+        writer.wait()
+    found = local.newest(tmp_path)
+    assert found[0].step >= acknowledged
+    for checkpoint in found:
+        skeleton, tensors, _ = local.load(checkpoint)
+        assert skeleton == {"step": checkpoint.step}
+        assert bool((tensors["x"] == checkpoint.step).all())
+    put(tmp_path, 10_000)
+    assert [p.name for p in tmp_path.iterdir() if "tmp" in p.name] == []
+
+
+def test_a_live_writer_keeps_its_unfinished_folder(tmp_path: Path) -> None:
+    other = tmp_path / f"step-00000009.tmp-{os.getppid()}"
+    other.mkdir()
+    own = tmp_path / f"step-00000009.tmp-{os.getpid()}"
+    own.mkdir()
+    put(tmp_path, 1)
+    assert other.exists()
+    assert not own.exists()
+
+
+FULL = """
+import resource, sys, torch
+from pathlib import Path
+from elastic_harness.checkpoint import local
+from elastic_harness.errors import InfrastructureError
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+try:
+    local.save(Path(sys.argv[1]), 2, {"much": "x" * 50_000}, {"x": torch.ones(5_000)}, {})
+except InfrastructureError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("limit_bytes", [1000, 30_000])
+def test_a_disk_that_refuses_leaves_nothing_behind(tmp_path: Path, limit_bytes: int) -> None:
+    """The smaller limit stops the tensors' file, the larger one the manifest."""
+    put(tmp_path, 1)
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path), str(limit_bytes)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 2 cannot be written" in done.stdout
+    assert "free space" in done.stdout
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InfrastructureError, match="cannot be written"):
+        put(tmp_path / "file" / "checkpoints", 1)

@@ -1,0 +1,318 @@
+"""The ledger on disk, and `verify`: an exact run passes, every planted violation is named."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_harness import verify as verification
+from elastic_harness.data.schedule import Schedule, slot_sample_ids
+from elastic_harness.errors import ConfigError
+from elastic_harness.events import EventLog
+from elastic_harness.ledger import (
+    LedgerError,
+    LedgerLine,
+    LedgerWriter,
+    follow,
+    lanes_covered_once,
+    read_ledger,
+)
+
+SEED, SAMPLES, SLOTS, MICRO = 7, 50, 4, 4
+BATCH = SLOTS * MICRO
+STEPS_PER_EPOCH = 4  # 16 + 16 + 16 + 2 samples: the last step has one short slot and three empty ones
+Line = dict[str, Any]
+
+
+def ledger_line(step: int, lineage: int = 0, from_step: int = 0, world: int = 2) -> Line:
+    span = Schedule(SAMPLES, BATCH).at(step)
+    ids = [slot_sample_ids(Schedule(SAMPLES, BATCH), SEED, step, slot, MICRO) for slot in range(SLOTS)]
+    cuts = [SLOTS * part // world for part in range(world + 1)]
+    return {
+        "lineage": lineage, "from_step": from_step, "step": step, "generation": 1, "world_size": world,
+        "epoch": span.epoch, "position": span.position, "count": span.count, "slots": SLOTS, "lanes": SLOTS,
+        "computed_by": [[f"m{part}", cuts[part], cuts[part + 1]] for part in range(world)],
+        "slot_samples": [verification.slot_digest(samples) for samples in ids],
+        "slot_weight": [float(len(samples)) for samples in ids], "loss": 5.5 - 0.01 * step,
+    }  # fmt: skip
+
+
+def configured(**changes: Any) -> dict[str, Any]:
+    return {
+        "seed": SEED, "n_samples": SAMPLES, "slots": SLOTS, "lanes": SLOTS, "micro_batch_samples": MICRO,
+        "global_batch_samples": BATCH, "fingerprint": {"sha256": "abc"}, "dataset": "bytes",
+    } | changes  # fmt: skip
+
+
+def write_run(folder: Path, lines: list[Line], version: int | None = None, **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "events.jsonl").unlink(missing_ok=True)
+    log = EventLog(folder / "events.jsonl")
+    log.emit("run_started", schema=1, lineage=0)
+    log.emit("run_configured", **configured(**changes))
+    if version is not None:
+        log.emit("run_finished", status="finished", weights_sha256="f00d", version=version, final_loss=1.0)
+    log.close()
+    return folder
+
+
+def test_exact_run_over_two_epochs_with_a_short_tail_passes(tmp_path: Path) -> None:
+    verdict = verification.verify(write_run(tmp_path, [ledger_line(step) for step in range(10)], version=10))
+    assert verdict.ok, verdict.violations
+    assert (verdict.steps, verdict.samples, verdict.epochs_complete) == (10, 2 * SAMPLES + 2 * BATCH, 2)
+    assert verdict.finished and verdict.weights_sha256 == "f00d"
+
+
+def swap_slots(lines: list[Line]) -> None:
+    lines[3]["slot_samples"] = list(lines[2]["slot_samples"])
+
+
+def repeat_slot(lines: list[Line]) -> None:
+    lines[2]["slot_samples"][1] = lines[1]["slot_samples"][3]
+
+
+def foreign_hash(lines: list[Line]) -> None:
+    lines[5]["slot_samples"][2] = "0" * 16
+
+
+def missing_step(lines: list[Line]) -> None:
+    del lines[4]
+
+
+def lane_twice(lines: list[Line]) -> None:
+    lines[6]["computed_by"] = [["m0", 0, 3], ["m1", 2, 4]]
+
+
+def lane_by_nobody(lines: list[Line]) -> None:
+    lines[6]["computed_by"] = [["m0", 0, 1], ["m1", 2, 4]]
+
+
+def lanes_short(lines: list[Line]) -> None:
+    lines[6]["computed_by"] = [["m0", 0, 3]]
+
+
+def lane_outside(lines: list[Line]) -> None:
+    lines[6]["computed_by"] = [["m0", 0, 3], ["m1", 3, 5]]
+
+
+def wrong_position(lines: list[Line]) -> None:
+    lines[1]["position"] += 1
+
+
+def wrong_epoch(lines: list[Line]) -> None:
+    lines[4]["epoch"] = 0
+
+
+def wrong_count(lines: list[Line]) -> None:
+    lines[3]["count"] = BATCH
+
+
+def weight_of_an_empty_slot(lines: list[Line]) -> None:
+    lines[3]["slot_weight"][3] = 4.0
+
+
+def weightless_slot(lines: list[Line]) -> None:
+    lines[0]["slot_weight"][0] = 0.0
+
+
+def fewer_slots(lines: list[Line]) -> None:
+    lines[2]["slots"] = 2
+
+
+def hash_left_out(lines: list[Line]) -> None:
+    del lines[2]["slot_samples"][3]
+
+
+def recorded_twice(lines: list[Line]) -> None:
+    lines.append(dict(lines[2], loss=0.0))
+
+
+def ends_early(lines: list[Line]) -> None:
+    del lines[-1]
+
+
+PLANTED: list[tuple[Callable[[list[Line]], None], str, str]] = [
+    (swap_slots, "step 3", "step 2 slot 0, which are used twice"),
+    (repeat_slot, "step 2", "slot 1 read the samples of step 1 slot 3, which are used twice"),
+    (foreign_hash, "step 5", "slot 2 read samples of no slot"),
+    (missing_step, "step 4", "missing from the ledger"),
+    (lane_twice, "step 6", "lane 2 was computed by both m0 and m1"),
+    (lane_by_nobody, "step 6", "lane 1 was computed by nobody"),
+    (lanes_short, "step 6", "lane 3 was computed by nobody"),
+    (lane_outside, "step 6", "lanes [3, 5)"),
+    (wrong_position, "step 1", "from position 17"),
+    (wrong_epoch, "step 4", "(epoch 0); the schedule says"),
+    (wrong_count, "step 3", "consumed 16 samples"),
+    (weight_of_an_empty_slot, "step 3", "slot 3 has weight 4.0 but 0 samples"),
+    (weightless_slot, "step 0", "slot 0 has weight 0.0"),
+    (fewer_slots, "step 2", "recorded with 2 slots"),
+    (hash_left_out, "step 2", "3 sample hashes"),
+    (recorded_twice, "step 2", "recorded twice"),
+    (ends_early, "step 8", "finished at version 10"),
+]
+
+
+@pytest.mark.parametrize(("plant", "where", "what"), PLANTED, ids=[plant.__name__ for plant, _, _ in PLANTED])
+def test_planted_violation_is_the_first_one_named(
+    tmp_path: Path, plant: Callable[[list[Line]], None], where: str, what: str
+) -> None:
+    lines = [copy.deepcopy(ledger_line(step)) for step in range(10)]
+    plant(lines)
+    verdict = verification.verify(write_run(tmp_path, lines, version=10))
+    assert not verdict.ok
+    assert verdict.violations[0].startswith(where + ":")
+    assert what in verdict.violations[0]
+    assert verification.main([str(tmp_path)]) == 1
+
+
+def test_sample_used_twice_by_a_broken_order_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the order itself repeats a sample, hashes agree with it; the count of uses does not."""
+    monkeypatch.setattr(verification, "epoch_order", lambda n, seed, epoch: lambda positions: positions // 2)
+    lines = [ledger_line(step) for step in range(STEPS_PER_EPOCH)]
+    for line in lines:
+        first = line["position"]
+        ids = [
+            np.arange(first, first + line["count"])[slot * MICRO : (slot + 1) * MICRO] // 2
+            for slot in range(SLOTS)
+        ]
+        line["slot_samples"] = [verification.slot_digest(samples) for samples in ids]
+    verdict = verification.verify(write_run(tmp_path, lines))
+    assert any("uses sample 0 a second time in epoch 0" in text for text in verdict.violations)
+    assert any("never used" in text for text in verdict.violations)
+
+
+def test_restored_lineage_supersedes_the_older_one(tmp_path: Path) -> None:
+    old = [ledger_line(step) for step in range(7)]
+    old[5]["slot_samples"][0] = "0" * 16  # wrong, but it does not count any more
+    lines = old + [ledger_line(step, lineage=1, from_step=4) for step in range(4, 9)]
+    verdict = verification.verify(write_run(tmp_path, lines, version=9))
+    assert verdict.ok, verdict.violations
+    assert (verdict.lineage, verdict.superseded, verdict.steps) == (1, 3, 9)
+
+
+def test_gap_between_lineages_is_a_violation(tmp_path: Path) -> None:
+    lines = [ledger_line(step) for step in range(4)]
+    lines += [ledger_line(step, lineage=1, from_step=3) for step in range(4, 6)]
+    verdict = verification.verify(write_run(tmp_path, lines))
+    assert verdict.violations[0].startswith("step 3: is missing")
+
+
+def test_identity_that_changed_on_resume_is_a_violation(tmp_path: Path) -> None:
+    write_run(tmp_path, [ledger_line(0)])
+    log = EventLog(tmp_path / "events.jsonl")
+    log.emit("run_configured", **configured(seed=8))
+    log.close()
+    assert "seed was 7 when the run began and 8" in verification.verify(tmp_path).violations[0]
+
+
+def test_wrong_seed_is_noticed(tmp_path: Path) -> None:
+    verdict = verification.verify(write_run(tmp_path, [ledger_line(0)], seed=SEED + 1))
+    assert verdict.violations[0].startswith("step 0: slot 0")
+
+
+def test_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, [ledger_line(step) for step in range(3)])
+    with open(tmp_path / "ledger.jsonl", "a") as file:
+        file.write('{"lineage": 0, "from_st')
+    verdict = verification.verify(tmp_path)
+    assert verdict.ok and verdict.torn_line and verdict.steps == 3
+
+
+def test_what_cannot_be_judged_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LedgerError, match="no ledger here"):
+        verification.verify(tmp_path)
+    (tmp_path / "ledger.jsonl").write_text(json.dumps(ledger_line(0)) + "\n")
+    with pytest.raises(ConfigError, match="run_configured"):
+        verification.verify(tmp_path)
+    assert verification.main([str(tmp_path)]) == 2
+    assert "run_configured" in capsys.readouterr().err
+
+
+def test_json_output_holds_the_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, [ledger_line(step) for step in range(3)])
+    assert verification.main([str(tmp_path), "--json"]) == 0
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["ok"] is True and verdict["steps"] == 3 and verdict["violations"] == []
+
+
+def test_writer_records_each_step_once_across_restarts(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with LedgerWriter(path) as writer:
+        assert writer.append(ledger_line(0)) and writer.append(ledger_line(1))
+        assert not writer.append(ledger_line(1))
+        writer.fsync()
+    with LedgerWriter(path) as writer:
+        assert (0, 1) in writer and len(writer) == 2
+        assert not writer.append(ledger_line(0))
+        assert writer.append(ledger_line(1, lineage=1, from_step=1))
+    assert [line.key for line in read_ledger(tmp_path).lines] == [(0, 0), (0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("torn", ['{"lineage"', '{"lineage": 0}\x00\n', "\x00\x00"])
+def test_writer_cuts_a_torn_last_line_and_goes_on(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_text(json.dumps(ledger_line(0)) + "\n" + torn)
+    with LedgerWriter(path) as writer:
+        assert writer.append(ledger_line(1))
+    ledger = read_ledger(path)
+    assert [line.step for line in ledger.lines] == [0, 1] and not ledger.torn
+
+
+def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_text(json.dumps(ledger_line(0)) + "\nnonsense\n" + json.dumps(ledger_line(1)) + "\n")
+    with pytest.raises(LedgerError, match="line 2"):
+        LedgerWriter(path)
+
+
+def test_line_that_lacks_a_field_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    broken = ledger_line(0)
+    del broken["computed_by"]
+    with LedgerWriter(path) as writer, pytest.raises(LedgerError, match="computed_by"):
+        writer.append(broken)
+    assert path.read_bytes() == b""
+
+
+def test_line_survives_the_round_trip() -> None:
+    line = LedgerLine.from_json(ledger_line(3))
+    assert LedgerLine.from_json(json.loads(json.dumps(line.to_json()))) == line
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=5))
+def test_following_lineages_equals_replaying_them_one_by_one(starts: list[int]) -> None:
+    """Lineage k restores at a step that exists and goes on for three; the last writer of a step counts."""
+    lines, expected = [], {}
+    end = 0
+    for lineage, wanted in enumerate(starts):
+        start = min(wanted, end) if lineage else 0
+        end = start + 3
+        expected = {step: owner for step, owner in expected.items() if step < start}
+        for step in range(start, end):
+            lines.append(LedgerLine.from_json(ledger_line(step, lineage, start)))
+            expected[step] = lineage
+    assert {step: line.lineage for step, line in follow(lines).items()} == expected
+
+
+@given(st.integers(1, 40), st.sets(st.integers(1, 39)))
+def test_any_cut_of_the_lanes_covers_them_and_any_hole_or_overlap_does_not(
+    lanes: int, inner: set[int]
+) -> None:
+    cuts = [0, *sorted(cut for cut in inner if cut < lanes), lanes]
+    parts = [(f"m{index}", low, high) for index, (low, high) in enumerate(itertools.pairwise(cuts))]
+    assert lanes_covered_once(list(reversed(parts)), lanes) is None
+    for index in range(len(parts)):
+        assert lanes_covered_once(parts[:index] + parts[index + 1 :], lanes) is not None
+        assert lanes_covered_once([*parts, parts[index]], lanes) is not None

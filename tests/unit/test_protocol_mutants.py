@@ -1,0 +1,23 @@
+"""The checker must find every planted mistake, or its silence about the real protocol means nothing."""
+
+from __future__ import annotations
+
+import pytest
+from mutants.protocol import MUTANTS, Mutant
+
+from elastic_harness.simulate.checker import explore
+from elastic_harness.simulate.model import Model
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.title.replace(" ", "-"))
+def test_a_planted_mistake_is_found(mutant: Mutant) -> None:
+    with mutant.planted() as model:
+        result = explore(model, 60_000)
+    assert result.violation in mutant.kinds, f"{result.states} states, {result.violation}: {result.detail}"
+    assert result.trace
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.title.replace(" ", "-"))
+def test_the_same_world_without_the_mistake_is_clean(mutant: Mutant) -> None:
+    result = explore(Model(mutant.size), 15_000)
+    assert result.violation is None, "\n".join([result.detail, *result.trace])
