@@ -112,8 +112,7 @@ class Storm:
         self.spares = rng.choice((0, 1, 1, 2))
         moments = sorted(rng.sample(range(steps - 2), rng.choice((2, 3, 4))))
         self.plan = [
-            Kill(at, round(rng.random() * 0.3, 4), rng.choice((1, 1, 1, 2)), rng.random() < 0.3)
-            for at in moments
+            Kill(at, round(rng.random() * 0.3, 4), rng.choice((1, 1, 1, 2)), rng.random() < 0.3) for at in moments
         ]
         if rng.random() < 0.1:
             self.plan[-1] = replace(self.plan[-1], victims=None)
@@ -162,9 +161,7 @@ class Resizer:
         argv = [*elastic_harness_argv(), "scale", str(system.run_dir), "--workers", str(workers)]
         asked = subprocess.run(argv, capture_output=True, text=True, env=environment(), check=False)
         if asked.returncode != 0:
-            raise BenchmarkError(
-                f"scale to {workers} failed with {asked.returncode}: {asked.stderr.strip()[-300:]}"
-            )
+            raise BenchmarkError(f"scale to {workers} failed with {asked.returncode}: {asked.stderr.strip()[-300:]}")
         self.done.append((step, workers))
 
 
@@ -228,13 +225,9 @@ def ddp_hash(workers: int, steps: int, overrides: Sequence[str], folder: Path) -
 
 def main(argv: list[str] | None = None) -> int:
     """Run everything, print JSON, write results/exactness.json; 1 unless all that must agree agrees."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="3 kill schedules, no evidence runs")
-    parser.add_argument(
-        "--schedules", type=int, default=None, help="seeded kill schedules (default 50; quick: 3)"
-    )
+    parser.add_argument("--schedules", type=int, default=None, help="seeded kill schedules (default 50; quick: 3)")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--parts", default="workers,resize,kills,evidence,ddp")
@@ -262,17 +255,13 @@ def main(argv: list[str] | None = None) -> int:
         say(f"reference {expected} {reference.get('error', '')}")
         must: list[dict[str, Any]] = [reference]
         if "workers" in parts:
-            document["workers"] = {
-                w: against(expected, run_to_end(ours(f"workers-{w}", w))) for w in (2, 3, 4)
-            }
+            document["workers"] = {w: against(expected, run_to_end(ours(f"workers-{w}", w))) for w in (2, 3, 4)}
             must += document["workers"].values()
             say(f"workers {[r['same'] for r in document['workers'].values()]}")
         if "resize" in parts:
             document["resize"] = []
             third = args.steps // 4
-            for k, (start, plan) in enumerate(
-                ((2, ((third, 4), (2 * third, 1))), (4, ((third, 2), (2 * third, 3))))
-            ):
+            for k, (start, plan) in enumerate(((2, ((third, 4), (2 * third, 1))), (4, ((third, 2), (2 * third, 3))))):
                 resizer = Resizer(plan)
                 longer = [f"training.max_steps={args.steps}"]
                 result = against(expected, run_to_end(ours(f"resize-{k}", start, more=longer), resizer.act))
@@ -283,9 +272,7 @@ def main(argv: list[str] | None = None) -> int:
             document["kills"] = []
             for k in range(schedules):
                 storm = Storm(f"{args.seed}/{k}", args.steps)
-                result = against(
-                    expected, run_to_end(ours(f"kills-{k}", storm.workers, storm.spares), storm.act)
-                )
+                result = against(expected, run_to_end(ours(f"kills-{k}", storm.workers, storm.spares), storm.act))
                 document["kills"].append(
                     {
                         "schedule": k,

@@ -149,9 +149,7 @@ class Torchft(_Rival):
         port = _free_port()
         lighthouse = [str(RIVALS_VENV / "bin" / "torchft_lighthouse"), "--bind", f"[::]:{port}"]
         self._lighthouse = self._stack.enter_context(
-            child(
-                [*lighthouse, *self.settings["lighthouse"]], self.folder / "lighthouse.log", self.environment
-            )
+            child([*lighthouse, *self.settings["lighthouse"]], self.folder / "lighthouse.log", self.environment)
         )
         self._stack.callback(self._end_workers)
         self.environment |= {
@@ -339,10 +337,7 @@ def rivals_available() -> str | None:
 
 def rival_versions() -> dict[str, str]:
     """The versions that the rivals' environment really holds."""
-    code = (
-        "import importlib.metadata as m, json\n"
-        "print(json.dumps({p: m.version(p) for p in ('torch', 'torchft')}))"
-    )
+    code = "import importlib.metadata as m, json\nprint(json.dumps({p: m.version(p) for p in ('torch', 'torchft')}))"
     done = subprocess.run(
         [str(RIVALS_VENV / "bin" / "python"), "-c", code], capture_output=True, text=True, check=False
     )

@@ -53,9 +53,7 @@ CASES = (
 )
 
 
-def measure(
-    case: Case, workers: int, pairs: int, warm_up: int, extra: list[str], folder: Path
-) -> dict[str, Any]:
+def measure(case: Case, workers: int, pairs: int, warm_up: int, extra: list[str], folder: Path) -> dict[str, Any]:
     """Alternate `pairs` pairs of segments; ratios, tokens per second and what the paused side costs."""
     seconds: dict[str, list[float]] = {"ours": [], "ddp": []}
     paused_cpu, paused_wall = 0.0, 0.0
@@ -82,9 +80,7 @@ def measure(
         "segment_steps": case.segment_steps,
         "ratio": ratio,
         "target": target(ratio["median"], 0.98, at_least=True),
-        "tokens_per_s": {
-            name: summary((tokens / s for s in values), digits=1) for name, values in seconds.items()
-        },
+        "tokens_per_s": {name: summary((tokens / s for s in values), digits=1) for name, values in seconds.items()},
         "step_s": {name: summary(s / case.segment_steps for s in values) for name, values in seconds.items()},
         "cpu_of_ours_while_ddp_runs": round(paused_cpu / paused_wall, 4),
     }
@@ -100,9 +96,7 @@ def measure(
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print JSON, write results/throughput.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--warm-up", type=int, default=3, help="steps of each system before the first pair")
     parser.add_argument("--workers", default="1,2,4")
@@ -127,8 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     baseline = (
-        "DistributedDataParallel (defaults), no_sync accumulation, clip_grad_norm_, AdamW; gloo, "
-        "1 thread a process"
+        "DistributedDataParallel (defaults), no_sync accumulation, clip_grad_norm_, AdamW; gloo, 1 thread a process"
     )
     finish(
         "throughput",

@@ -70,15 +70,12 @@ class Verdict:
             return "\n".join(lines)
         lines = [
             f"EXACT  {self.run}",
-            f"  {self.steps} steps, each with its full batch; {self.samples:,} samples, none twice, "
-            "none missed",
+            f"  {self.steps} steps, each with its full batch; {self.samples:,} samples, none twice, none missed",
             f"  {self.epochs_complete} whole epochs of {self.n_samples:,} samples; "
             f"{self.members} members took part; lineage {self.lineage}",
         ]
         if self.superseded:
-            lines.append(
-                f"  {self.superseded} steps of older lineages were superseded by a restore and don't count"
-            )
+            lines.append(f"  {self.superseded} steps of older lineages were superseded by a restore and don't count")
         if self.weights_sha256:
             lines.append(f"  weights_sha256 {self.weights_sha256}")
         if not self.finished:
@@ -167,8 +164,7 @@ class _Replay:
             found.append(coverage)
         if len(line.slot_samples) != line.slots or len(line.slot_weight) != line.slots:
             found.append(
-                f"has {len(line.slot_samples)} sample hashes and {len(line.slot_weight)} weights for "
-                f"{line.slots} slots"
+                f"has {len(line.slot_samples)} sample hashes and {len(line.slot_weight)} weights for {line.slots} slots"
             )
             return found
         for slot, ids in enumerate(self.slot_ids(line.step)):
@@ -261,15 +257,14 @@ def _identity(run: str, events: list[Mapping[str, Any]]) -> tuple[RunIdentity, l
             raise ConfigError(f"{run}: the run_configured event lacks {missing[0]!r}; it has {sorted(event)}")
         identities.append(RunIdentity(**{name: int(event[name]) for name in _IDENTITY}))
     changed = [
-        f"{name} was {getattr(identities[0], name)} when the run began and {getattr(later, name)} "
-        "when it resumed"
+        f"{name} was {getattr(identities[0], name)} when the run began and {getattr(later, name)} when it resumed"
         for later in identities[1:]
         for name in _IDENTITY
         if getattr(later, name) != getattr(identities[0], name)
     ]
-    fingerprints = {json.dumps(event.get("fingerprint"), sort_keys=True) for event in configured}
-    if not changed and len(fingerprints) > 1:
-        changed = ["the data's fingerprint changed between two starts of the run"]
+    data_sets = {json.dumps(event.get("dataset"), sort_keys=True) for event in configured}
+    if not changed and len(data_sets) > 1:
+        changed = ["the data set changed between two starts of the run: " + " and ".join(sorted(data_sets))]
     return identities[0], changed[:1]
 
 
@@ -296,8 +291,7 @@ def _end_mismatch(finished: Mapping[str, Any], lines: Mapping[int, LedgerLine]) 
     if last == version - 1:
         return []
     return [
-        f"step {last}: is the last one in the ledger, but the run finished at version {version} (step "
-        f"{version - 1})"
+        f"step {last}: is the last one in the ledger, but the run finished at version {version} (step {version - 1})"
     ]
 
 

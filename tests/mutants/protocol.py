@@ -50,9 +50,7 @@ class MeanOverSurvivors(Model):
 class TornUpdate(Model):
     """An urgent change interrupts `apply` half-way."""
 
-    def hear_generation(
-        self, world: World, who: int, number: int, members: tuple[int, ...], urgent: bool
-    ) -> World:
+    def hear_generation(self, world: World, who: int, number: int, members: tuple[int, ...], urgent: bool) -> World:
         w = world.workers[who]
         if urgent and self.committable(world, who, w):
             half: Gradient = ((w.version, 0),)
@@ -85,9 +83,7 @@ class KeyedByPosition(Model):
 class UrgentAsPlanned(Model):
     """A loss waits for the step boundary."""
 
-    def hear_generation(
-        self, world: World, who: int, number: int, members: tuple[int, ...], urgent: bool
-    ) -> World:
+    def hear_generation(self, world: World, who: int, number: int, members: tuple[int, ...], urgent: bool) -> World:
         first = world.workers[who].mode == "idle"
         return super().hear_generation(world, who, number, members, urgent and first)
 
@@ -108,13 +104,6 @@ class SwitchByOr(Model):
     def enter_planned(self, world: World, who: int) -> World:
         w = world.workers[who]
         return super().enter_planned(world, who) if w.switch > w.gen else world
-
-
-class LateJoinerOfTwoSteps(Model):
-    """Who is left out of a planned generation goes on stepping in the old one."""
-
-    def leave(self, world: World, who: int) -> World:
-        return world
 
 
 class OnlyTheFirstRankSaysSo(Model):
@@ -185,7 +174,7 @@ def never_needed(state: core.State, member: str) -> bool:
     return False
 
 
-def only_the_previous(state: core.State, member: str, generation: int) -> bool:
+def never_before(state: core.State, member: str, generation: int) -> bool:
     return False
 
 
@@ -226,7 +215,6 @@ MUTANTS = [
     Mutant("urgent as planned", small(2, 1), ("stuck",), UrgentAsPlanned),
     Mutant("record dropped early", small(3, 1), (CANNOT,), RecordDroppedEarly),
     Mutant("switch by OR", small(2, joins=1, target=3), ("stuck",), SwitchByOr),
-    Mutant("left out, yet stepping on", small(2, scales=(1,)), ("stuck",), LateJoinerOfTwoSteps),
     Mutant("last commit by the first alone", small(3, 1), ("ledger incomplete",), OnlyTheFirstRankSaysSo),
     Mutant("commit not repeated", small(3, 1, steps=2), ("ledger incomplete",), CommitNotRepeated),
     Mutant("number reused", small(2, 1), ("generation number reused",), NumberReused),
@@ -268,6 +256,6 @@ MUTANTS = [
         small(2, joins=1, breaks=1, target=3),
         ("stuck",),
         name="_still_before",
-        function=only_the_previous,
+        function=never_before,
     ),
 ]

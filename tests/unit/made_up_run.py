@@ -23,13 +23,11 @@ from elastic_harness.demo.story import Kill
 from elastic_harness.verify import slot_digest
 
 SEED, SAMPLES, SLOTS = 1337, 5000, 32
-STAGES = ("detect_ms", "abort_ms", "rebuild_ms", "reconcile_ms", "repair_ms")
+STAGES = ("release_ms", "generation_ms", "rebuild_ms", "reconcile_ms", "repair_ms")
 SHA = "5f2c" * 16
 
 
-def make_run(
-    folder: Path, seed: int, workers: int, steps: int, strikes: int, step_s: float = 0.4
-) -> tuple[Kill, ...]:
+def make_run(folder: Path, seed: int, workers: int, steps: int, strikes: int, step_s: float = 0.4) -> tuple[Kill, ...]:
     """Write the events and the ledger of a run that never was; returns the kills in it."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(seed)
@@ -69,13 +67,14 @@ def make_run(
                      exit_code=None, what="killed", detected_by="agent", t_detected=t)  # fmt: skip
             members = [member for member in members if member not in struck]
             generation += 1
+            noticed = t
             stages = {name: draw.uniform(2, 15) for name in STAGES}
             t += sum(stages.values()) / 1000
             emit("generation", number=generation, members=members, urgent=True, reason="failure",
                  world_size=len(members))  # fmt: skip
             for member in members:
                 emit("recovery", generation=generation, member=member, version=step, stages=stages,
-                     total_ms=sum(stages.values()), resumed_step=step)  # fmt: skip
+                     total_ms=sum(stages.values()), t_noticed=noticed, resumed_step=step)  # fmt: skip
             t = max(t + 0.1, begun + step_s * 1.2)
         else:
             t += step_s * draw.uniform(0.95, 1.05)
@@ -121,7 +120,7 @@ def configured() -> dict[str, Any]:
     """The fields of the `run_configured` event that fit `ledger_line`."""
     return {
         "seed": SEED, "n_samples": SAMPLES, "slots": SLOTS, "lanes": SLOTS, "micro_batch_samples": 1,
-        "global_batch_samples": SLOTS, "fingerprint": {"sha256": "ab"}, "dataset": "made up",
+        "global_batch_samples": SLOTS, "dataset": {"kind": "made up"},
     }  # fmt: skip
 
 
@@ -196,14 +195,12 @@ def launch(arguments: list[str]) -> int:
             if dead:
                 for member in dead:
                     rank, pid = members.index(member), processes.pop(member).pid
-                    emit(
-                        "failure_detected", member=member, rank=rank, pid=pid, what="killed", signal="SIGKILL"
-                    )
+                    emit("failure_detected", member=member, rank=rank, pid=pid, what="killed", signal="SIGKILL")
                 members = [member for member in members if member not in dead]
                 generation += 1
                 emit("generation", number=generation, members=members, urgent=True, reason="failure")
                 emit("recovery", generation=generation, member=members[0], version=step, total_ms=9.0,
-                     stages={"detect_ms": 4.0, "rebuild_ms": 5.0}, resumed_step=step)  # fmt: skip
+                     stages={"generation_ms": 4.0, "rebuild_ms": 5.0}, resumed_step=step)  # fmt: skip
             emit("step_committed", lineage=0, step=step, generation=generation, world_size=len(members),
                  loss=loss_of(step), tokens=4096, step_s=time.time() - begun)  # fmt: skip
             ledger.write(json.dumps(ledger_line(step, generation, members, loss_of(step))) + "\n")

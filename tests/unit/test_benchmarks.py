@@ -69,13 +69,10 @@ def test_step_times_take_the_first_report_and_skip_gaps() -> None:
     assert recovery.highest_before(system, 2.0) == 1  # type: ignore[arg-type]
 
 
-def test_rebuilt_is_the_slowest_survivor() -> None:
-    reports = [
-        {"stages": {"abort_ms": 3.0, "rebuild_ms": 5.0, "repair_ms": 50.0}},
-        {"stages": {"abort_ms": 9.0, "rebuild_ms": 4.0}},
-    ]
-    assert recovery.rebuilt_after_ms({"detected_s": 0.01}, reports) == pytest.approx(23.0)
-    assert recovery.rebuilt_after_ms({"detected_s": None}, reports) is None
+def test_rebuilt_counts_from_the_kill() -> None:
+    stages = {"release_ms": 3.0, "generation_ms": 1.0, "rebuild_ms": 5.0, "repair_ms": 50.0}
+    assert recovery.rebuilt_after_ms(10.0, {"t_noticed": 10.02, "stages": stages}) == pytest.approx(29.0)
+    assert recovery.rebuilt_after_ms(10.0, None) is None
 
 
 def test_kill_schedules_are_a_function_of_their_seed() -> None:

@@ -55,7 +55,7 @@ def _wait_for(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
 
 def test_job_kills_the_process_it_knows_and_notes_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FAKE_LAUNCH, str(tmp_path / "events.jsonl")]
-    with Job(command, tmp_path, tmp_path / "out", max_steps=1) as job:
+    with Job(command, tmp_path, tmp_path / "out", max_steps=1, workers=1) as job:
         _wait_for(lambda: job.advance() and bool(job.story.up()))
         kill = job.kill([0], time.time(), "plan")
         assert kill is not None and kill.members == ("m0",)
@@ -67,7 +67,7 @@ def test_job_kills_the_process_it_knows_and_notes_it(tmp_path: Path) -> None:
 
 def test_job_left_early_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with Job(command, tmp_path, tmp_path / "out", max_steps=1) as job:
+    with Job(command, tmp_path, tmp_path / "out", max_steps=1, workers=1) as job:
         assert job.advance()
     assert job.exit_code == -signal.SIGTERM
 
@@ -120,9 +120,7 @@ def test_demo_fails_if_the_weights_differ(
     assert "NOT identical" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_demo_interrupted_leaves_no_process(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
 ) -> None:
@@ -160,9 +158,7 @@ def test_demo_quits_and_kills_on_keys(arguments: list[str], monkeypatch: pytest.
 def test_demo_says_what_went_wrong_when_the_launch_fails(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        driver, "cli", lambda *words: [sys.executable, "-c", "raise SystemExit('no corpus here')"]
-    )
+    monkeypatch.setattr(driver, "cli", lambda *words: [sys.executable, "-c", "raise SystemExit('no corpus here')"])
     assert driver.main(arguments) == 4
     said = capsys.readouterr().out
     assert "exit code 1" in said and "no corpus here" in said

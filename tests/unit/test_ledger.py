@@ -49,7 +49,7 @@ def ledger_line(step: int, lineage: int = 0, from_step: int = 0, world: int = 2)
 def configured(**changes: Any) -> dict[str, Any]:
     return {
         "seed": SEED, "n_samples": SAMPLES, "slots": SLOTS, "lanes": SLOTS, "micro_batch_samples": MICRO,
-        "global_batch_samples": BATCH, "fingerprint": {"sha256": "abc"}, "dataset": "bytes",
+        "global_batch_samples": BATCH, "dataset": {"sha256": "abc"},
     } | changes  # fmt: skip
 
 
@@ -175,18 +175,13 @@ def test_planted_violation_is_the_first_one_named(
     assert verification.main([str(tmp_path)]) == 1
 
 
-def test_sample_used_twice_by_a_broken_order_is_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sample_used_twice_by_a_broken_order_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the order itself repeats a sample, hashes agree with it; the count of uses does not."""
     monkeypatch.setattr(verification, "epoch_order", lambda n, seed, epoch: lambda positions: positions // 2)
     lines = [ledger_line(step) for step in range(STEPS_PER_EPOCH)]
     for line in lines:
         first = line["position"]
-        ids = [
-            np.arange(first, first + line["count"])[slot * MICRO : (slot + 1) * MICRO] // 2
-            for slot in range(SLOTS)
-        ]
+        ids = [np.arange(first, first + line["count"])[slot * MICRO : (slot + 1) * MICRO] // 2 for slot in range(SLOTS)]
         line["slot_samples"] = [verification.slot_digest(samples) for samples in ids]
     verdict = verification.verify(write_run(tmp_path, lines))
     assert any("uses sample 0 a second time in epoch 0" in text for text in verdict.violations)
@@ -215,6 +210,14 @@ def test_identity_that_changed_on_resume_is_a_violation(tmp_path: Path) -> None:
     log.emit("run_configured", **configured(seed=8))
     log.close()
     assert "seed was 7 when the run began and 8" in verification.verify(tmp_path).violations[0]
+
+
+def test_data_that_changed_on_resume_is_a_violation(tmp_path: Path) -> None:
+    write_run(tmp_path, [ledger_line(0)])
+    log = EventLog(tmp_path / "events.jsonl")
+    log.emit("run_configured", **configured(dataset={"sha256": "def"}))
+    log.close()
+    assert "data set changed" in verification.verify(tmp_path).violations[0]
 
 
 def test_wrong_seed_is_noticed(tmp_path: Path) -> None:
@@ -307,9 +310,7 @@ def test_following_lineages_equals_replaying_them_one_by_one(starts: list[int]) 
 
 
 @given(st.integers(1, 40), st.sets(st.integers(1, 39)))
-def test_any_cut_of_the_lanes_covers_them_and_any_hole_or_overlap_does_not(
-    lanes: int, inner: set[int]
-) -> None:
+def test_any_cut_of_the_lanes_covers_them_and_any_hole_or_overlap_does_not(lanes: int, inner: set[int]) -> None:
     cuts = [0, *sorted(cut for cut in inner if cut < lanes), lanes]
     parts = [(f"m{index}", low, high) for index, (low, high) in enumerate(itertools.pairwise(cuts))]
     assert lanes_covered_once(list(reversed(parts)), lanes) is None

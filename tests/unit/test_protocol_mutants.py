@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from mutants.protocol import MUTANTS, Mutant
 
 from elastic_harness.simulate.checker import explore
 from elastic_harness.simulate.model import Model
+from mutants.protocol import MUTANTS, Mutant
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.title.replace(" ", "-"))

@@ -18,11 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from elastic_harness.demo.plan import DOUBLE, RANK_ZERO, choose_victims, plan_strikes
+from elastic_harness.demo.driver import moment
+from elastic_harness.demo.plan import DOUBLE, RANK_ZERO, Strike, choose_victims, plan_strikes
 from elastic_harness.demo.screen import Screen, render, sparkline
 from elastic_harness.demo.story import Kill, Story, story_of, tell
 from elastic_harness.demo.verdict import compare
-from unit.made_up_run import SHA, make_run, write_lines
+from unit.made_up_run import SHA, STAGES, make_run, write_lines
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
@@ -141,10 +142,11 @@ def test_story_measures_from_the_kill_to_the_next_commit(pair: tuple[Path, Path,
     storm, _, kills = pair
     story = story_of(storm, kills)
     for kill in kills:
-        recovery, after = story.recovery_after(kill), story.after_kill_ms(kill)
-        assert recovery is not None and after is not None
-        assert recovery.step == kill.step
-        assert 0 < recovery.total_ms < after
+        stages, after = story.stages_after(kill), story.after_kill_ms(kill)
+        assert after is not None
+        assert list(stages) == ["detect_ms", *STAGES]
+        assert stages["detect_ms"] == pytest.approx(4 * len(kill.members), abs=0.01)
+        assert 0 < sum(stages.values()) < after
         assert story.commits[kill.step].t == pytest.approx(kill.t + after / 1000)
     assert sorted(story.commits) == list(range(60))
     assert {worker.end for worker in story.workers.values()} == {"killed", "stopped"}
@@ -162,9 +164,7 @@ def test_story_drops_what_a_restore_supersedes() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(20, 200), st.integers(2, 8))
-def test_plan_is_repeatable_spread_out_and_holds_the_promised_kinds(
-    seed: int, steps: int, count: int
-) -> None:
+def test_plan_is_repeatable_spread_out_and_holds_the_promised_kinds(seed: int, steps: int, count: int) -> None:
     plan = plan_strikes(seed, steps, count)
     assert plan == plan_strikes(seed, steps, count)
     assert len(plan) == count
@@ -172,6 +172,25 @@ def test_plan_is_repeatable_spread_out_and_holds_the_promised_kinds(
     assert all(0 < strike.step < steps - 1 and 0 <= strike.phase < 1 for strike in plan)
     kinds = [strike.what for strike in plan]
     assert RANK_ZERO in kinds and DOUBLE in kinds
+
+
+def test_strike_waits_for_its_step_and_for_replacements_but_not_for_ever() -> None:
+    story = tell([{"t": 5.0, "event": "generation", "number": 1, "members": ["a", "b"]}])
+    story.max_steps = 40
+    for member in "ab":
+        story.apply({"t": 5.0, "event": "worker_started", "member": member, "pid": 1})
+    pending = [Strike(10, 0.5, DOUBLE), Strike(20, 0.5, RANK_ZERO)]
+
+    def due(step: int, workers: int) -> float:
+        story.apply({"t": 10.0, "event": "step_committed", "step": step - 1, "generation": 1, "world_size": 2,
+                     "loss": 1.0, "tokens": 1, "step_s": 0.2})  # fmt: skip
+        return moment(story, pending, 2, workers)
+
+    assert due(9, 2) == math.inf, "its step has not begun"
+    assert due(10, 2) == pytest.approx(10.1)
+    assert due(11, 3) == math.inf, "a replacement is still starting"
+    assert due(29, 3) == math.inf
+    assert due(30, 3) == pytest.approx(10.1), "it has waited long enough"
 
 
 @given(st.sampled_from([RANK_ZERO, DOUBLE, "a random worker"]), st.sets(st.integers(0, 5)), st.integers())
@@ -250,9 +269,7 @@ def test_generate_is_repeatable_and_works_from_export_and_checkpoint(
     assert generate.main(asked) == 2
     assert "nor a checkpoint" in capsys.readouterr().err
     (tmp_path / "checkpoints").mkdir()
-    local.save(
-        tmp_path / "checkpoints", 3, {}, {f"model.{name}": value for name, value in stored.items()}, {}
-    )
+    local.save(tmp_path / "checkpoints", 3, {}, {f"model.{name}": value for name, value in stored.items()}, {})
     assert generate.main(asked) == 0
     from_checkpoint = capsys.readouterr().out
     save_file(stored, tmp_path / "weights.safetensors")

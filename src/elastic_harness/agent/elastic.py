@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from elastic_harness import wire
@@ -13,7 +12,8 @@ from elastic_harness.agent.board import SLOT
 from elastic_harness.agent.environment import JobEnvironment, free_port
 from elastic_harness.agent.kv import KeyValues
 from elastic_harness.agent.loop import Agent, Outcome, spawn_error
-from elastic_harness.agent.restarts import Cause, Ending, RestartLimits, failure_exit_code, restart_delay
+from elastic_harness.agent.places import Places
+from elastic_harness.agent.restarts import Cause, Ending, failure_exit_code
 from elastic_harness.agent.worker import Worker
 from elastic_harness.errors import EXIT_INFRASTRUCTURE, EXIT_SUCCESS, EXIT_USER_CODE, ConfigError
 from elastic_harness.membership import leader
@@ -22,18 +22,6 @@ from elastic_harness.membership.types import Limits, Report
 
 TICK_S = 0.05
 WAITING_NOTICE_S = 5.0
-REPLACEMENT_DELAY_S = 0.1
-SPARE_DELAY_MAX_S = 2.0
-UNBORN_ERROR_DELAY_S = 3.0
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A start that is due at a time; with `after_commit`, as soon as a step is committed if that is earlier."""
-
-    at: float
-    after_commit: bool
-    committed: int = -1
 
 
 class ElasticRun:
@@ -41,17 +29,14 @@ class ElasticRun:
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
-        self.target = agent.options.workers
         options, records = agent.options, agent.records
-        limits = Limits(options.min_workers, options.max_workers, self.target, options.join_timeout_s)
+        limits = Limits(options.min_workers, options.max_workers, options.workers, options.join_timeout_s)
         self.state = leader.State(
             limits, number=records.number, born=records.born, lineage=records.lineage, from_step=records.from_step
         )
         self._store = EmbeddedStore(time.monotonic)
         self._values = KeyValues()
-        self._planned: dict[int, Planned] = {}
-        self._endings: dict[int, list[Ending]] = {}
-        self._given_up: dict[int, Cause] = {}
+        self._places = Places(options.workers, options.spares, options.api_restarts)
         self._refused: dict[str, str] = {}
         self._unfit: dict[str, str] = {}
         self._members: tuple[str, ...] = ()
@@ -60,7 +45,8 @@ class ElasticRun:
         self._slot_errors: dict[tuple[int, int], dict[str, Any]] = {}
         self._last_commit: dict[str, Any] = {}
         self._last_recovery: dict[str, Any] = {}
-        self._last_error: tuple[str, str] = ("", "")
+        self._last_error = ""
+        self._errors_shown: set[str] = set()
         self._waiting_shown_at = 0.0
         self._ticked_at = 0.0
         self._done = False
@@ -71,7 +57,7 @@ class ElasticRun:
         """Plan the start of all workers; those already running are taken over."""
         self.agent.folder.update(mode="elastic")
         self._store.txn({}, [Put("node/0", json.dumps({"host": self.agent.host}))])
-        self._refill(delay_s=0.0, after_commit=False)
+        self._refill()
         self._spawn_due()
 
     def on_message(self, worker: Worker, message: wire.Message) -> None:
@@ -129,28 +115,23 @@ class ElasticRun:
 
     def on_exit(self, worker: Worker) -> None:
         cause, error = self._cause(worker)
-        lived_s = time.monotonic() - worker.started_at
-        history = self._endings.setdefault(worker.index, [])
-        history.append(Ending(cause, error, lived_s))
         if self._done:
-            self._on_exit_after_done(worker, cause)
+            self._on_exit_after_done(worker)
             return
         if self.agent.outcome is not None:
-            if cause in ("user_error",) and not worker.released:
-                self.agent.report_incident(worker, "the job is ending")
+            if cause == "user_error" and not worker.released:
+                self._report(worker, "the job is ending", cause, error)
             return
         if cause == "released":
-            self._refill(delay_s=0.0, after_commit=False)
+            self._refill()
             return
-        delay_s, why = restart_delay(history, RestartLimits(self.agent.options.api_restarts))
-        self._last_error = (cause, error)
+        self._last_error = error
+        ending = Ending(cause, error, time.monotonic() - worker.started_at)
+        delay_s, why = self._places.ended(worker.index, ending, born=self.state.born)
         if delay_s is None:
-            self._given_up[worker.index] = cause
             self._adapt_target()
-        elif cause == "user_error" and not self.state.born:
-            delay_s = max(delay_s, UNBORN_ERROR_DELAY_S)
-        self._refill(delay_s=delay_s or 0.0, after_commit=True)
-        self.agent.report_incident(worker, self._what_was_done(worker, delay_s, why), self._advice(worker, cause))
+        self._refill(delay_s=delay_s or 0.0, after_loss=True)
+        self._report(worker, self._what_was_done(delay_s, why), cause, error)
         self._check_hopeless()
 
     def on_tick(self, now: float) -> None:
@@ -171,18 +152,18 @@ class ElasticRun:
                 f"--workers is {target}; this run allows {limits.min_workers} to {limits.max_workers} "
                 f"(--min-workers and --max-workers of its launch)"
             )
-        self.target = target
-        self._given_up.clear()
+        self._places.target = target
+        self._places.given_up.clear()
         self.agent.console.notice(f"scaling to {target} workers")
         self._feed(leader.Scaled(target))
-        self._refill(delay_s=0.0, after_commit=False)
+        self._refill()
         self._spawn_due()
 
     def status(self) -> dict[str, Any]:
         generation = self.state.generation
         return {
             "mode": "elastic",
-            "target": self.target,
+            "target": self._places.target,
             "min_workers": self.state.limits.min_workers,
             "max_workers": self.state.limits.max_workers,
             "spares": self.agent.options.spares,
@@ -292,7 +273,7 @@ class ElasticRun:
 
     def _on_done(self, version: int) -> None:
         self._done = True
-        self._planned.clear()
+        self._places.planned.clear()
         hashes = {m: f.get("weights_sha256") for m, f in self._finished.items()}
         if len(set(hashes.values())) > 1:
             named = ", ".join(f"{m}: {h}" for m, h in sorted(hashes.items()))
@@ -313,7 +294,7 @@ class ElasticRun:
                 self.agent.stop_worker(worker, "finished", graceful=False)
         self._end_if_all_left()
 
-    def _on_exit_after_done(self, worker: Worker, cause: Cause) -> None:
+    def _on_exit_after_done(self, worker: Worker) -> None:
         if worker.released == "finished" and worker.finished and worker.exit_code not in (0, None):
             worker.released = ""
             self.agent.report_incident(worker, "training had finished; the trained weights are complete")
@@ -332,15 +313,11 @@ class ElasticRun:
         if any(w.running and w is not leaving for w in self.agent.workers.values()):
             return
         finished = next(iter(self._finished.values()), {})
-        self.agent.finish(
-            Outcome(
-                EXIT_SUCCESS,
-                "finished",
-                f"{finished.get('version')} steps, loss {finished.get('final_loss')}, "
-                f"weights sha256 {finished.get('weights_sha256')}",
-            ),
-            graceful=False,
+        message = (
+            f"{finished.get('version')} steps, loss {finished.get('final_loss')}, "
+            f"weights sha256 {finished.get('weights_sha256')}"
         )
+        self.agent.finish(Outcome(EXIT_SUCCESS, "finished", message), graceful=False)
 
     # ---- workers coming and going
 
@@ -350,7 +327,7 @@ class ElasticRun:
         worker.restore_priority()
         refusal = ""
         if message.get("protocol") != wire.PROTOCOL:
-            refusal = f"it speaks protocol {message.get('protocol')}, the agent {wire.PROTOCOL}; use one version of both"
+            refusal = f"it speaks protocol {message.get('protocol')}, the agent {wire.PROTOCOL}; use the same version"
         own = message.get("fingerprint") or {}
         known = self.agent.folder.record.get("fingerprint") or {}
         refusal = refusal or fingerprint.difference(known, own)
@@ -397,70 +374,41 @@ class ElasticRun:
     def _living(self) -> list[Worker]:
         return [w for w in self.agent.workers.values() if w.alive and w.exit_code is None]
 
-    def _capacity(self) -> int:
-        return self.target + self.agent.options.spares - len(self._given_up)
-
-    def _refill(self, delay_s: float, after_commit: bool) -> None:
-        """Plan as many starts as workers are missing. While others train, a replacement waits a moment, so that its
-        start does not compete with the recovery: until the next commit if a spare can take the place."""
+    def _refill(self, *, delay_s: float = 0.0, after_loss: bool = False) -> None:
         if self._done or self.agent.outcome is not None or self.state.finished:
             return
-        living = self._living()
-        now = time.monotonic()
-        taken = {w.index for w in self.agent.workers.values() if w.running} | self._planned.keys()
-        missing = self._capacity() - len(living) - len(self._planned)
-        while missing < 0 and self._planned:
-            del self._planned[max(self._planned)]
-            missing += 1
-        spare_ready = len(living) >= self.target
-        for _ in range(max(0, missing)):
-            index = next(i for i in range(len(taken) + len(self._given_up) + 1) if i not in taken | self._given_up.keys())
-            taken.add(index)
-            wait_s = delay_s
-            if after_commit and living:
-                wait_s = max(delay_s, SPARE_DELAY_MAX_S if spare_ready else REPLACEMENT_DELAY_S)
-            self._planned[index] = Planned(
-                now + wait_s, after_commit and spare_ready and not delay_s, self.agent.records.committed
-            )
+        running = [w.index for w in self.agent.workers.values() if w.running]
+        committed = self.agent.records.committed
+        self._places.refill(len(self._living()), running, committed, delay_s=delay_s, after_loss=after_loss)
 
     def _spawn_due(self) -> None:
-        now = time.monotonic()
-        committed = self.agent.records.committed
-        for index, planned in sorted(self._planned.items()):
-            if self.state.finished:
-                self._planned.clear()
-                return
-            early = planned.after_commit and committed > planned.committed
-            if planned.at > now and not early:
-                continue
-            del self._planned[index]
-            spare = len(self._living()) >= self.target
+        if self.state.finished:
+            self._places.planned.clear()
+        for index in self._places.due(self.agent.records.committed):
             environment = JobEnvironment(
                 run_id=self.agent.folder.record["run_id"],
                 run_dir=self.agent.folder.path,
-                workers=self.target,
+                workers=self._places.target,
                 max_restarts=self.agent.options.api_restarts,
-                restart_count=len(self._endings.get(index, [])),
+                restart_count=len(self._places.endings.get(index, [])),
                 master_port=free_port(),
             ).of(index)
+            spare = len(self._living()) >= self._places.target
             try:
                 self.agent.spawn(index, environment, spare=spare, nice=self.state.formed)
             except OSError as error:
-                failure = spawn_error(error)
-                history = self._endings.setdefault(index, [])
-                history.append(Ending("spawn", str(failure), 0.0))
-                delay_s, _ = restart_delay(history, RestartLimits(min(5, self.agent.options.api_restarts)))
-                self.agent.console.notice(str(failure))
+                self._last_error = str(spawn_error(error))
+                self.agent.console.notice(self._last_error)
+                ending = Ending("spawn", self._last_error, 0.0)
+                delay_s, _ = self._places.ended(index, ending, born=self.state.born)
                 if delay_s is None:
-                    self._given_up[index] = "spawn"
                     self._adapt_target()
-                    self._check_hopeless()
-                else:
-                    self._planned[index] = Planned(now + max(1.0, delay_s), False)
+                self._refill(delay_s=delay_s or 0.0, after_loss=True)
+                self._check_hopeless()
 
     def _adapt_target(self) -> None:
         """Do not let the membership wait for places that were given up."""
-        wanted = max(self.state.limits.min_workers, min(self.target, self._capacity()))
+        wanted = max(self.state.limits.min_workers, min(self._places.target, self._places.capacity))
         if wanted != self.state.limits.target:
             self._feed(leader.Scaled(wanted))
 
@@ -468,37 +416,40 @@ class ElasticRun:
         """End the job when it cannot go on: too few places are left, or everybody failed before the first step."""
         if self.agent.outcome is not None or self.state.finished:
             return
-        living = self._living()
-        cause, error = self._last_error
-        newest = [history[-1].cause for history in self._endings.values() if history]
-        if not self.state.born and not living and newest and all(c == "user_error" for c in newest):
-            self._planned.clear()
-            self.agent.finish(
-                Outcome(EXIT_USER_CODE, "failed", f"every worker failed before the first step: {error}"), graceful=False
-            )
+        living, minimum = len(self._living()), self.state.limits.min_workers
+        if not self.state.born and not living and all(c == "user_error" for c in self._places.newest_causes()):
+            code, message = EXIT_USER_CODE, f"every worker failed before the first step: {self._last_error}"
+        elif living + len(self._places.planned) < minimum:
+            code, reason = failure_exit_code(list(self._places.given_up.values()))
+            message = f"{reason} ({living} of at least {minimum} workers are left); the last one: {self._last_error}"
+        else:
             return
-        if len(living) + len(self._planned) < self.state.limits.min_workers:
-            code, reason = failure_exit_code(list(self._given_up.values()))
-            left = f"{len(living)} of at least {self.state.limits.min_workers} workers are left"
-            self._planned.clear()
-            self.agent.finish(
-                Outcome(code, "failed", f"{reason} ({left}); the last one: {error}"), graceful=bool(living)
-            )
+        self._places.planned.clear()
+        self.agent.finish(Outcome(code, "failed", message), graceful=bool(living))
 
-    def _what_was_done(self, worker: Worker, delay_s: float | None, why: str) -> str:
-        others = len([w for w in self._living() if w.hello])
-        first = f"the {others} other workers go on" if others > 1 else "the other worker goes on" if others else "nobody is left"
-        if others and others < self.state.limits.min_workers:
-            first = f"{others} workers wait with their state alive ({self.state.limits.min_workers} are needed)"
+    def _report(self, worker: Worker, done: str, cause: Cause, error: str) -> None:
+        """One block per incident; the same error on further workers is one line each."""
+        advice = {
+            "unfit": "check this machine's memory and CPU, or start with elastic.exactness=relaxed",
+            "refused": "correct what differs, or start anew with --fresh or another --run-dir",
+            "config": "correct the configuration; the message is in the log",
+        }.get(cause, "")
+        if cause in ("user_error", "refused", "config") and error and error in self._errors_shown:
+            self.agent.report_failure(worker)
+            self.agent.console.notice(f"worker {worker.member} failed in the same way ({error}); {done}")
+            return
+        self._errors_shown.add(error)
+        self.agent.report_incident(worker, done, advice)
+
+    def _what_was_done(self, delay_s: float | None, why: str) -> str:
+        generation, minimum = self.state.generation, self.state.limits.min_workers
+        living = [w for w in self._living() if w.hello]
+        if generation and all(m in self.state.ready for m in generation.members):
+            first = f"the job goes on with {len(generation.members)} workers (generation {generation.number})"
+        elif living and len(living) < minimum:
+            first = f"{len(living)} of at least {minimum} workers are left and wait with their state alive"
+        else:
+            first = f"{len(living)} other workers are ready"
         if delay_s is None:
             return f"{first}; its place is given up: {why}"
-        if len(self._living()) >= self.target:
-            return f"{first}, a spare takes its place; a new spare starts"
-        return f"{first}; a replacement {why}"
-
-    def _advice(self, worker: Worker, cause: Cause) -> str:
-        if cause == "unfit":
-            return "check this machine's memory and CPU, or start with elastic.exactness=relaxed"
-        if cause in ("refused", "config"):
-            return "correct the configuration named above; the message is in the log"
-        return ""
+        return f"{first}; its place is filled again ({why})"

@@ -10,7 +10,7 @@ HARDWARE_KEYS = frozenset({"cpu", "cpu_capability", "gpu", "device", "torch", "t
 
 
 def difference(run: Mapping[str, Any], worker: Mapping[str, Any]) -> str:
-    """"" if the worker fits, else every key that differs with both values, and what to do about it."""
+    """ "" if the worker fits, else every key that differs with both values, and what to do about it."""
     if not run or not worker:
         return ""
     relaxed = run.get("exactness") == "relaxed" == worker.get("exactness")

@@ -66,5 +66,6 @@ class HangWatch:
             deadline_s = (worker.compute_deadline_ms or common_ms or STOPPED_DEADLINE_MS) / 1000
             stopped_s = now - self._stopped_since[worker.member]
             if stopped_s > deadline_s:
-                found.append((worker, f"the process was stopped (SIGSTOP) for {stopped_s:.1f} s (deadline {deadline_s:g} s)"))
+                evidence = f"the process was stopped (SIGSTOP) for {stopped_s:.1f} s (deadline {deadline_s:g} s)"
+                found.append((worker, evidence))
         return found

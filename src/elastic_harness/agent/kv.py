@@ -27,6 +27,5 @@ class KeyValues:
     def forget_before(self, newest: int) -> None:
         """Drop what belongs to generations long gone. The one before a planned change is still in use."""
         oldest = newest - GENERATIONS_KEPT + 1
-        for table in (self._values, self._waiting):
-            for key in [k for k in table if k[0] < oldest]:
-                del table[key]  # type: ignore[attr-defined]
+        self._values = {k: v for k, v in self._values.items() if k[0] >= oldest}
+        self._waiting = {k: v for k, v in self._waiting.items() if k[0] >= oldest}

@@ -49,6 +49,8 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
             print(f"[launch] the earlier run was moved to {moved}", flush=True)
         folder = folders.RunFolder(path)
         resumed = bool(folder.record)
+        if folder.record.get("options", {}).get("command") != list(request.options.command):
+            folder.record.pop("mode", None)
         folder.update(
             run_id=folder.record.get("run_id", run_id),
             argv=list(argv),
@@ -89,6 +91,7 @@ class _Parent:
                         f"the agent died {len(self._starts)} times within an hour (last: "
                         f"{_describe(code)}); see {self._path / 'logs' / 'agent.log'}, then launch again to resume"
                     )
+                time.sleep(min(5.0, 0.1 * 2 ** (len(self._starts) - 1)) if len(self._starts) > 1 else 0.0)
                 print(
                     f"[launch] the agent died by itself ({_describe(code)}) and took its workers along; starting a new "
                     f"one ({len(self._starts)} of at most {AGENT_RESTARTS_MAX} restarts an hour)",

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elastic_harness import wire
-from elastic_harness.agent import incident, worker as workers
+from elastic_harness.agent import incident
+from elastic_harness.agent import worker as workers
 from elastic_harness.agent.console import Console
 from elastic_harness.agent.control import ControlServer
 from elastic_harness.agent.folder import RunFolder, newest_checkpoint
@@ -148,8 +149,9 @@ class Agent:
         return outcome.exit_code
 
     def finish(self, outcome: Outcome, *, graceful: bool) -> None:
-        """End the job. Graceful: workers that speak our protocol may save and leave first. The first outcome counts."""
-        if self.outcome is not None:
+        """End the job. Graceful: workers that speak our protocol may save and leave first. The first outcome
+        counts, except that a job which finishes while it is being stopped has finished."""
+        if self.outcome is not None and not (self.outcome.status == "stopped" and outcome.status == "finished"):
             return
         self.outcome = outcome
         for worker in self.workers.values():
@@ -272,7 +274,7 @@ class Agent:
             worker.hang = hang
             worker.signal(signal.SIGKILL)
             self._gone(worker, "progress deadline")
-        if os.getppid() != self._parent_pid:
+        if self.outcome is None and os.getppid() != self._parent_pid:
             self._on_signal(signal.SIGHUP)
         if self.console.pending:
             self.console.flush()
@@ -344,8 +346,13 @@ class Agent:
             self.console.notice(f"worker {worker.member} sent what is no message ({error}); it is stopped")
             messages, ended = [], True
         for message in messages:
-            if not worker.lost:
+            if worker.lost:
+                break
+            try:
                 self.supervisor.on_message(worker, message)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                worker.error = {"error": f"it sent a malformed {message.get('type')!r} message ({error!r})"}
+                worker.signal(signal.SIGKILL)
         if ended and worker.link_open:
             worker.link_open = False
             with contextlib.suppress(KeyError, ValueError):
@@ -389,9 +396,8 @@ class Agent:
                     self._on_signal(number)
 
     def _on_signal(self, number: int) -> None:
-        self._signals_seen += 1
-        if number == signal.SIGHUP and os.getppid() != self._parent_pid:
-            self._parent_pid = os.getppid()
+        if os.getppid() == self._parent_pid:
+            self._signals_seen += 1
         name = signal.Signals(number).name
         if self.outcome is None:
             code = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}.get(

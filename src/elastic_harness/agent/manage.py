@@ -1,4 +1,4 @@
-"""Run management: `ls`, `status`, `logs`, `stop`, `resume`, `scale`, `kill`. RUN is a run folder or an id under runs/."""
+"""Run management: `ls`, `status`, `logs`, `stop`, `resume`, `scale`, `kill`. RUN is a folder or an id under runs/."""
 
 from __future__ import annotations
 

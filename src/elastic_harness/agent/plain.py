@@ -86,9 +86,7 @@ class PlainRun:
                 self._succeeded.add(worker.index)
             else:
                 self._on_failure(worker)
-        if self.agent.outcome is None and not any(
-            w.running and w is not worker for w in self.agent.workers.values()
-        ):
+        if self.agent.outcome is None and not any(w.running and w is not worker for w in self.agent.workers.values()):
             self._on_all_ended()
 
     def on_tick(self, now: float) -> None:

@@ -16,6 +16,7 @@ from elastic_harness.comm.gloo import GlooGroup, Work
 from elastic_harness.comm.plan import Plan
 from elastic_harness.comm.tree import Node, key, split
 from elastic_harness.errors import PeerFailed
+from elastic_harness.failpoints import failpoint
 
 HEADER, PARTIAL, GATHERED, TRANSFER = range(4)
 Add = Callable[[Node, torch.Tensor, Node, torch.Tensor, int], None]
@@ -67,6 +68,7 @@ class Exchange:
         for t in plan.gather:
             if t.target == rank:
                 self._gathered.append(group.receive(result[t.lo : t.hi], t.source, tag(GATHERED, step, 0)))
+        failpoint("exchange.posted", step)
 
     def send_partial(self, node: Node, flat: torch.Tensor) -> None:
         """Hand over a finished partial sum of the plan's cover; it must not change until the next step's end."""
@@ -77,6 +79,7 @@ class Exchange:
             if t.source == self._rank and t.node == node:
                 number = key(node, self._lanes)
                 self._sends.append(self._group.send(flat[t.lo : t.hi], t.target, tag(PARTIAL, self._step, number)))
+                failpoint("exchange.partial_sent", self._step)
 
     def finish(
         self, header: torch.Tensor, adder: Callable[[list[torch.Tensor]], Add], timeout_s: float
@@ -96,17 +99,18 @@ class Exchange:
 
         for rank in self._headers:
             self._sends.append(self._group.send(header, rank, tag(HEADER, self._step, 0)))
+            failpoint("exchange.header_sent", self._step)
         headers = [
             header if rank == self._rank else self._headers[rank].wait(left()) for rank in range(self._group.world)
         ]
+        failpoint("exchange.headers_received", self._step)
         lo, hi = self._plan.owned[self._rank]
         if hi > lo:
             self._reduce(lo, hi, adder(headers), left)
             for t in self._plan.gather:
                 if t.source == self._rank:
-                    self._sends.append(
-                        self._group.send(self._result[lo:hi], t.target, tag(GATHERED, self._step, 0))
-                    )
+                    self._sends.append(self._group.send(self._result[lo:hi], t.target, tag(GATHERED, self._step, 0)))
+                    failpoint("exchange.gathered_sent", self._step)
         for work in self._gathered:
             work.wait(left())
         return headers

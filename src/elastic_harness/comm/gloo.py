@@ -87,9 +87,7 @@ class GlooGroup:
             self._group = None
 
 
-def build(
-    values: KeyValue, rank: int, world: int, *, hostname: str, cancelled: Callable[[float], None]
-) -> GlooGroup:
+def build(values: KeyValue, rank: int, world: int, *, hostname: str, cancelled: Callable[[float], None]) -> GlooGroup:
     """Meet the other members and connect to each. Collective; blocks until all are there.
 
     `cancelled(seconds)` is called over and over while waiting: it sleeps up to so long and raises when the generation

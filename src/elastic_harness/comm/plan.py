@@ -47,9 +47,7 @@ def make_plan(members: Sequence[str], lanes: int, placed: Mapping[str, Ranges], 
     edges = [min(elements, blocks * r // world * BLOCK) for r in range(world + 1)]
     edges[-1] = elements
     owned = tuple((edges[r], edges[r + 1]) for r in range(world))
-    cover = sorted(
-        (node, rank) for rank, m in enumerate(members) for node in maximal_nodes(placed.get(m, ()), lanes)
-    )
+    cover = sorted((node, rank) for rank, m in enumerate(members) for node in maximal_nodes(placed.get(m, ()), lanes))
     assert sum(hi - lo for (lo, hi), _ in cover) == lanes, f"lanes held {cover} do not cover {lanes} lanes once"
     reduce = tuple(
         Transfer(holder, owner, node, lo, hi)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import secrets
 import shutil
@@ -26,6 +27,7 @@ from elastic_harness.demo.job import Job, cli
 from elastic_harness.demo.keys import Keys
 from elastic_harness.demo.plan import Strike, choose_victims, plan_strikes
 from elastic_harness.demo.screen import Screen
+from elastic_harness.demo.story import Story
 from elastic_harness.demo.verdict import Outcome, compare
 from elastic_harness.errors import (
     EXIT_INTERRUPTED,
@@ -37,6 +39,7 @@ from elastic_harness.errors import (
 
 EXIT_VERDICT_FAILED = 1
 POLL_S = 0.02
+STEPS_FOR_A_STRIKE = 4
 PROMPT = "def "
 SAMPLE_TOKENS = 240
 KEY_HELP = "k kill a random worker   0-9 kill that rank   a add a worker   q quit"
@@ -97,9 +100,7 @@ def _run(settings: Settings, console: Console) -> int:
         f"Then {settings.calm_workers} workers train the same, undisturbed.",
         highlight=False,
     )
-    storm = _train(
-        settings, console, f"run 1 of 2: {settings.workers} workers, with kills", settings.storm_dir, True
-    )
+    storm = _train(settings, console, f"run 1 of 2: {settings.workers} workers, with kills", settings.storm_dir, True)
     calm = _train(
         settings,
         console,
@@ -108,7 +109,7 @@ def _run(settings: Settings, console: Console) -> int:
         False,
     )
     outcome = compare(settings.storm_dir, storm.story, settings.calm_dir, calm.story)
-    sample = _sample_text(settings.storm_dir)
+    sample = _sample_text(settings.storm_dir, console)
     _save_facts(settings, storm, outcome)
     report = _write_report(settings, console, storm, calm, outcome, sample)
     _print_verdict(console, outcome, report, sample, time.time() - began)
@@ -127,7 +128,7 @@ def _train(settings: Settings, console: Console, title: str, run_dir: Path, stor
         output = Path(scratch) / "launch.log"
         help_line = "" if not keys.available else KEY_HELP if storm else "q quit"
         with (
-            Job(command, run_dir, output, settings.max_steps) as job,
+            Job(command, run_dir, output, settings.max_steps, workers) as job,
             Screen(console, title, settings.plain, help_line) as screen,
         ):
             try:
@@ -146,37 +147,36 @@ def _train(settings: Settings, console: Console, title: str, run_dir: Path, stor
     return job
 
 
-def _watch(
-    job: Job, screen: Screen, keys: Keys, strikes: Sequence[Strike], draw: random.Random, storm: bool
-) -> None:
+def _watch(job: Job, screen: Screen, keys: Keys, strikes: Sequence[Strike], draw: random.Random, storm: bool) -> None:
     """Follow the job until it ends, killing as planned and as keys say."""
     pending = list(strikes)
-    due: float | None = None
     while job.advance():
-        now = time.time()
-        if (
-            pending
-            and due is None
-            and job.story.running_step >= pending[0].step
-            and job.story.last is not None
-        ):
-            due = job.story.last.t + pending[0].phase * job.story.step_s
-        if pending and due is not None and now >= due:
+        if pending and time.time() >= moment(job.story, pending, len(strikes), job.workers):
             victims = choose_victims(pending[0].what, _living_ranks(job), draw)
             if victims:
                 _strike(job, screen, victims, "plan")
                 pending.pop(0)
-                due = None
         _obey(keys.pressed(), job, screen, draw, storm)
         screen.update(job.story, job.kills)
         time.sleep(POLL_S)
     job.advance()
     screen.update(job.story, job.kills)
     if pending:
-        screen.line(
-            f"{len(pending)} of {len(strikes)} planned kills did not happen: the run ended before "
-            "their moment"
-        )
+        screen.line(f"{len(pending)} of {len(strikes)} planned kills did not happen: the run ended before their moment")
+
+
+def moment(story: Story, pending: Sequence[Strike], planned: int, workers: int) -> float:
+    """When the next strike is due: at its phase of a step, as soon as its step is reached and everybody is up.
+
+    It waits for the replacements of those killed before it, but not so long that the run could end first.
+    """
+    strike, last = pending[0], story.last
+    if last is None or story.running_step < strike.step:
+        return math.inf
+    latest = min(strike.step + story.max_steps // planned, story.max_steps - STEPS_FOR_A_STRIKE * len(pending))
+    if len(story.up()) < workers and story.running_step < latest:
+        return math.inf
+    return last.t + strike.phase * story.step_s
 
 
 def _obey(pressed: str, job: Job, screen: Screen, draw: random.Random, storm: bool) -> None:
@@ -208,14 +208,13 @@ def _strike(job: Job, screen: Screen, ranks: Sequence[int], by: str) -> None:
         screen.struck(job.story, kill)
 
 
-def _sample_text(run_dir: Path) -> str:
-    """A short text from the trained model, through the public command."""
+def _sample_text(run_dir: Path, console: Console) -> str:
+    """A short text from the trained model, through the public command; empty, and said so, if that fails."""
     command = cli("generate", str(run_dir), "--prompt", PROMPT, "--tokens", str(SAMPLE_TOKENS), "--seed", "0")
-    result = subprocess.run(
-        command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL
-    )
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     if result.returncode != 0:
-        raise InfrastructureError(f"no text could be sampled from {run_dir}: {result.stderr.strip()[-2000:]}")
+        console.print(Text(f"no text was sampled: {result.stderr.strip()[-2000:]}", style="red"))
+        return ""
     return result.stdout.rstrip("\n")
 
 
@@ -254,18 +253,14 @@ def _write_report(
     return write(page, settings.storm_dir)
 
 
-def _print_verdict(
-    console: Console, outcome: Outcome, report: Sequence[Path], sample: str, elapsed_s: float
-) -> None:
+def _print_verdict(console: Console, outcome: Outcome, report: Sequence[Path], sample: str, elapsed_s: float) -> None:
     console.print()
     console.print(Text("text from the trained model", style="dim"))
     console.print(Text(sample))
     console.print()
     for check in outcome.checks:
         mark = "[bold green]✓[/]" if check.holds else "[bold red]✗[/]"
-        console.print(
-            f"{mark} {escape(check.claim)}: {escape(check.evidence)}", highlight=False, soft_wrap=True
-        )
+        console.print(f"{mark} {escape(check.claim)}: {escape(check.evidence)}", highlight=False, soft_wrap=True)
     for path in report:
         console.print(f"  report: {escape(str(path))}", highlight=False, soft_wrap=True)
     if outcome.ok:
@@ -279,24 +274,12 @@ def _settings(argv: list[str] | None) -> Settings:
         prog="elastic-harness demo",
         description="Train while workers are killed, train again undisturbed, and compare bit by bit.",
     )
-    parser.add_argument(
-        "--seed", type=int, help="fixes when and whom the demo kills (default: drawn and printed)"
-    )
-    parser.add_argument(
-        "--kills", type=int, default=5, help="how often workers are killed (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--workers", type=int, default=4, help="workers of the first run (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--spares", type=int, default=1, help="warm spares of the first run (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--calm-workers", type=int, default=2, help="workers of the second run (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--runs-dir", type=Path, default=Path("runs"), help="where run folders go (default: runs)"
-    )
+    parser.add_argument("--seed", type=int, help="fixes when and whom the demo kills (default: drawn and printed)")
+    parser.add_argument("--kills", type=int, default=5, help="how often workers are killed (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=4, help="workers of the first run (default: %(default)s)")
+    parser.add_argument("--spares", type=int, default=1, help="warm spares of the first run (default: %(default)s)")
+    parser.add_argument("--calm-workers", type=int, default=2, help="workers of the second run (default: %(default)s)")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where run folders go (default: runs)")
     parser.add_argument("--config", type=Path, help="the training's configuration (default: the demo's own)")
     parser.add_argument("--plain", action="store_true", help="plain lines instead of the live screen")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change the configuration")

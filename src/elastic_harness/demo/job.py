@@ -35,7 +35,7 @@ class EventTail:
         """The new events; none while the file does not exist. A line that is no JSON object is skipped."""
         if self._file is None:
             try:
-                self._file = open(self.path, "rb")  # noqa: SIM115
+                self._file = open(self.path, "rb")
             except FileNotFoundError:
                 return []
         data = self._rest + self._file.read()
@@ -57,10 +57,11 @@ class EventTail:
 class Job:
     """A launched job; as a context it leaves no process behind, however it is left."""
 
-    def __init__(self, command: Sequence[str], run_dir: Path, output: Path, max_steps: int) -> None:
+    def __init__(self, command: Sequence[str], run_dir: Path, output: Path, max_steps: int, workers: int) -> None:
         self.command = list(command)
         self.run_dir = run_dir
         self.output = output
+        self.workers = workers
         self.story = Story(max_steps=max_steps)
         self.kills: list[Kill] = []
         self._tail = EventTail(run_dir / "events.jsonl")

@@ -41,9 +41,7 @@ class Keys:
             return ""
         return os.read(self._descriptor, 64).decode(errors="ignore")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if self._descriptor is not None and self._saved is not None:
             import termios
 

@@ -39,9 +39,7 @@ def draw_losses(axes: Axes, below: Axes, storm: Story, calm: Story, kills: Seque
     axes.plot(steps, [calm.commits[step].loss for step in steps], color=CALM, lw=1.2, label="undisturbed")
     if storm.validation:
         marks = sorted(storm.validation)
-        axes.plot(
-            marks, [storm.validation[step] for step in marks], "o", ms=4, color=INK, label="held-out data"
-        )
+        axes.plot(marks, [storm.validation[step] for step in marks], "o", ms=4, color=INK, label="held-out data")
     for kill in kills:
         axes.axvline(kill.step, color=KILL, lw=0.8, alpha=0.6, zorder=0)
         below.axvline(kill.step, color=KILL, lw=0.8, alpha=0.6, zorder=0)
@@ -59,18 +57,14 @@ def draw_losses(axes: Axes, below: Axes, storm: Story, calm: Story, kills: Seque
     below.set_xlabel("step")
     if largest == 0:
         below.set_yticks([0.0])
-        below.text(
-            0.99, 0.9, "exactly 0 at every step", transform=below.transAxes, ha="right", va="top", color=FAINT
-        )
+        below.text(0.99, 0.9, "exactly 0 at every step", transform=below.transAxes, ha="right", va="top", color=FAINT)
 
 
 def draw_timeline(axes: Axes, story: Story, kills: Sequence[Kill]) -> None:
     """Every worker process as a bar from start to end; a replacement takes over the row of the dead."""
     start = story.started or 0.0
     end = max(
-        [worker.ended or 0.0 for worker in story.workers.values()]
-        + [c.t for c in story.commits.values()]
-        + [start]
+        [worker.ended or 0.0 for worker in story.workers.values()] + [c.t for c in story.commits.values()] + [start]
     )
     rows = _rows(story.workers.values(), end)
     for index, row in enumerate(rows):
@@ -80,9 +74,7 @@ def draw_timeline(axes: Axes, story: Story, kills: Sequence[Kill]) -> None:
             axes.barh(index, placed - worker.started, left=worker.started - start, color=BOOTING, height=0.62)
             axes.barh(index, ended - placed, left=placed - start, color=TRAINING, height=0.62)
             if worker.end in ("killed", "failed"):
-                axes.plot(
-                    ended - start, index, "X", color=KILL, ms=8, mec="white", mew=0.8, zorder=3, clip_on=False
-                )
+                axes.plot(ended - start, index, "X", color=KILL, ms=8, mec="white", mew=0.8, zorder=3, clip_on=False)
             if ended - placed > 0.09 * (end - start):
                 axes.text((placed + ended) / 2 - start, index, f"pid {worker.pid}", ha="center", va="center",
                           fontsize=7, color=INK)  # fmt: skip
@@ -104,10 +96,10 @@ def draw_recoveries(axes: Axes, story: Story, kills: Sequence[Kill], healthy_ms:
     names: list[str] = []
     labels = []
     for index, kill in enumerate(kills):
-        recovery, after = story.recovery_after(kill), story.after_kill_ms(kill)
+        stages, after = story.stages_after(kill), story.after_kill_ms(kill)
         labels.append(f"{kill.label}\nstep {kill.step}")
         left = 0.0
-        for name, value in (recovery.stages if recovery else {}).items():
+        for name, value in stages.items():
             if name not in names:
                 names.append(name)
             axes.barh(index, value, left=left, color=_stage_colour(names.index(name)), height=0.55)
@@ -136,14 +128,9 @@ def draw_speed(axes: Axes, storm: Story, calm: Story, kills: Sequence[Kill]) -> 
     for story, colour, label in ((storm, STORM, "with kills"), (calm, CALM, "undisturbed")):
         steps = [step for step in sorted(story.commits) if step - 1 in story.commits]
         durations = [story.commits[step].t - story.commits[step - 1].t for step in steps]
-        speeds = [
-            story.commits[s].tokens / d if d > 0 else float("nan")
-            for s, d in zip(steps, durations, strict=True)
-        ]
+        speeds = [story.commits[s].tokens / d if d > 0 else float("nan") for s, d in zip(steps, durations, strict=True)]
         world = next(iter(story.worlds), (0.0, 0))[1]
-        axes.plot(
-            steps, speeds, color=colour, lw=1.4, drawstyle="steps-mid", label=f"{label} ({world} workers)"
-        )
+        axes.plot(steps, speeds, color=colour, lw=1.4, drawstyle="steps-mid", label=f"{label} ({world} workers)")
     for kill in kills:
         axes.axvline(kill.step, color=KILL, lw=0.8, alpha=0.6, zorder=0)
     axes.set_ylim(bottom=0)
@@ -154,14 +141,10 @@ def draw_speed(axes: Axes, storm: Story, calm: Story, kills: Sequence[Kill]) -> 
     axes.grid(axis="y", alpha=0.2)
 
 
-def overview(
-    storm: Story, calm: Story, kills: Sequence[Kill], healthy_ms: float, title: str, good: bool
-) -> Figure:
+def overview(storm: Story, calm: Story, kills: Sequence[Kill], healthy_ms: float, title: str, good: bool) -> Figure:
     """All four pictures on one page."""
     figure = Figure(figsize=(13, 9), layout="constrained")
-    figure.suptitle(
-        title, fontsize=14, fontweight="bold", color="#2b8a3e" if good else KILL, x=0.01, ha="left"
-    )
+    figure.suptitle(title, fontsize=14, fontweight="bold", color="#2b8a3e" if good else KILL, x=0.01, ha="left")
     halves = figure.add_gridspec(1, 2, width_ratios=(1, 1.1))
     left, right = halves[0].subgridspec(2, 1, height_ratios=(1.5, 1)), halves[1].subgridspec(2, 1)
     losses = left[0].subgridspec(2, 1, height_ratios=(3.4, 1))

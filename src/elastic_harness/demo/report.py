@@ -46,9 +46,7 @@ class Page:
     def healthy_ms(self) -> float:
         """The median step of the disturbed run, among steps that no kill touched."""
         struck = {kill.step for kill in self.kills}
-        quiet = [
-            commit.step_s for step, commit in self.storm.commits.items() if step not in struck and step > 0
-        ]
+        quiet = [commit.step_s for step, commit in self.storm.commits.items() if step not in struck and step > 0]
         return 1000 * statistics.median(quiet) if quiet else 0.0
 
 
@@ -56,9 +54,7 @@ def write(page: Page, folder: Path) -> tuple[Path, Path]:
     """Write report.html and report.png into `folder`; returns their paths."""
     html_path, png_path = folder / HTML_NAME, folder / PNG_NAME
     with matplotlib.rc_context(plots.STYLE):
-        figure = plots.overview(
-            page.storm, page.calm, page.kills, page.healthy_ms, page.headline, page.outcome.ok
-        )
+        figure = plots.overview(page.storm, page.calm, page.kills, page.healthy_ms, page.headline, page.outcome.ok)
         figure.savefig(png_path, dpi=110, facecolor="white")
         html_path.write_text(render(page), encoding="utf-8")
     return html_path, png_path
@@ -84,9 +80,7 @@ def render(page: Page) -> str:
             "Stages of every recovery",
             lambda f: plots.draw_recoveries(f.subplots(), storm, kills, page.healthy_ms),
         ),
-        _picture(
-            (9.6, 2.8), "Tokens per second", lambda f: plots.draw_speed(f.subplots(), storm, calm, kills)
-        ),
+        _picture((9.6, 2.8), "Tokens per second", lambda f: plots.draw_speed(f.subplots(), storm, calm, kills)),
     ]
     checks = "".join(
         f'<li class="{"good" if check.holds else "bad"}"><b>{_text(check.claim)}</b><br>'
@@ -110,13 +104,13 @@ def render(page: Page) -> str:
 
 def _tiles(page: Page) -> str:
     after = [value for value in (page.storm.after_kill_ms(kill) for kill in page.kills) if value is not None]
-    groups = [found.total_ms for found in (page.storm.recovery_after(kill) for kill in page.kills) if found]
+    groups = [sum(stages.values()) for stages in (page.storm.stages_after(kill) for kill in page.kills) if stages]
     tiles = [
         (str(len(page.storm.commits)), "steps committed, each with its full batch"),
         (str(sum(len(kill.members) for kill in page.kills)), f"workers killed, in {len(page.kills)} strikes"),
         (
             f"{statistics.median(groups):.0f} ms" if groups else "–",
-            "median recovery, as the survivors report it",
+            "median from a kill to a working group",
         ),
         (
             f"{statistics.median(after):.0f} ms" if after else "–",
@@ -128,7 +122,7 @@ def _tiles(page: Page) -> str:
 
 
 def _kill_row(story: Story, kill: Kill) -> str:
-    recovery, after = story.recovery_after(kill), story.after_kill_ms(kill)
+    stages, after = story.stages_after(kill), story.after_kill_ms(kill)
     seen = [story.noticed[member] for member in kill.members if member in story.noticed]
     cells = (
         f"{kill.t - (story.started or kill.t):.1f} s",
@@ -136,9 +130,9 @@ def _kill_row(story: Story, kill: Kill) -> str:
         ", ".join(str(pid) for pid in kill.pids),
         str(kill.step),
         f"{1000 * (max(seen) - kill.t):.0f} ms" if seen else "not noticed",
-        f"{recovery.total_ms:.0f} ms" if recovery else "–",
+        f"{sum(stages.values()):.0f} ms" if stages else "–",
         f"{after:.0f} ms" if after is not None else "–",
-        stages_text(recovery) if recovery else "",
+        stages_text(stages),
     )
     return "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>"
 
@@ -200,7 +194,7 @@ _PAGE = """<!doctype html>
 <h2>Every kill</h2>
 <div class="scroll"><table><thead><tr>
 <th>at</th><th>who</th><th>pid</th><th>in step</th><th>noticed after</th>
-<th>recovery</th><th>next commit after</th><th>stages, ms</th></tr></thead><tbody>{rows}</tbody></table></div>
+<th>group again after</th><th>next commit after</th><th>stages, ms</th></tr></thead><tbody>{rows}</tbody></table></div>
 <h2>Text from the trained model</h2>
 <pre>{sample}</pre>
 <h2>Look for yourself</h2>

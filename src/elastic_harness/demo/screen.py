@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic_harness.demo.story import Commit, Kill, Recovery, Story, Worker
+from elastic_harness.demo.story import Commit, Kill, Story, Worker
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SHOW_DEAD_S = 2.5
@@ -21,9 +21,9 @@ SHOWN_STRIKES = 8
 LINES_PER_RUN = 20
 
 
-def stages_text(recovery: Recovery) -> str:
-    """A recovery's stages in order, as 'detect 4 · abort 9 · …' in milliseconds."""
-    return " · ".join(f"{name.removesuffix('_ms')} {value:.0f}" for name, value in recovery.stages.items())
+def stages_text(stages: Mapping[str, float]) -> str:
+    """Stages in order, as 'detect 4 · release 1 · …' in milliseconds; what took less than a half is left out."""
+    return " · ".join(f"{name.removesuffix('_ms')} {value:.0f}" for name, value in stages.items() if value >= 0.5)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -92,7 +92,7 @@ class Screen:
                 self._printed_recoveries.add(number)
                 self.line(
                     f"{_clock(story, recovery.t)}  OK    recovered in {recovery.total_ms:.0f} ms: "
-                    f"{stages_text(recovery)}"
+                    f"{stages_text(recovery.stages)}"
                 )
         if story.waiting != self._waiting:
             self._waiting = story.waiting
@@ -143,9 +143,7 @@ def _workers(story: Story) -> Table:
     dead = [
         worker
         for worker in story.workers.values()
-        if worker.end in ("killed", "failed")
-        and worker.ended is not None
-        and now - worker.ended < SHOW_DEAD_S
+        if worker.end in ("killed", "failed") and worker.ended is not None and now - worker.ended < SHOW_DEAD_S
     ]
     cells = [Text(f"● rank {rank} pid {worker.pid}", style="green") for rank, worker in _ranked(story)]
     cells += [Text(f"✗ pid {worker.pid} killed", style="bold red") for worker in dead]
@@ -164,18 +162,16 @@ def _strikes(story: Story, kills: Sequence[Kill]) -> list[RenderableType]:
         return []
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=False)
     for column in ("at", "SIGKILL", "in step", "group again", "next commit", "stages, ms"):
-        table.add_column(
-            column, no_wrap=column != "stages, ms", justify="right" if column == "in step" else "left"
-        )
+        table.add_column(column, no_wrap=column != "stages, ms", justify="right" if column == "in step" else "left")
     for kill in kills[-SHOWN_STRIKES:]:
-        recovery, after = story.recovery_after(kill), story.after_kill_ms(kill)
+        stages, after = story.stages_after(kill), story.after_kill_ms(kill)
         table.add_row(
             _clock(story, kill.t),
             Text(kill.label, style="red"),
             str(kill.step),
-            f"{recovery.total_ms:.0f} ms" if recovery else "…",
+            f"{sum(stages.values()):.0f} ms" if stages else "…",
             f"{after:.0f} ms" if after is not None else "…",
-            Text(stages_text(recovery) if recovery else "", style="dim"),
+            Text(stages_text(stages), style="dim"),
         )
     return [table]
 

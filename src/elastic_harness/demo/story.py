@@ -42,9 +42,10 @@ class Worker:
 
 @dataclass(frozen=True)
 class Recovery:
-    """One recovery as the slowest reporter saw it: stage durations in milliseconds, in order."""
+    """One recovery as the slowest reporter saw it, from `noticed` on: stage durations in milliseconds, in order."""
 
     t: float
+    noticed: float
     generation: int
     stages: Mapping[str, float]
     total_ms: float
@@ -117,11 +118,7 @@ class Story:
         return [self.workers[member] for member in self.members if self.alive(member)]
 
     def spares(self) -> list[Worker]:
-        return [
-            worker
-            for worker in self.workers.values()
-            if worker.end is None and worker.member not in self.members
-        ]
+        return [worker for worker in self.workers.values() if worker.end is None and worker.member not in self.members]
 
     def tokens_per_s(self) -> float:
         """Tokens per second over the recent steps, by the clock, recoveries included."""
@@ -137,10 +134,13 @@ class Story:
         after = [commit.t for step, commit in self.commits.items() if step > before and commit.t > kill.t]
         return (min(after) - kill.t) * 1000 if after else None
 
-    def recovery_after(self, kill: Kill) -> Recovery | None:
-        """The first recovery reported after a kill."""
+    def stages_after(self, kill: Kill) -> dict[str, float]:
+        """Milliseconds from the kill to a working group, by stages, detection first; empty before there is one."""
         later = [recovery for recovery in self.recoveries.values() if recovery.t > kill.t]
-        return min(later, key=lambda recovery: recovery.t) if later else None
+        if not later:
+            return {}
+        first = min(later, key=lambda recovery: recovery.t)
+        return {"detect_ms": max(0.0, 1000 * (first.noticed - kill.t)), **first.stages}
 
     def mark_killed(self, kill: Kill) -> None:
         """Note that these members were killed by us, before the log says so."""
@@ -211,18 +211,16 @@ class Story:
             worker.ended = float(event["t"])
 
     def _on_recovery(self, event: Mapping[str, Any]) -> None:
+        if event.get("planned"):
+            return  # a change of members that interrupted nobody
         number = int(event["generation"])
-        stages = {
-            str(name): float(value)
-            for name, value in (event.get("stages") or {}).items()
-            if value is not None
-        }
+        stages = {str(name): float(value) for name, value in (event.get("stages") or {}).items() if value is not None}
         total = float(event.get("total_ms") or sum(stages.values()))
         known = self.recoveries.get(number)
         if known is None or total > known.total_ms:
-            self.recoveries[number] = Recovery(
-                float(event["t"]), number, stages, total, event.get("resumed_step")
-            )
+            noticed = float(event.get("t_noticed") or float(event["t"]) - total / 1000)
+            step = event.get("resumed_step")
+            self.recoveries[number] = Recovery(float(event["t"]), noticed, number, stages, total, step)
 
     def _on_incident(self, event: Mapping[str, Any]) -> None:
         self.incidents.append(event)

@@ -40,17 +40,13 @@ class Outcome:
 def compare(storm_dir: Path, storm: Story, calm_dir: Path, calm: Story) -> Outcome:
     """Judge two finished runs of the same training: ledgers, loss of every step, final weights."""
     checks = [_ledger("with failures", storm_dir), _ledger("without", calm_dir)]
-    hashes = [
-        None if story.finished is None else story.finished.get("weights_sha256") for story in (storm, calm)
-    ]
+    hashes = [None if story.finished is None else story.finished.get("weights_sha256") for story in (storm, calm)]
     same = hashes[0] is not None and hashes[0] == hashes[1]
     checks.append(
         Check(
             "weights identical bit for bit",
             same,
-            f"sha256 {hashes[0]} in both"
-            if same
-            else f"sha256 {hashes[0]} with failures, {hashes[1]} without",
+            f"sha256 {hashes[0]} in both" if same else f"sha256 {hashes[0]} with failures, {hashes[1]} without",
         )
     )
     losses, difference = _losses(storm, calm)
@@ -85,9 +81,7 @@ def _losses(storm: Story, calm: Story) -> tuple[Check, float | None]:
     differing = [step for step, value in zip(steps, differences, strict=True) if value != 0.0]
     if differing:
         worst = max(differences)
-        return Check(
-            claim, False, f"{len(differing)} steps differ, first step {differing[0]}, by {worst:.3g}"
-        ), worst
+        return Check(claim, False, f"{len(differing)} steps differ, first step {differing[0]}, by {worst:.3g}"), worst
     return Check(claim, True, f"all {len(steps)} steps, from {calm.commits[steps[0]].loss:.4f} "
                               f"to {calm.commits[steps[-1]].loss:.4f}"), 0.0  # fmt: skip
 
@@ -100,6 +94,4 @@ def _nothing_missed(storm: Story) -> Check:
         return Check("workers were killed", False, "no worker was killed, so the comparison shows nothing")
     if unseen:
         return Check("every kill was noticed", False, f"no failure_detected event for {', '.join(unseen)}")
-    return Check(
-        "every kill was noticed", True, f"{len(killed)} workers killed with SIGKILL, {len(killed)} noticed"
-    )
+    return Check("every kill was noticed", True, f"{len(killed)} workers killed with SIGKILL, {len(killed)} noticed")

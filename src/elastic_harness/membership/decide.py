@@ -65,7 +65,7 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     removed = len(survivors) - sum(m in members for m in survivors)
     parts = [f"{lost} lost"] * (lost > 0) + [f"{joined} joined"] * (joined > 0) + [f"{removed} removed"] * (removed > 0)
     if view.reform and not lost:
-        parts.append("links broke")
+        parts.append("the exchange broke")
     return Decision(members, urgent), ", ".join(parts) or "first generation"
 
 
@@ -77,7 +77,7 @@ def mutually_connected(members: Iterable[str], broken: frozenset[frozenset[str]]
     suspects = [m for m in order if any(m in p for p in pairs)]
     if len(suspects) > 12:
         while pairs:
-            worst = max(suspects, key=lambda m: (sum(m in p for p in pairs), order.index(m)))
+            worst = max(order, key=lambda m: (sum(m in p for p in pairs), order.index(m)))
             pairs = [p for p in pairs if worst not in p]
             order.remove(worst)
         return order

@@ -178,6 +178,7 @@ class State:
     broken: tuple[tuple[int, str, str], ...] = ()
     troubled: tuple[str, ...] = ()
     trouble_at: float | None = None
+    trouble_in: int = 0
     done: bool = False
 
 
@@ -201,8 +202,8 @@ def _take(state: State, event: Event, now: float) -> tuple[State, tuple[Action, 
         case Lost(member):
             waited_for = _still_needed(state, member)
             state = _without(state, member)
-            if waited_for and state.trouble_at is None:
-                state = replace(state, trouble_at=now)
+            if waited_for and state.trouble_at is None and state.previous is not None:
+                state = replace(state, trouble_at=now, trouble_in=state.previous.number)
         case Unfit(member, reason):
             if member in state.ready:
                 return _without(state, member), (Evict(member, reason),)
@@ -213,8 +214,8 @@ def _take(state: State, event: Event, now: float) -> tuple[State, tuple[Action, 
         case Trouble(member, generation, peers):
             if _current(state, member, generation) or _still_before(state, member, generation):
                 state = _note_trouble(state, member, generation, peers)
-                if state.trouble_at is None:
-                    state = replace(state, trouble_at=now)
+                first_at = now if state.trouble_at is None else state.trouble_at
+                state = replace(state, trouble_at=first_at, trouble_in=max(state.trouble_in, generation))
         case Committed():
             state = replace(state, born=True)
         case Finished(member, version):
@@ -336,6 +337,7 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         reports=(),
         troubled=(),
         trouble_at=None,
+        trouble_in=0,
     )
     return state, (Announce(generation),)
 
@@ -349,6 +351,8 @@ def _form(state: State, generation: Generation) -> tuple[State, tuple[Action, ..
         formed=True,
         born=state.born or digest.version > 0,
         reports=(),
+        # everyone reached the boundary, so whatever went wrong before it no longer matters
+        trouble_at=state.trouble_at if state.trouble_in == generation.number else None,
         lineage=digest.lineage,
         from_step=digest.from_step,
     )

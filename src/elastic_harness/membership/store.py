@@ -23,7 +23,7 @@ class Compacted(InfrastructureError):
 
     def __init__(self, revision: int, oldest: int) -> None:
         super().__init__(
-            f"revision {revision} was compacted, the oldest kept is {oldest}; read the range and watch from its revision"
+            f"revision {revision} was compacted, the oldest kept is {oldest}; read the range anew and watch from there"
         )
         self.revision = revision
         self.oldest = oldest

@@ -23,11 +23,12 @@ from elastic_harness.simulate.world import Faults, Move, Violation, World
 @dataclass(frozen=True)
 class Result:
     """What a search found. complete: every reachable state was looked at. ends: states in which nothing can happen
-    any more. trace: the moves to the violation."""
+    any more, done: those of them where the job is complete. trace: the moves to the violation."""
 
     states: int
     moves: int
     ends: int
+    done: int
     complete: bool
     seconds: float
     violation: str | None = None
@@ -42,7 +43,7 @@ def explore(model: Model, budget: int) -> Result:
     number: dict[World, int] = {start: 0}
     parents: list[tuple[int, Move]] = [(-1, ())]
     frontier = [start]
-    moves = ends = 0
+    moves = ends = done = 0
 
     def found(violation: Violation, at: int, last: Move | None) -> Result:
         trace = [] if last is None else [last]
@@ -50,9 +51,7 @@ def explore(model: Model, budget: int) -> Result:
             at, move = parents[at]
             trace.append(move)
         text = tuple(" ".join(map(str, move)) for move in reversed(trace))
-        return Result(
-            len(number), moves, ends, False, time.monotonic() - began, violation.kind, violation.detail, text
-        )
+        return Result(len(number), moves, ends, done, False, time.monotonic() - began, violation.kind, violation.detail, text)
 
     complete = True
     while frontier:
@@ -76,19 +75,20 @@ def explore(model: Model, budget: int) -> Result:
                     following.append(after)
             if not alive:
                 ends += 1
+                done += model.leaders[world.leader].done
                 try:
                     model.check_end(world)
                 except Violation as violation:
                     return found(violation, at, None)
         frontier = following
-    return Result(len(number), moves, ends, complete, time.monotonic() - began)
+    return Result(len(number), moves, ends, done, complete, time.monotonic() - began)
 
 
 def walks(model: Model, count: int, seed: int, fault_rate: float = 0.05, length_max: int = 2000) -> Result:
     """`count` random paths, each to its end. The seed reproduces them."""
     began = time.monotonic()
     rng = random.Random(seed)
-    moves = ends = 0
+    moves = ends = done = 0
     for _ in range(count):
         world = model.start()
         trace: list[Move] = []
@@ -100,26 +100,31 @@ def walks(model: Model, count: int, seed: int, fault_rate: float = 0.05, length_
                 try:
                     model.check_end(world)
                 except Violation as violation:
-                    return _walk_failed(violation, moves, ends, began, trace)
+                    return _walk_failed(violation, moves, ends, done, began, trace)
                 ends += 1
                 if not faults:
+                    done += model.leaders[world.leader].done
                     break
             pool = faults if faults and (not others or rng.random() < fault_rate) else others
             move, after, _ = rng.choice(pool)
             trace.append(move)
             moves += 1
             if isinstance(after, Violation):
-                return _walk_failed(after, moves, ends, began, trace)
+                return _walk_failed(after, moves, ends, done, began, trace)
             world = after
         else:
             never = Violation("never ends", f"{length_max} moves without an end")
-            return _walk_failed(never, moves, ends, began, trace)
-    return Result(0, moves, ends, False, time.monotonic() - began)
+            return _walk_failed(never, moves, ends, done, began, trace)
+    return Result(0, moves, ends, done, False, time.monotonic() - began)
 
 
-def _walk_failed(violation: Violation, moves: int, ends: int, began: float, trace: list[Move]) -> Result:
+def _walk_failed(violation: Violation, moves: int, ends: int, done: int, began: float, trace: list[Move]) -> Result:
     text = tuple(" ".join(map(str, move)) for move in trace)
-    return Result(0, moves, ends, False, time.monotonic() - began, violation.kind, violation.detail, text)
+    return Result(0, moves, ends, done, False, time.monotonic() - began, violation.kind, violation.detail, text)
+
+
+def _plain(size: Size) -> dict[str, object]:
+    return {**asdict(size), "faults": size.faults._asdict()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -154,10 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = Model(size)
     result = walks(model, args.walks, args.seed) if args.walks else explore(model, args.budget)
     if args.json:
-        print(json.dumps({"size": asdict(size), "seed": args.seed, **asdict(result)}))
+        print(json.dumps({"size": _plain(size), "seed": args.seed, **asdict(result)}))
     else:
         extent = "every state" if result.complete else "a part of the states"
-        print(f"{extent}: {result.states} states, {result.moves} moves, {result.ends} ends, {result.seconds:.1f} s")
+        print(f"{extent}: {result.states} states, {result.moves} moves, {result.ends} ends ({result.done} done), {result.seconds:.1f} s")
         if result.violation:
             print(f"VIOLATION {result.violation}: {result.detail}")
             print("\n".join(f"  {i:3} {line}" for i, line in enumerate(result.trace, 1)))

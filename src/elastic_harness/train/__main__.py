@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 from elastic_harness.errors import HarnessError
@@ -11,7 +10,5 @@ from elastic_harness.train.trainer import main
 try:
     main()
 except HarnessError as error:
-    if "ELASTIC_HARNESS_MEMBER" in os.environ:
-        raise  # the hook installed by start() reports it to the agent, if it got that far
     print(f"error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_harness.errors import EXIT_USER_CODE
+from elastic_harness.failpoints import failpoint
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import SlotTable
 from elastic_harness.train.rng import seed_everything
@@ -105,7 +106,9 @@ class Applier:
         total = in_order(record.table.weight_N)
         self._set_gradients(record, total)
         self._set_buffers(record)
+        failpoint("apply.gradients", record.step)
         norm = self._optimize()
+        failpoint("apply.optimizer", record.step)
         lr = float(self._optimizer.param_groups[0]["lr"])
         if self._scheduler is not None:
             self._scheduler.step()

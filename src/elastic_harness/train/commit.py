@@ -33,9 +33,7 @@ class Header:
     table: SlotTable
 
     def pack(self) -> torch.Tensor:
-        fixed = np.array(
-            [self.generation, self.version, self.switch, self.stop, self.canary], np.int64
-        )
+        fixed = np.array([self.generation, self.version, self.switch, self.stop, self.canary], np.int64)
         return torch.from_numpy(np.concatenate([fixed, self.table.words]))
 
     @staticmethod

@@ -19,7 +19,12 @@ from elastic_harness.train.slots import Shape
 
 
 def fingerprint(
-    config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, dataset: Mapping[str, Any], layout: Layout, shape: Shape
+    config: Config,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: Mapping[str, Any],
+    layout: Layout,
+    shape: Shape,
 ) -> dict[str, Any]:
     """Everything on which the bits of a step depend. Two members of one run must agree in every entry under
     `elastic.exactness: strict`; under relaxed only in those whose names begin with `run.`, `data.` or `model.`."""

@@ -62,9 +62,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
         try:
             return load_file(exported)
         except (SafetensorError, OSError) as error:
-            raise CheckpointCorrupt(
-                f"{exported} cannot be read ({error}); resume the run to write it anew"
-            ) from error
+            raise CheckpointCorrupt(f"{exported} cannot be read ({error}); resume the run to write it anew") from error
     return _checkpoint_weights(folder / "checkpoints")
 
 
@@ -81,8 +79,7 @@ def _checkpoint_weights(folder: Path) -> dict[str, torch.Tensor]:
         prefix = "model."
         return {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
     raise ConfigError(
-        f"{folder.parent} holds neither {WEIGHTS_NAME} nor a checkpoint yet; let the run reach its "
-        "first checkpoint"
+        f"{folder.parent} holds neither {WEIGHTS_NAME} nor a checkpoint yet; let the run reach its first checkpoint"
     )
 
 
@@ -93,12 +90,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", help="the run's folder")
     parser.add_argument("--prompt", default="def ", help="what to continue (default: %(default)r)")
-    parser.add_argument(
-        "--tokens", type=int, default=200, help="how many bytes to add (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)"
-    )
+    parser.add_argument("--tokens", type=int, default=200, help="how many bytes to add (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="fixes the drawing (default: %(default)s)")
     arguments = parser.parse_args(argv)
     try:

@@ -84,8 +84,6 @@ def averaged_buffers(model: nn.Module, declared: Sequence[str]) -> dict[str, Ten
     known = dict(model.named_buffers())
     for name in declared:
         if name not in known:
-            raise ConfigError(
-                f"buffers=[{name!r}] names no buffer of the model; it has {sorted(known) or 'none'}."
-            )
+            raise ConfigError(f"buffers=[{name!r}] names no buffer of the model; it has {sorted(known) or 'none'}.")
         chosen[name] = known[name]
     return chosen

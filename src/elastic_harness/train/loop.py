@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_harness.errors import GenerationChanged, PeerFailed, Recoverable
+from elastic_harness.failpoints import failpoint
 from elastic_harness.train.board import Phase
 from elastic_harness.train.commit import gate
-from elastic_harness.train.partials import Partials
 from elastic_harness.train.effects import committed, report_unfit, stop_at_boundary
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Progress
@@ -46,20 +46,22 @@ def compute(parts: Parts, progress: Progress, work: Work) -> Iterator[Any]:
     partials = progress.partials
     assert partials is not None and progress.formed is not None
     if work.canary_due:
-        yield from slots_of_lane(parts, progress, range(1), parts.new_partials(partials.step))
-        work.canary = canary_word(parts.slots.take_gradients())
+        yield from run_slots(parts, progress, range(1))
+        work.canary = canary_word(parts.slots.take()[0])
     for lane in work.lanes:
-        yield from slots_of_lane(parts, progress, parts.shape.lane_slots(lane), partials)
-        node = partials.add_lane(lane, parts.slots.take_gradients())
+        yield from run_slots(parts, progress, parts.shape.lane_slots(lane))
+        node = partials.add_lane(lane, *parts.slots.take())
+        failpoint("lane.finished", partials.step)
         work.send_if_finished(node, partials)
 
 
-def slots_of_lane(parts: Parts, progress: Progress, slots: range, into: Partials) -> Iterator[Any]:
+def run_slots(parts: Parts, progress: Progress, slots: range) -> Iterator[Any]:
     """Yield the batches of some slots; between two slots is where an urgent change of generation is noticed."""
-    step = into.step
-    for slot, batch in parts.slots.run(step, slots, into.table):
+    step = progress.version
+    for slot, batch in parts.slots.run(step, slots):
         stop_if_void(parts, progress)
         with parts.deadlines.measured(Phase.SLOT, step, slot):
+            failpoint("slot.forward", step)
             yield batch
         parts.deadlines.enter(Phase.DATA, step, slot)
     stop_if_void(parts, progress)
@@ -75,8 +77,10 @@ def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress
         report_unfit(parts, formed, verdict, reason)
         raise PeerFailed(reason)
     record = record_of(parts, formed, work, headers)
+    failpoint("exchange.finished", record.step)
     parts.deadlines.enter(Phase.APPLY, record.step)
     metrics = parts.applier.apply(record)
+    failpoint("apply.finished", record.step)
     progress = committed(parts, progress, record, metrics, work)
     if verdict.stop:
         raise stop_at_boundary(parts, progress)

@@ -5,6 +5,7 @@ Legend: N slots, L lanes, P entries of the layout.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,10 +21,20 @@ Words = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class Contribution:
+    """What one slot adds to a step: its mean loss, its weight (1 for a full slot, 0 for an empty one) and 64 bits of
+    the hash of the sample ids that were read."""
+
+    loss: float
+    weight: float
+    samples: int
+
+
+@dataclass(frozen=True)
 class SlotTable:
     """What every slot and lane of a step contributed, as one vector of 64-bit words; zeros where not (yet) known.
 
-    Slots are disjoint between members, so tables are combined by adding their words.
+    Only finished lanes are entered. They are disjoint between members, so tables are combined by adding their words.
     """
 
     slots: int
@@ -57,7 +68,14 @@ class SlotTable:
         """(L, ⌈P/64⌉) bits: whether the lane has a gradient for the entry."""
         return self.words[3 * self.slots :].view(np.uint64).reshape(self.lanes, -1)
 
-    def set_presence(self, lane: int, gradients: Gradients) -> None:
+    def enter(self, lane: int, gradients: Gradients, contributions: Mapping[int, Contribution]) -> None:
+        """Record a finished lane."""
+        for slot, contribution in contributions.items():
+            self.loss_N[slot], self.weight_N[slot] = contribution.loss, contribution.weight
+            self.samples_N[slot] = contribution.samples
+        self._set_presence(lane, gradients)
+
+    def _set_presence(self, lane: int, gradients: Gradients) -> None:
         bits = np.zeros(self.presence.shape[1] * 64, np.uint8)
         bits[: len(gradients)] = [g is not None for g in gradients]
         self.presence[lane] = np.packbits(bits, bitorder="little").view(np.uint64)
@@ -81,10 +99,10 @@ class Partials:
         """The finished lanes as ranges."""
         return merge_ranges(tuple(self.nodes))
 
-    def add_lane(self, lane: int, gradients: Gradients) -> Node:
-        """Take over a finished lane's gradients; returns the node it has grown into. Adds in place: the tensors
-        belong to this object from now on."""
-        self.table.set_presence(lane, gradients)
+    def add_lane(self, lane: int, gradients: Gradients, contributions: Mapping[int, Contribution]) -> Node:
+        """Take over a finished lane; returns the node it has grown into. Adds in place: the tensors belong to this
+        object from now on."""
+        self.table.enter(lane, gradients, contributions)
         node: Node = (lane, lane + 1)
         while node != (0, self.table.lanes):
             parent, sibling = parent_and_sibling(node, self.table.lanes)

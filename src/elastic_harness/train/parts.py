@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_harness.config import Config
+from elastic_harness.data.schedule import Schedule
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.board import Board
 from elastic_harness.train.deadlines import Deadlines
+from elastic_harness.train.flats import FlatPool
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.link import Link
 from elastic_harness.train.partials import Partials, SlotTable
 from elastic_harness.train.saver import Saver
 from elastic_harness.train.slots import Shape, SlotComputer
 from elastic_harness.train.state import Registry
-from elastic_harness.train.flats import FlatPool
-from elastic_harness.data.schedule import Schedule
 
 
 @dataclass(frozen=True)

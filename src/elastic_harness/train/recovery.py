@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from elastic_harness.comm import gloo
 from elastic_harness.errors import CheckpointCorrupt, PeerFailed, Recoverable
+from elastic_harness.failpoints import failpoint
 from elastic_harness.membership.types import Generation, Report
 from elastic_harness.train.apply import Record
 from elastic_harness.train.board import Phase
@@ -54,6 +55,7 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
             if failure is not None:
                 with stages.timed("release"):
                     progress = _release(parts, progress, failure)
+                failpoint("recovery.released", progress.version)
             with stages.timed("generation"):
                 parts.board.show(Phase.WAITING, progress.version)
                 generation = parts.link.next_generation(progress.announced, planned=failure is None)
@@ -62,14 +64,17 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
                 parts.link.left_out(generation)
             report = _report(parts, progress, generation.number)
             parts.link.report(report)
+            failpoint("recovery.reported", progress.version)
             formed = _meet(parts, generation, stages)
             if progress.formed is not None and progress.formed.group is not None:
                 progress.formed.group.close()
             progress = replace(progress, formed=formed, sent=None)
+            failpoint("recovery.reconciled", progress.version)
             with stages.timed("repair"):
                 progress = _repair(parts, progress, report)
                 _serve(parts, progress)
             recovered(parts, progress, stages.started_at, stages.ms, planned=failure is None)
+            failpoint("recovery.finished", progress.version)
             return progress
         except Recoverable as error:
             failure = error
@@ -79,9 +84,7 @@ def _release(parts: Parts, progress: Progress, failure: Recoverable) -> Progress
     """Give up the old group. A failure nobody has announced yet is reported, with the peers that were waited for."""
     formed = progress.formed
     if isinstance(failure, PeerFailed) and not parts.link.urgent(progress.announced):
-        parts.link.send(
-            "trouble", generation=progress.announced, peers=list(failure.peers), error=str(failure)[:2000]
-        )
+        parts.link.send("trouble", generation=progress.announced, peers=list(failure.peers), error=str(failure)[:2000])
     parts.link.wake = lambda: None
     if formed is not None and formed.group is not None:
         formed.group.close()
@@ -102,6 +105,7 @@ def _meet(parts: Parts, generation: Generation, stages: Stages) -> Formed:
                 values, void = GenerationValues(parts.link, number), cancelled_by(parts.link, number)
                 group = gloo.build(values, rank, len(members), hostname=parts.hostname, cancelled=void)
                 parts.link.wake = group.abort
+        failpoint("recovery.rebuilt")
         with stages.timed("reconcile"):
             return Formed(generation, parts.link.digest(number), rank, group)
     except BaseException:
@@ -131,6 +135,7 @@ def _repair(parts: Parts, progress: Progress, report: Report) -> Progress:
 
     def receive() -> Payload:
         assert formed.group is not None and source.donor is not None
+        failpoint("recovery.receiving", digest.version)
         return receive_payload(formed.group, members.index(source.donor), parts.config.elastic.exchange_timeout_s)
 
     match source.kind:
@@ -161,6 +166,7 @@ def _serve(parts: Parts, progress: Progress) -> None:
         source = formed.digest.sources[member]
         if source.donor != me or formed.group is None:
             continue
+        failpoint("recovery.serving", progress.version)
         if source.kind == "replay":
             assert progress.record is not None
             payload = progress.record.payload()

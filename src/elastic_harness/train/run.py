@@ -17,6 +17,7 @@ from elastic_harness.config import Config
 from elastic_harness.data.mapstyle import MapStyle
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import EXIT_USER_CODE, ConfigError, HarnessError
+from elastic_harness.failpoints import failpoint
 from elastic_harness.train import standalone
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.board import Board, Phase
@@ -105,8 +106,10 @@ class Run:
             parts.saver.save(progress.version, formed.digest.lineage)
             parts.saver.wait()
             export_weights(parts.registry.model, parts.run_dir / "weights.safetensors")
+        failpoint("finish.saved", progress.version)
         loss = progress.metrics.loss if progress.metrics else None
         parts.link.send("finished", version=progress.version, weights_sha256=sha256, final_loss=loss)
+        failpoint("finish.sent", progress.version)
         parts.board.show(Phase.FINISHED, progress.version)
         self._progress = recover(parts, progress, None)
 

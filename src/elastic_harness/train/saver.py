@@ -10,6 +10,7 @@ from typing import Any
 
 from elastic_harness.checkpoint import local
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
+from elastic_harness.failpoints import failpoint
 from elastic_harness.train.state import Registry
 
 
@@ -37,6 +38,7 @@ class Saver:
         self._newest = (lineage, version)
         skeleton, tensors = self._registry.capture()
         copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        failpoint("checkpoint.copied", version)
         self._writer = threading.Thread(
             target=self._write, args=(version, lineage, skeleton, copies), name="checkpoint-writer"
         )
@@ -46,6 +48,7 @@ class Saver:
         start = time.perf_counter()
         try:
             path = local.save(self._folder, version, skeleton, tensors, {"lineage": lineage, "version": version})
+            failpoint("checkpoint.written", version)
             local.prune(self._folder, self._keep_last)
         except (InfrastructureError, OSError) as error:
             self._report("checkpoint_failed", {"step": version, "error": str(error)})

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
 from elastic_harness.errors import UserCodeError
+from elastic_harness.failpoints import failpoint
 from elastic_harness.train.apply import forbid_hidden_changes
 from elastic_harness.train.layout import Layout
-from elastic_harness.train.partials import Gradients, SlotTable
+from elastic_harness.train.partials import Contribution, Gradients
 from elastic_harness.train.rng import seed_everything
 from elastic_harness.train.state import tensor_bytes
 
@@ -76,19 +77,20 @@ class SlotComputer:
         self._slot: tuple[int, int, float] | None = None  # step, slot, share of a full slot
         self._seen: tuple[float, float] | None = None  # loss, weight of the running slot
         self._buffer_sums: list[Tensor] = []
+        self._contributions: dict[int, Contribution] = {}
 
     # ---- one lane
 
-    def run(self, step: int, slots: range, table: SlotTable) -> Iterator[tuple[int, Any]]:
+    def run(self, step: int, slots: range) -> Iterator[tuple[int, Any]]:
         """Yield (slot, batch) for every non-empty slot of a lane; the caller runs forward and `backward` before it
-        asks for the next. Afterwards `take_gradients` has the lane's sum."""
+        asks for the next. Afterwards `take` has the lane's sum and what its slots contributed."""
         self.drop()
         saved = [b.clone() for b in self._buffers]
         for slot in slots:
             ids = slot_sample_ids(self._schedule, self._seed, step, slot, self._shape.micro_batch)
-            digest = hashlib.sha256(ids.astype("<i8").tobytes()).digest()[:8]
-            table.samples_N[slot] = int.from_bytes(digest, "big")
+            samples = int.from_bytes(hashlib.sha256(ids.astype("<i8").tobytes()).digest()[:8], "big")
             if len(ids) == 0:
+                self._contributions[slot] = Contribution(0.0, 0.0, samples)
                 continue
             batch = self._dataset.read(ids)
             seed_everything(self._seed, step, slot)
@@ -100,7 +102,7 @@ class SlotComputer:
                     f"step.backward(loss) was not called for slot {slot} of step {step}: call it exactly once for "
                     "every batch of step.micro_batches()"
                 )
-            table.loss_N[slot], table.weight_N[slot] = self._seen
+            self._contributions[slot] = Contribution(*self._seen, samples)
             self._take_buffers(saved)
         self._slot = None
 
@@ -121,10 +123,12 @@ class SlotComputer:
         if self._scaler is not None and self._scaler.is_enabled():
             scaled = self._scaler.scale(scaled)
         scaled.backward()
+        failpoint("slot.backward", step)
         self._seen = (float(value), share)
 
-    def take_gradients(self) -> Gradients:
-        """The finished lane's gradients, one per entry of the layout (None where absent); p.grad is empty after."""
+    def take(self) -> tuple[Gradients, dict[int, Contribution]]:
+        """The finished lane's gradients, one per entry of the layout (None where absent), and what each of its slots
+        contributed. p.grad is empty after."""
         gradients: Gradients = []
         for parameter, name in zip(self._parameters, self._names, strict=False):
             gradient = parameter.grad
@@ -134,13 +138,14 @@ class SlotComputer:
                     f"Parameter {name} has a sparse gradient, which cannot be summed exactly; use sparse=False."
                 )
             gradients.append(gradient if gradient is None else gradient.to(self._dtype))
-        return [*gradients, *self._buffer_sums]
+        return [*gradients, *self._buffer_sums], self._contributions
 
     # ---- buffers that forward changes
 
     def drop(self) -> None:
         """Begin a lane afresh; whatever a half-computed one left behind is forgotten."""
         self._slot = None
+        self._contributions = {}
         for parameter in self._parameters:
             parameter.grad = None
         self._buffer_sums = [torch.zeros(b.shape, dtype=self._dtype, device=b.device) for b in self._buffers]

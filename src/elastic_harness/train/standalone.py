@@ -103,7 +103,7 @@ class StandaloneLink:
             self._events.emit("generation", **self._generation.to_json(), world_size=world)
 
     def _lock(self) -> None:
-        self._lock_file = open(self._run_dir / "lock", "a+")  # noqa: SIM115 - held until the process ends
+        self._lock_file = open(self._run_dir / "lock", "a+")
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -16,7 +16,9 @@ from elastic_harness.train.state import fingerprint_tensors
 Payload = tuple[dict[str, Any], dict[str, Tensor]]
 
 
-def send_payload(group: GlooGroup, rank: int, meta: dict[str, Any], tensors: dict[str, Tensor], timeout_s: float) -> None:
+def send_payload(
+    group: GlooGroup, rank: int, meta: dict[str, Any], tensors: dict[str, Tensor], timeout_s: float
+) -> None:
     """Send to one rank; blocks until it has everything. Raises PeerFailed."""
     host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     description = json.dumps(

@@ -111,9 +111,7 @@ def finish_exchange(parts: Parts, progress: Progress, work: Work) -> list[Header
 
 def record_of(parts: Parts, formed: Formed, work: Work, headers: list[Header]) -> Record:
     """The outcome of the completed exchange."""
-    computed_by = tuple(
-        (member, lo, hi) for member in formed.generation.members for lo, hi in work.placed[member]
-    )
+    computed_by = tuple((member, lo, hi) for member in formed.generation.members for lo, hi in work.placed[member])
     return Record(headers[0].version, formed.generation.number, work.result, combine(headers), computed_by)
 
 
@@ -124,8 +122,7 @@ class Adder:
         self._layout = layout
         self._table = table
         self._all_present = bool(table.presence.size) and bool(
-            (table.present_in((0, 1)).all())
-            and (table.presence == table.presence[0]).all()
+            (table.present_in((0, 1)).all()) and (table.presence == table.presence[0]).all()
         )
 
     def __call__(self, target_node: Node, target: Tensor, node: Node, other: Tensor, lo: int) -> None:

@@ -1,0 +1,102 @@
+"""Named places in the code where a test can make a worker fail. Without the environment variable they cost one lookup.
+
+    ELASTIC_HARNESS_FAILPOINTS="apply.optimizer member=w1-1 step=3 kill; recovery.reported member=w2-1 hit=2 stop"
+
+Each rule: a name, conditions (`member=`, `step=`, `hit=` the how-manieth time the place is passed with the other
+conditions met, 1 by default), and what happens: `kill` (SIGKILL), `stop` (SIGSTOP), `raise`, or `pause:SECONDS`.
+Rules of a member id that is not this worker's are ignored, so a restarted worker (a new member) does not fail again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+from elastic_harness.errors import ConfigError
+
+VARIABLE = "ELASTIC_HARNESS_FAILPOINTS"
+PLACES = (
+    "slot.forward",
+    "slot.backward",
+    "lane.finished",
+    "exchange.posted",
+    "exchange.partial_sent",
+    "exchange.header_sent",
+    "exchange.headers_received",
+    "exchange.gathered_sent",
+    "exchange.finished",
+    "apply.gradients",
+    "apply.optimizer",
+    "apply.finished",
+    "recovery.released",
+    "recovery.reported",
+    "recovery.rebuilt",
+    "recovery.reconciled",
+    "recovery.receiving",
+    "recovery.serving",
+    "recovery.finished",
+    "checkpoint.copied",
+    "checkpoint.written",
+    "finish.saved",
+    "finish.sent",
+)
+
+
+class InjectedError(RuntimeError):
+    """What the `raise` action raises."""
+
+
+@dataclass
+class _Rule:
+    place: str
+    member: str | None
+    step: int | None
+    hit: int
+    action: str
+    passed: int = 0
+
+
+def _parse(text: str) -> list[_Rule]:
+    rules = []
+    for part in filter(None, (p.strip() for p in text.split(";"))):
+        place, *words = part.split()
+        if place not in PLACES or not words:
+            raise ConfigError(f"{VARIABLE}: {part!r} is not 'PLACE [condition …] ACTION' with a place of {PLACES}")
+        conditions = dict(word.split("=", 1) for word in words[:-1])
+        unknown = conditions.keys() - {"member", "step", "hit"}
+        action = words[-1]
+        if unknown or not (action in ("kill", "stop", "raise") or action.startswith("pause:")):
+            raise ConfigError(
+                f"{VARIABLE}: {part!r}: conditions are member=, step=, hit=; actions kill, stop, raise, pause:S"
+            )
+        step = int(conditions["step"]) if "step" in conditions else None
+        rules.append(_Rule(place, conditions.get("member"), step, int(conditions.get("hit", 1)), action))
+    return rules
+
+
+_MEMBER = os.environ.get("ELASTIC_HARNESS_MEMBER", "")
+_RULES = [r for r in _parse(os.environ.get(VARIABLE, "")) if r.member in (None, _MEMBER)]
+
+
+def failpoint(place: str, step: int | None = None) -> None:
+    """Fail here if a rule says so."""
+    if not _RULES:
+        return
+    for rule in _RULES:
+        if rule.place != place or (rule.step is not None and rule.step != step):
+            continue
+        rule.passed += 1
+        if rule.passed == rule.hit:
+            _act(rule.action, place, step)
+
+
+def _act(action: str, place: str, step: int | None) -> None:
+    os.write(2, f"failpoint {place} (step {step}): {action}\n".encode())
+    if action == "raise":
+        raise InjectedError(f"injected at {place}, step {step}")
+    if action.startswith("pause:"):
+        time.sleep(float(action.removeprefix("pause:")))
+        return
+    os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)

@@ -1,0 +1,262 @@
+"""The production leader, the queues between it and the workers, and what must always hold.
+
+The leader is `membership.leader.step` itself. Its states are numbered, so that worlds stay small and comparable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_harness.membership import leader as core
+from elastic_harness.membership.types import Digest, Generation, Limits
+from elastic_harness.simulate.world import Faults, Message, Violation, Worker, World, canonical
+
+LATE = 1e9  # a time by which every timeout has passed; all other events happen at 0
+
+
+@dataclass(frozen=True)
+class Size:
+    """How big a world to look at. `cut`: pairs of workers that can never talk to each other."""
+
+    workers: int = 3
+    steps: int = 2
+    lanes: int = 2
+    blocks: int = 1
+    min_workers: int = 1
+    target: int | None = None
+    checkpoint_every: int = 0
+    cut: tuple[tuple[int, int], ...] = ()
+    faults: Faults = Faults()  # noqa: RUF009  (immutable)
+
+
+def name(index: int) -> str:
+    return f"w{index}"
+
+
+def index_of(member: str) -> int:
+    return int(member[1:])
+
+
+class Cluster:
+    """Everything but the workers' own behaviour. Pure, apart from its memory of leader states."""
+
+    leader_step = staticmethod(core.step)
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+        self.leaders: list[core.State] = []
+        self._leader_ids: dict[core.State, int] = {}
+        self.events: list[core.Event] = []
+        self._event_ids: dict[core.Event, int] = {}
+        self.digests: list[Digest] = []
+        self._memo: dict[tuple[int, int, float], tuple[int, tuple[Any, ...]]] = {}
+
+    def start(self) -> World:
+        """All workers said hello, nothing else has happened."""
+        size = self.size
+        n = size.workers
+        target = n if size.target is None else size.target
+        most = max(n + size.faults.joins, target, *size.faults.scales, 1)
+        limits = Limits(size.min_workers, most, target)
+        world = World(
+            leader=self._intern(core.State(limits)),
+            workers=(Worker(),) * n,
+            mail=(frozenset(),) * n,
+            down=((),) * n,
+            up=((),) * n,
+            links=frozenset((-1, min(pair), max(pair)) for pair in size.cut),
+            ledger=frozenset(),
+            checkpoint=-1,
+            faults=size.faults,
+        )
+        for i in range(n):
+            world = self.lead(world, self.event(core.Ready(name(i))))
+        if self.leaders[world.leader].generation is None:
+            world = self.lead(world, self.event(core.Tick()), LATE)
+        return world
+
+    # ---- the leader
+
+    def _intern(self, state: core.State) -> int:
+        known = self._leader_ids.setdefault(state, len(self.leaders))
+        if known == len(self.leaders):
+            self.leaders.append(state)
+        return known
+
+    def event(self, event: core.Event) -> int:
+        known = self._event_ids.setdefault(event, len(self.events))
+        if known == len(self.events):
+            self.events.append(event)
+        return known
+
+    def lead(self, world: World, event: int, now: float = 0.0) -> World:
+        """The leader takes one event; its actions reach the queues at once."""
+        key = (world.leader, event, now)
+        if key not in self._memo:
+            before = self.leaders[world.leader]
+            after, actions = self.leader_step(before, self.events[event], now)
+            self._memo[key] = (self._intern(after), actions)
+        number, actions = self._memo[key]
+        before = self.leaders[world.leader]
+        world = world._replace(leader=number)
+        for action in actions:
+            world = self.act(world, before, action)
+        return world
+
+    def act(self, world: World, before: core.State, action: core.Action) -> World:
+        match action:
+            case core.Announce(generation):
+                self.check_announcement(world, before, generation)
+                members = tuple(map(index_of, generation.members))
+                message = ("generation", generation.number, members, generation.urgent)
+                for i, w in enumerate(world.workers):
+                    if i in members or w.told:
+                        world = self.put(world, i, w._replace(told=True))
+                        world = self.tell(world, i, message)
+            case core.Publish(digest, _):
+                self.check_digest(world, before, digest)
+                self.digests.append(digest)
+                for member in digest.sources:
+                    world = self.tell(world, index_of(member), ("digest", len(self.digests) - 1))
+                return self.deduplicated(world, digest)
+            case core.Pause():
+                for i, w in enumerate(world.workers):
+                    if w.told:
+                        world = self.tell(world, i, ("pause",))
+            case core.Evict(member):
+                world = self.die(world, index_of(member))
+            case core.Done(version):
+                self.check_done(world, version)
+                for i, w in enumerate(world.workers):
+                    if w.told:
+                        world = self.tell(world, i, ("done",))
+        return world
+
+    def deduplicated(self, world: World, digest: Digest) -> World:
+        """Equal digests get one number, so that equal worlds compare equal."""
+        newest = len(self.digests) - 1
+        first = self.digests.index(digest)
+        if first == newest:
+            return world
+        self.digests.pop()
+        down = tuple(tuple(("digest", first) if m == ("digest", newest) else m for m in q) for q in world.down)
+        return world._replace(down=down)
+
+    # ---- invariants
+
+    def check_announcement(self, world: World, before: core.State, generation: Generation) -> None:
+        if generation.number <= before.number:
+            raise Violation("generation number reused", f"{generation.number} after {before.number}")
+        old = before.generation.members if before.generation else ()
+        finished = self.leaders[world.leader].finished
+        if finished and any(m not in old for m in generation.members):
+            raise Violation("admitted while finishing", f"{generation}")
+        if len(generation.members) < self.size.min_workers and not finished:
+            raise Violation("below the minimum", f"{generation}")
+
+    def check_digest(self, world: World, before: core.State, digest: Digest) -> None:
+        started = any(s.kind == "init" for s in digest.sources.values())
+        if started and world.ledger and digest.lineage <= max(lineage for lineage, _ in world.ledger):
+            raise Violation("silent restart", f"{digest} although {sorted(world.ledger)} were committed")
+        if digest.from_step > 0 and digest.lineage == 0:
+            raise Violation("restore without a lineage", f"{digest}")
+
+    def check_value(self, w: Worker, who: int) -> None:
+        right = canonical(w.version, self.size.lanes)
+        if w.value != right:
+            held = sorted(c for gradient in w.value for c in gradient)
+            expected = sorted(c for gradient in right for c in gradient)
+            missing = [c for c in expected if c not in held]
+            kind = "lane missing" if missing else "lane twice" if len(held) > len(expected) else "wrong value"
+            raise Violation(kind, f"{name(who)} at version {w.version} holds {w.value}")
+
+    def check_versions(self, world: World) -> None:
+        at: dict[int, list[int]] = {}
+        for w in world.workers:
+            if w.up and not w.fenced and w.mode in ("step", "fin"):
+                at.setdefault(w.gen, []).append(w.version)
+        for generation, versions in at.items():
+            if max(versions) - min(versions) > 1:
+                raise Violation("versions apart", f"{sorted(versions)} in generation {generation}")
+
+    def check_done(self, world: World, version: int) -> None:
+        steps = {s for _, s in world.ledger}
+        if steps != set(range(self.size.steps)):
+            raise Violation("ledger incomplete", f"{sorted(world.ledger)} of {self.size.steps} steps")
+        if version != self.size.steps:
+            raise Violation("done too early", f"at version {version} of {self.size.steps}")
+
+    def check_end(self, world: World) -> None:
+        """Nothing can happen any more: that must be because the job is done, or waits for workers with reason."""
+        state = self.leaders[world.leader]
+        if state.done:
+            waiting = [name(i) for i, w in enumerate(world.workers) if w.up and w.told and not w.fenced and w.mode != "over"]
+            if waiting:
+                raise Violation("stuck", f"the job is done, but {waiting} were not told")
+            return
+        healthy = [i for i, w in enumerate(world.workers) if w.up and not w.fenced and w.mode != "over"]
+        finished = {index_of(m) for m, _ in state.finished} & set(healthy)
+        if not healthy or (len(healthy) < state.limits.min_workers and not finished):
+            return
+        modes = {name(i): world.workers[i].mode for i in healthy}
+        raise Violation("stuck", f"{modes}, leader in generation {state.generation}, paused: {state.paused!r}")
+
+    # ---- queues, mailboxes, ends of processes
+
+    def put(self, world: World, who: int, worker: Worker) -> World:
+        ws = world.workers
+        return world._replace(workers=(*ws[:who], worker, *ws[who + 1 :]))
+
+    def tell(self, world: World, who: int, message: tuple[Any, ...]) -> World:
+        w = world.workers[who]
+        if not w.up or w.fenced:
+            return world
+        d = world.down
+        return world._replace(down=(*d[:who], (*d[who], message), *d[who + 1 :]))
+
+    def report(self, world: World, who: int, *events: core.Event) -> World:
+        """Queue events for the leader; a fenced worker has no connection any more."""
+        if world.workers[who].fenced:
+            return world
+        u = world.up
+        added = (*u[who], *(self.event(e) for e in events))
+        return world._replace(up=(*u[:who], added, *u[who + 1 :]))
+
+    def mail(self, world: World, target: int, message: Message) -> World:
+        """Deliver to a peer's mailbox, unless the link is broken or the peer has moved on."""
+        w = world.workers[target]
+        if not w.up or self.stale(w, message):
+            return world
+        a, b = sorted((message.source, target))
+        if (-1, a, b) in world.links or (message.generation, a, b) in world.links:
+            return world
+        m = world.mail
+        return world._replace(mail=(*m[:target], m[target] | {message}, *m[target + 1 :]))
+
+    def stale(self, w: Worker, message: Message) -> bool:
+        """Messages are keyed by generation and step: older ones are never looked at."""
+        if message.generation < max(w.gen, w.target):
+            return True
+        return message.kind in "HPR" and w.gen == message.generation and message.step < w.version
+
+    def drop_mail(self, world: World, who: int) -> World:
+        w = world.workers[who]
+        kept = frozenset(m for m in world.mail[who] if not self.stale(w, m))
+        if kept == world.mail[who]:
+            return world
+        return world._replace(mail=(*world.mail[:who], kept, *world.mail[who + 1 :]))
+
+    def die(self, world: World, who: int) -> World:
+        """The process ends. What it had sent to its agent is read to the end before it counts as lost."""
+        w = world.workers[who]
+        if not w.up:
+            return world
+        if not w.fenced:
+            world = self.report(world, who, core.Lost(name(who)))
+        down = (*world.down[:who], (), *world.down[who + 1 :])
+        mail = (*world.mail[:who], frozenset(), *world.mail[who + 1 :])
+        return self.put(world._replace(down=down, mail=mail), who, Worker(up=False, mode="over"))
+
+    def leave(self, world: World, who: int) -> World:
+        return self.die(world, who)

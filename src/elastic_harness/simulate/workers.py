@@ -1,0 +1,358 @@
+"""What a worker does, one method per thing, so that a planted mistake is a subclass with one method replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from elastic_harness.comm.placement import deal
+from elastic_harness.membership import leader as core
+from elastic_harness.membership.types import Digest, LaneRanges, Report
+from elastic_harness.simulate.cluster import Cluster, Size, index_of, name
+from elastic_harness.simulate.world import Gradient, Message, Violation, Worker, World, canonical
+
+
+def as_ranges(lanes: Gradient) -> LaneRanges:
+    return tuple((lane, lane + 1) for _, lane in lanes)
+
+
+class Workers(Cluster):
+    """Every worker, as abstract as can be: a gradient is known by the lanes in it."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__(size)
+        self._deals: dict[tuple[Any, ...], dict[str, tuple[int, ...]]] = {}
+
+    # ---- a step
+
+    def abilities(self, world: World, who: int, w: Worker) -> Iterator[tuple[Any, ...]]:
+        if w.mode == "repair":
+            if self.repair_message(world, who, w) is not None:
+                yield "repaired", self.repair
+        elif w.mode in ("step", "fin"):
+            if w.serve:
+                yield "serves", self.serve
+            elif w.mode == "step":
+                if w.todo:
+                    yield "computes", self.compute
+                elif self.may_send(w):
+                    yield "sends", self.send
+                elif self.reducible(world, who, w) is not None:
+                    yield "reduces", self.reduce
+                elif self.committable(world, who, w):
+                    yield "commits", self.commit
+        if w.mode in ("repair", "step") and not w.fenced:
+            for a, b in self.broken_links(world, who, w):
+                peer = b if a == who else a
+                if self.lacks(world, who, w, peer):
+                    yield f"link to {name(peer)} fails", self.trouble, peer
+
+    def broken_links(self, world: World, who: int, w: Worker) -> list[tuple[int, int]]:
+        return [(a, b) for g, a, b in world.links if g in (-1, w.gen) and who in (a, b) and {a, b} <= set(w.members)]
+
+    def lacks(self, world: World, who: int, w: Worker, peer: int) -> bool:
+        """Whether anything is still due from `peer`."""
+        if w.mode == "repair":
+            return w.expect.endswith(f":{peer}") and self.repair_message(world, who, w) is None
+        mail = {(m.kind, m.source) for m in world.mail[who] if (m.generation, m.step) == (w.gen, w.version)}
+        owned = any(self.owner(w, b) == peer and ("R", peer) not in mail for b in range(self.size.blocks))
+        return ("H", peer) not in mail or owned
+
+    def owner(self, w: Worker, block: int) -> int:
+        return w.members[(w.version + block) % len(w.members)]
+
+    def compute(self, world: World, who: int) -> World:
+        w = world.workers[who]
+        lanes = tuple(sorted((*w.lanes, (w.version, w.todo[0]))))
+        return self.put(world, who, w._replace(todo=w.todo[1:], lanes=lanes))
+
+    def may_send(self, w: Worker) -> bool:
+        return w.mode == "step" and not w.serve and not w.todo and not w.sent
+
+    def send(self, world: World, who: int, to: tuple[int, ...] | None = None) -> World:
+        """The header to every member, the partial sums to every block's owner."""
+        w = world.workers[who]
+        world = self.put(world, who, w._replace(sent=True))
+        header = (w.switch if w.switch > w.gen else 0, w.canary)
+        for target in w.members:
+            if to is None or target in to:
+                world = self.mail(world, target, Message("H", w.gen, w.version, who, 0, header))
+                for block in range(self.size.blocks):
+                    if self.owner(w, block) == target:
+                        world = self.mail(world, target, Message("P", w.gen, w.version, who, block, w.lanes))
+        return world
+
+    def arrived(self, world: World, who: int, w: Worker, kind: str, block: int) -> dict[int, tuple[Any, ...]]:
+        return {
+            m.source: m.body
+            for m in world.mail[who]
+            if m.kind == kind and m.generation == w.gen and m.step == w.version and m.block == block
+        }
+
+    def reducible(self, world: World, who: int, w: Worker) -> list[tuple[int, Gradient]] | None:
+        """The blocks this worker owns, summed, once everyone's part is there."""
+        if w.mode != "step" or not w.sent or w.reduced:
+            return None
+        blocks = []
+        for block in range(self.size.blocks):
+            if self.owner(w, block) == who:
+                parts = self.arrived(world, who, w, "P", block)
+                if set(parts) < set(w.members):
+                    return None
+                blocks.append((block, self.total(parts)))
+        return blocks or None
+
+    def total(self, parts: dict[int, tuple[Any, ...]]) -> Gradient:
+        return tuple(sorted(c for part in parts.values() for c in part))
+
+    def reduce(self, world: World, who: int, to: tuple[int, ...] | None = None) -> World:
+        w = world.workers[who]
+        blocks = self.reducible(world, who, w) or []
+        world = self.put(world, who, w._replace(reduced=True))
+        for block, gradient in blocks:
+            for target in w.members:
+                if to is None or target in to:
+                    world = self.mail(world, target, Message("R", w.gen, w.version, who, block, gradient))
+        return world
+
+    def committable(self, world: World, who: int, w: Worker) -> bool:
+        """Everything has been received: every member's header and every block."""
+        if w.mode != "step" or not w.sent:
+            return False
+        if set(self.arrived(world, who, w, "H", 0)) < set(w.members):
+            return False
+        return all(self.owner(w, block) in self.arrived(world, who, w, "R", block) for block in range(self.size.blocks))
+
+    def commit(self, world: World, who: int) -> World:
+        w = world.workers[who]
+        headers = self.arrived(world, who, w, "H", 0)
+        gradients = {self.arrived(world, who, w, "R", block)[self.owner(w, block)] for block in range(self.size.blocks)}
+        if len(gradients) > 1:
+            raise Violation("torn blocks", f"{name(who)} step {w.version}: {sorted(gradients)}")
+        gradient: Gradient = gradients.pop()
+        w = self.applied(w, gradient)
+        self.check_value(w, who)
+        w = w._replace(lanes=(), sent=False, reduced=False, verified=True)
+        if w.version < self.size.steps:
+            w = w._replace(todo=self.dealt(w.members, ())[name(who)])
+        world = self.put(world, who, w)
+        if self.sends_commit(w, who):
+            world = self.record_commit(world, who)
+        world = self.drop_mail(world, who)
+        self.check_versions(world)
+        agreed = self.agreed_switch([int(h[0]) for h in headers.values()])
+        if w.version == self.size.steps:
+            return self.finish(world, who)
+        if agreed > w.gen:
+            return self.enter_planned(world, who)
+        return world
+
+    def applied(self, w: Worker, gradient: Gradient) -> Worker:
+        """`apply`: the one thing that changes training state, never interrupted."""
+        return w._replace(version=w.version + 1, value=(*w.value, gradient), record=(w.version, gradient))
+
+    def agreed_switch(self, switches: list[int]) -> int:
+        return min(switches)
+
+    def sends_commit(self, w: Worker, who: int) -> bool:
+        """The first rank does; after the last step everyone, because nobody might be left to repeat it."""
+        return w.members[0] == who or w.version == self.size.steps
+
+    def record_commit(self, world: World, who: int) -> World:
+        """The commit message: the agent writes the ledger, the leader learns that the run is born. It is read before
+        this worker can count as lost, and nothing else depends on when, so it takes effect at once."""
+        w = world.workers[who]
+        if w.version < 1:
+            return world
+        world = world._replace(ledger=world.ledger | {(w.lineage, w.version - 1)})
+        every = self.size.checkpoint_every
+        if every and w.version % every == 0:
+            world = world._replace(checkpoint=w.version)
+        return self.lead(world, self.event(core.Committed(w.version - 1)))
+
+    def finish(self, world: World, who: int) -> World:
+        w = world.workers[who]._replace(mode="fin", todo=())
+        world = self.put(world, who, w)
+        world = self.report(world, who, core.Finished(name(who), w.version))
+        if w.switch > w.gen:
+            return self.enter_planned(world, who)
+        return world
+
+    def enter_planned(self, world: World, who: int) -> World:
+        """The boundary everyone agreed on: leave, or report for the newest planned generation."""
+        w = world.workers[who]
+        if who not in w.entrants:
+            return self.leave(world, who)
+        return self.await_digest(world, who, w.switch, w.entrants)
+
+    def await_digest(self, world: World, who: int, number: int, members: tuple[int, ...]) -> World:
+        w = world.workers[who]
+        w = w._replace(
+            mode="wait", target=number, successors=members, todo=(), sent=False, reduced=False, serve=(), expect=""
+        )
+        world = self.drop_mail(self.put(world, who, w), who)
+        return self.report(world, who, core.Reported(name(who), self.own_report(world, w)))
+
+    def own_report(self, world: World, w: Worker) -> Report:
+        return Report(
+            generation=w.target,
+            version=w.version,
+            record=w.record[0] if w.record else None,
+            lanes=as_ranges(w.lanes),
+            checkpoints=(world.checkpoint,) if w.version < 0 and world.checkpoint >= 0 else (),
+            verified=w.verified,
+        )
+
+    def trouble(self, world: World, who: int, peer: int) -> World:
+        """A broken link without a known death: tell, and wait for the next generation."""
+        w = world.workers[who]
+        generation = max(w.gen, w.target)
+        world = self.report_trouble(world, who, core.Trouble(name(who), generation, (name(peer),)))
+        world = self.put(world, who, self.aborted(w))
+        if w.switch > generation and who not in w.entrants:
+            return self.leave(world, who)
+        return world
+
+    def report_trouble(self, world: World, who: int, event: core.Trouble) -> World:
+        return self.report(world, who, event)
+
+    # ---- what the agent says
+
+    def hear(self, world: World, who: int) -> World:
+        message = world.down[who][0]
+        world = world._replace(down=(*world.down[:who], world.down[who][1:], *world.down[who + 1 :]))
+        w = world.workers[who]
+        match message:
+            case ("generation", int(number), members, urgent):
+                return self.hear_generation(world, who, number, members, bool(urgent))  # type: ignore[arg-type]
+            case ("digest", int(number)):
+                digest = self.digests[number]
+                if w.mode == "wait" and w.target == digest.generation:
+                    return self.accept(world, who, digest)
+            case ("pause",):
+                if w.mode not in ("idle", "fin"):
+                    return self.drop_mail(self.put(world, who, self.aborted(w)), who)
+            case ("done",):
+                w = w._replace(mode="over")
+                return self.put(world, who, w)
+        return world
+
+    def aborted(self, w: Worker) -> Worker:
+        """Out of whatever it did; finished lanes stay."""
+        return w._replace(mode="wait", target=0, successors=(), todo=(), sent=False, reduced=False, serve=(), expect="")
+
+    def hear_generation(self, world: World, who: int, number: int, members: tuple[int, ...], urgent: bool) -> World:
+        w = world.workers[who]
+        if urgent:
+            if who not in members:
+                return self.leave(world, who)
+            return self.await_digest(world, who, number, members)
+        w = w._replace(switch=number, entrants=members)
+        world = self.put(world, who, w)
+        if w.mode in ("idle", "fin"):
+            return self.enter_planned(world, who)
+        if w.mode == "wait" and not w.target and who not in members:
+            return self.leave(world, who)  # in trouble, and no longer wanted
+        return world
+
+    # ---- recovery
+
+    def accept(self, world: World, who: int, digest: Digest) -> World:
+        w = world.workers[who]
+        me = name(who)
+        source = digest.sources.get(me)
+        if source is None:
+            raise Violation("source unsatisfiable", f"{me} has none in {digest}")
+        if digest.lanes.get(me, ()) != as_ranges(w.lanes):
+            w = w._replace(lanes=())
+        serve = tuple((index_of(m), s.kind) for m, s in digest.sources.items() if s.donor == me)
+        if source.donor is not None:
+            expect = f"{source.kind}:{index_of(source.donor)}"
+        else:
+            expect = ""
+        match source.kind:
+            case "keep":
+                if w.version != digest.version:
+                    raise Violation("source unsatisfiable", f"{me} at {w.version} keeps, in {digest}")
+            case "state":
+                w = w._replace(version=-1, value=(), record=None, lanes=())
+            case "init":
+                w = w._replace(version=0, value=(), record=None, lanes=())
+            case "restore":
+                if digest.version != world.checkpoint:
+                    raise Violation("source unsatisfiable", f"no checkpoint {digest.version} for {digest}")
+                restored = canonical(digest.version, self.size.lanes)
+                w = w._replace(version=digest.version, value=restored, record=None, lanes=())
+        w = w._replace(
+            mode="repair" if expect else "step",
+            gen=digest.generation,
+            members=w.successors,
+            target=0,
+            successors=(),
+            todo=self.dealt(w.successors, tuple(sorted(digest.lanes.items())))[me],
+            serve=serve,
+            expect=expect,
+            lineage=digest.lineage,
+        )
+        world = self.put(world, who, w)
+        keepers = [m for m in digest.sources if digest.sources[m].kind == "keep"]
+        if keepers and keepers[0] == me:
+            world = self.repeat_commit(world, who)
+        if expect:
+            return world
+        return self.repaired(world, who, digest.version)
+
+    def repeat_commit(self, world: World, who: int) -> World:
+        """The first rank may have died before its commit message, so the first one ahead sends it again."""
+        return self.record_commit(world, who)
+
+    def dealt(self, members: tuple[int, ...], held: tuple[tuple[str, LaneRanges], ...]) -> dict[str, tuple[int, ...]]:
+        key = (members, held)
+        if key not in self._deals:
+            placed = deal(self.size.lanes, [name(m) for m in members], dict(held))
+            self._deals[key] = {m: tuple(x for lo, hi in r for x in range(lo, hi)) for m, r in placed.items()}
+        return self._deals[key]
+
+    def serve(self, world: World, who: int) -> World:
+        w = world.workers[who]
+        target, kind = w.serve[0]
+        if kind == "replay":
+            if w.record is None or w.record[0] != w.version - 1:
+                raise Violation("source unsatisfiable", f"{name(who)} has no record of {w.version - 1} to give")
+            body: tuple[Any, ...] = (w.record,)
+        else:
+            body = (w.version, w.value, w.record)
+        world = self.put(world, who, w._replace(serve=w.serve[1:]))
+        return self.mail(world, target, Message(kind, w.gen, w.version, who, 0, body))
+
+    def repair_message(self, world: World, who: int, w: Worker) -> Message | None:
+        for m in world.mail[who]:
+            if m.generation == w.gen and f"{m.kind}:{m.source}" == w.expect:
+                return m
+        return None
+
+    def repair(self, world: World, who: int) -> World:
+        w = world.workers[who]
+        message = self.repair_message(world, who, w)
+        assert message is not None
+        body: Any = message.body
+        if message.kind == "replay":
+            step, gradient = body[0]
+            if step != w.version:
+                raise Violation("source unsatisfiable", f"{name(who)} at {w.version} got the record of {step}")
+            w = self.applied(w, gradient)
+        else:
+            version, value, record = body
+            w = w._replace(version=version, value=value, record=record)
+        w = w._replace(lanes=(), mode="step", expect="")
+        self.check_value(w, who)
+        remaining = world.mail[who] - {message}
+        world = world._replace(mail=(*world.mail[:who], remaining, *world.mail[who + 1 :]))
+        world = self.put(world, who, w)
+        return self.repaired(self.drop_mail(world, who), who, w.version)
+
+    def repaired(self, world: World, who: int, version: int) -> World:
+        self.check_versions(world)
+        if version == self.size.steps:
+            return self.finish(world, who)
+        return world

@@ -1,0 +1,169 @@
+"""Starts real jobs through the command line, waits for what they write, and checks that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from elastic_harness.events import read_events
+
+SOURCE = Path(__file__).parents[2] / "src"
+FAKE_WORKER = Path(__file__).with_name("launch_worker.py")
+PATIENCE_S = 60.0
+
+
+def environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ELASTIC_HARNESS_", "COV_"))}
+    return {**kept, "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": "1"}
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "elastic_harness", *map(str, arguments)]
+
+
+def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """One command to its end."""
+    return subprocess.run(
+        command(*arguments), env=environment(), cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+
+
+class Job:
+    """A launch under test. `output` is complete once `wait` has returned."""
+
+    def __init__(self, run_dir: Path, *arguments: object, script: Path = FAKE_WORKER, options: tuple = ()) -> None:
+        self.run_dir = run_dir
+        self.output = ""
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(run_dir.with_name(run_dir.name + f".out-{time.time_ns()}"), "w+b")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command("launch", "--standalone", "--run-dir", run_dir, *options, script, *arguments),
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    # ---- what it wrote
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        path = self.run_dir / "events.jsonl"
+        return [e for e in read_events(path) if not names or e["event"] in names] if path.exists() else []
+
+    def record(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "run.json").read_text())
+
+    def shown(self) -> str:
+        return Path(self._file.name).read_text()
+
+    def until(self, condition: Callable[[], Any], what: str) -> Any:
+        """Wait until the condition holds; the job must still be running then."""
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            value = condition()
+            if value:
+                return value
+            if self.process.poll() is not None:
+                value = condition()
+                assert value, f"the job ended with {self.process.returncode} before {what}:\n{self.shown()}"
+                return value
+            time.sleep(0.002)
+        raise AssertionError(f"waited {PATIENCE_S} s for {what}:\n{self.shown()}")
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: any(e["step"] >= step for e in self.events("step_committed")), f"step {step}")
+
+    def until_event(self, name: str, count: int = 1) -> dict[str, Any]:
+        events = self.until(lambda: len(e := self.events(name)) >= count and e, f"{count} x {name}")
+        return events[count - 1]
+
+    def members(self) -> list[str]:
+        """The members of the newest generation, in rank order."""
+        return self.events("generation")[-1]["members"]
+
+    def pid(self, member: str) -> int:
+        return next(e["pid"] for e in self.events("worker_started") if e["member"] == member)
+
+    # ---- what is done to it
+
+    def kill_ranks(self, *ranks: int, number: int = signal.SIGKILL) -> set[str]:
+        """Signal the workers at these ranks, as nearly at once as possible."""
+        members = self.members()
+        victims = {members[rank]: self.pid(members[rank]) for rank in ranks}
+        for pid in victims.values():
+            os.kill(pid, number)
+        return set(victims)
+
+    def kill_rank(self, rank: int, number: int = signal.SIGKILL) -> str:
+        return self.kill_ranks(rank, number=number).pop()
+
+    def send(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """The exit code; fails the test if anything is left behind."""
+        try:
+            code = self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job does not end:\n{self.shown()}") from None
+        self.output = self.shown()
+        self.check_nothing_left()
+        return code
+
+    def finish(self) -> dict[str, Any]:
+        """The job must succeed, with every step committed exactly once per lineage; the run_finished event."""
+        code = self.wait()
+        assert code == 0, f"exit code {code}:\n{self.output}"
+        finished = self.events("run_finished")[-1]
+        assert finished["status"] == "finished"
+        committed = [(e["lineage"], e["step"]) for e in self.events("step_committed")]
+        assert len(set(committed)) == len(committed)
+        if finished["version"] is not None:
+            newest = {step for _, step in committed}
+            assert newest == set(range(finished["version"]))
+        numbers = [e["number"] for e in self.events("generation")]
+        assert numbers == sorted(set(numbers)), "a generation number came back"
+        started = [e["member"] for e in self.events("worker_started")]
+        assert len(set(started)) == len(started), "a member id came back"
+        return finished
+
+    def check_nothing_left(self) -> None:
+        end = time.monotonic() + 5
+        while left := processes_of(self.run_dir):
+            assert time.monotonic() < end, f"left behind: {left}\n{self.shown()}"
+            time.sleep(0.01)
+        assert not (self.run_dir / "control.sock").exists()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._file.close()
+        for pid in processes_of(self.run_dir):
+            os.kill(pid, signal.SIGKILL)
+
+
+def processes_of(run_dir: Path) -> list[int]:
+    """Every process that belongs to a run: by its environment, or the folder in its command line."""
+    found = []
+    needles = (f"ELASTIC_HARNESS_RUN_DIR={run_dir}\0".encode(), f"--run-dir\0{run_dir}\0".encode())
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                continue
+            content = (entry / "environ").read_bytes() + b"\0" + (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if any(needle in content for needle in needles):
+            found.append(int(entry.name))
+    return found

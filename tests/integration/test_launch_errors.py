@@ -1,0 +1,308 @@
+"""Bad input and bad luck: each gets a clear message and the right exit code, and never a hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.launch_tools import Job, command, environment, processes_of, run
+
+pytestmark = pytest.mark.slow
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    jobs: list[Job] = []
+
+    def begin(*arguments: object, **settings: object) -> Job:
+        jobs.append(Job(tmp_path / "run", *arguments, **settings))  # type: ignore[arg-type]
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.close()
+
+
+def workers(count: int, *more: object) -> tuple:
+    return ("--nproc-per-node", count, *more)
+
+
+def script(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    return path
+
+
+# ---- the command line
+
+
+def test_help_is_quick_and_imports_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys, elastic_harness.cli, elastic_harness.agent.launch, elastic_harness.agent.manage, "
+        "elastic_harness.agent.__main__; print([m for m in ('torch', 'numpy', 'rich', 'yaml') if m in sys.modules])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert loaded.stdout.strip() == "[]", loaded.stderr
+    fastest = min(_seconds(command("--help")) for _ in range(5))
+    assert fastest < 0.2
+
+
+def _seconds(arguments: list[str]) -> float:
+    began = time.monotonic()
+    subprocess.run(arguments, env=environment(), capture_output=True, check=True)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--nnodes", "2:4", "x.py"), "one node"),
+        (("--nproc-per-node", "0", "x.py"), "--nproc-per-node"),
+        (("--nproc-per-node", "2", "--min-workers", "3", "x.py"), "--min-workers"),
+        (("--spares", "-1", "x.py"), "--spares"),
+        (("--no-such-option", "x.py"), "no-such-option"),
+        ((), "script"),
+    ],
+)
+def test_a_wrong_command_line_is_exit_2(tmp_path: Path, arguments: tuple, named: str) -> None:
+    ended = run("launch", *arguments, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert named in ended.stderr and "Traceback" not in ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_missing_script_is_exit_2(start: Start, tmp_path: Path) -> None:
+    job = start(options=workers(2), script=tmp_path / "missing.py")
+    assert job.wait() == 2
+    assert "missing.py" in job.output
+
+
+def test_a_missing_program_is_exit_4(start: Start, tmp_path: Path) -> None:
+    job = start(options=workers(1, "--no-python"), script=tmp_path / "missing")
+    assert job.wait() == 4
+    assert "missing" in job.output and "Traceback" not in job.output
+
+
+# ---- the run folder
+
+
+def test_a_second_launch_on_a_live_run_is_refused(start: Start) -> None:
+    first = start("--steps", 1000, options=workers(1))
+    first.until_step(1)
+    second = start("--steps", 1000, options=workers(1))
+    assert second.process.wait(30) == 2
+    assert f"process {first.process.pid} holds it" in second.shown()
+    first.send(signal.SIGINT)
+    assert first.wait() == 130
+
+
+def test_the_same_folder_resumes_and_fresh_starts_anew(start: Start, tmp_path: Path) -> None:
+    job = start("--steps", 2000, "--step-s", 0.01, options=workers(2))
+    job.until_step(5)
+    job.send(signal.SIGINT)
+    assert job.wait() == 130
+    assert job.record()["status"] == "stopped"
+    saved = job.events("checkpoint_saved")[-1]["step"]
+    assert not job.events("failure_detected", "incident")
+    again = start("--steps", saved + 10, options=workers(2))
+    finished = again.finish()
+    assert finished["version"] == saved + 10
+    assert again.events("step_committed")[-1]["lineage"] == 1
+    fresh = start("--steps", 5, options=workers(2, "--fresh"))
+    fresh.finish()
+    assert len(fresh.events("run_started")) == 1
+    assert [p for p in tmp_path.iterdir() if ".old-" in p.name]
+
+
+def test_resume_uses_the_recorded_command(start: Start) -> None:
+    job = start("--steps", 40, "--step-s", 0.03, options=workers(2))
+    job.until_step(3)
+    assert run("stop", job.run_dir).returncode == 0
+    assert job.wait() == 143
+    ended = run("resume", job.run_dir)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert job.events("run_finished")[-1]["version"] == 40
+
+
+def test_another_fingerprint_is_refused_with_the_difference(start: Start) -> None:
+    start("--steps", 5, "--seed", 7, options=workers(2)).finish()
+    other = start("--steps", 5, "--seed", 8, options=workers(2))
+    assert other.wait() == 2
+    assert "seed: the run has 7, this worker 8" in other.output
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ended = run("launch", "--run-dir", tmp_path / "file" / "run", "x.py")
+    assert ended.returncode == 4
+    assert str(tmp_path / "file" / "run") in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "ledger.jsonl"])
+def test_a_full_disk_ends_the_job_with_a_message(start: Start, tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to("/dev/full")
+    job = start("--steps", 50, options=workers(2))
+    assert job.wait() == 4
+    assert "No space left on device" in job.output and "Traceback" not in job.output
+
+
+def test_a_damaged_record_is_named(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{")
+    job = start(options=workers(1))
+    assert job.wait() == 4
+    assert "run.json is damaged" in job.output
+
+
+# ---- user code
+
+
+def test_an_error_before_start_on_every_worker_ends_the_job(start: Start) -> None:
+    job = start("--raise-early", options=workers(3))
+    assert job.wait() == 1
+    assert "every worker failed in the same way: RuntimeError: planted before start()" in job.output
+    assert job.output.count("┌─ incident") == 1
+
+
+def test_an_error_on_every_worker_before_the_first_step_ends_the_job(start: Start) -> None:
+    job = start("--raise-at", 0, options=workers(3))
+    assert job.wait() == 1
+    assert "every worker failed before the first step: ValueError: planted at step 0" in job.output
+    assert job.output.count("┌─ incident") == 1
+
+
+def test_an_error_on_one_worker_gives_up_its_place(start: Start) -> None:
+    job = start("--steps", 60, "--raise-at", 20, "--raise-index", 1, options=workers(2))
+    job.finish()
+    assert "ValueError: planted at step 20" in job.output
+
+
+def test_a_poison_slot_stops_the_job_and_names_the_samples(start: Start) -> None:
+    job = start("--steps", 40, "--slot-error-at", 10, options=workers(2))
+    assert job.wait() == 1
+    assert "slot 3 of step 10 failed on 2 workers" in job.output
+    assert "[17, 4]" in job.output
+
+
+def test_leaving_the_loop_early_is_no_endless_restart(start: Start) -> None:
+    job = start("--steps", 40, "--leave-at", 10, options=workers(2))
+    assert job.wait() == 1
+    assert "before the last step" in job.output
+
+
+# ---- signals
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signals_stop_the_job_with_nothing_left(start: Start, number: int, code: int) -> None:
+    job = start("--steps", 1000, options=workers(2, "--spares", 1))
+    job.until_step(3)
+    job.send(number)
+    assert job.wait() == code
+    assert not job.events("failure_detected", "incident")
+
+
+def test_a_second_interrupt_stops_at_once(start: Start, tmp_path: Path) -> None:
+    stubborn = script(
+        tmp_path,
+        "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, "
+        "signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(600)\n",
+    )
+    job = start(options=workers(1, "--grace", 600), script=stubborn)
+    job.until(lambda: "ready" in job.shown(), "ready")
+    job.send(signal.SIGINT)
+    job.until(lambda: "SIGINT: stopping" in job.shown(), "the first signal")
+    job.send(signal.SIGINT)
+    assert job.wait() == 130
+
+
+def test_the_launchers_death_leaves_nothing_and_the_run_resumes(start: Start) -> None:
+    job = start("--steps", 2000, "--step-s", 0.01, options=workers(2))
+    job.until_step(5)
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.process.wait()
+    end = time.monotonic() + 20
+    while processes_of(job.run_dir):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    steps = job.events("checkpoint_saved")[-1]["step"] + 5
+    start("--steps", steps, options=workers(2)).finish()
+
+
+# ---- plain scripts
+
+PLAIN = """
+import os, sys
+rank, count = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+print("rank", rank, "of", os.environ["WORLD_SIZE"], "port", os.environ["MASTER_PORT"], "start", count, flush=True)
+if rank == "1" and count == 0:
+    {failure}
+if count == 0:
+    import time
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("failure", ["os.kill(os.getpid(), 9)", "raise ValueError('planted')"])
+def test_a_plain_script_is_restarted_as_a_whole_at_a_new_address(start: Start, tmp_path: Path, failure: str) -> None:
+    job = start(options=workers(3), script=script(tmp_path, PLAIN.format(failure=failure)))
+    assert job.wait() == 0, job.output
+    lines = [line.split("] ", 1)[1].split() for line in job.output.splitlines() if " port " in line]
+    ports = {count: {line[5] for line in lines if line[7] == count} for count in ("0", "1")}
+    assert len(ports["1"]) == 1 and ports["0"].isdisjoint(ports["1"])
+    assert len([line for line in lines if line[7] == "1"]) == 3
+    failure_event, = job.events("failure_detected")
+    assert failure_event["rank"] == 1, "only the culprit is a failure"
+
+
+def test_a_plain_script_that_keeps_failing_is_given_up(start: Start, tmp_path: Path) -> None:
+    failing = script(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(7)\ntime.sleep(600)\n")
+    job = start(options=workers(2, "--max-restarts", 1), script=failing)
+    assert job.wait() == 1
+    assert "exit code 7" in job.output and "restarted 1 times" in job.output
+
+
+def test_what_a_plain_script_started_ends_with_it(start: Start, tmp_path: Path) -> None:
+    parent = script(
+        tmp_path,
+        "import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('ready', flush=True)\ntime.sleep(600)\n",
+    )
+    job = start(options=workers(2), script=parent)
+    job.until(lambda: job.shown().count("ready") == 2, "both")
+    job.send(signal.SIGTERM)
+    assert job.wait() == 143
+
+
+def test_output_is_kept_apart_and_shown_with_a_prefix(start: Start, tmp_path: Path) -> None:
+    talking = script(tmp_path, "import os\nprint('I am', os.environ['RANK'])\nprint('no newline', end='')\n")
+    job = start(options=workers(2), script=talking)
+    assert job.wait() == 0
+    assert "[w0] I am 0" in job.output and "[w1] I am 1" in job.output and "[w1] no newline" in job.output
+    assert run("logs", job.run_dir, "w1").stdout == "I am 1\nno newline"
+    assert "I am 0" in run("logs", job.run_dir).stdout
+    quiet = start(options=workers(2, "--fresh", "--quiet"), script=talking)
+    assert quiet.wait() == 0
+    assert "I am" not in quiet.output
+    assert "I am 0" in run("logs", job.run_dir, "0").stdout
+
+
+def test_ls_and_status_of_an_ended_run(start: Start, tmp_path: Path) -> None:
+    job = start("--steps", 5, options=workers(1))
+    job.finish()
+    listed = run("ls", tmp_path).stdout
+    assert "run" in listed and "finished" in listed and " 4 " in listed
+    shown = run("status", job.run_dir).stdout
+    assert "finished (exit code 0)" in shown and "step       4" in shown
+    missing = run("status", tmp_path / "nothing")
+    assert missing.returncode == 2 and "no run" in missing.stderr
+    assert run("stop", job.run_dir).returncode == 2

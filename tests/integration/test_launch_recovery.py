@@ -1,0 +1,169 @@
+"""Real processes, real signals: whatever is killed, every step is committed once and the job finishes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.launch_tools import Job, run
+
+pytestmark = pytest.mark.slow
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    jobs: list[Job] = []
+
+    def begin(*arguments: object, **settings: object) -> Job:
+        jobs.append(Job(tmp_path / "run", *arguments, **settings))  # type: ignore[arg-type]
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.close()
+
+
+def workers(count: int, *more: object) -> tuple:
+    return ("--nproc-per-node", count, *more)
+
+
+def test_an_undisturbed_run_finishes_and_cleans_up(start: Start) -> None:
+    job = start("--steps", 8, options=workers(3))
+    finished = job.finish()
+    assert finished["version"] == 8
+    assert len(job.events("generation")) == 1
+    assert not job.events("failure_detected", "incident")
+    assert len((job.run_dir / "ledger.jsonl").read_text().splitlines()) == 8
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_worker_is_noticed_replaced_and_named(start: Start, rank: int) -> None:
+    job = start("--steps", 60, "--step-s", 0.03, options=workers(3))
+    job.until_step(5)
+    killed_at = time.time()
+    member = job.kill_rank(rank)
+    job.until_event("generation", 2)
+    job.finish()
+    failure, = job.events("failure_detected")
+    assert (failure["member"], failure["signal"], failure["rank"]) == (member, "SIGKILL", rank)
+    assert failure["t_detected"] - killed_at < 0.25
+    second = job.events("generation")[1]
+    assert second["urgent"] and member not in second["members"]
+    incident, = job.events("incident")
+    assert member in incident["what"] and "SIGKILL" in incident["what"]
+    assert any("unknown" in line or "out-of-memory" in line for line in incident["evidence"])
+    assert any(e["world_size"] == 3 and e["generation"] > 2 for e in job.events("step_committed")), "not refilled"
+
+
+def test_a_spare_takes_the_place_and_is_replaced(start: Start) -> None:
+    job = start("--steps", 80, "--step-s", 0.03, options=workers(2, "--spares", 1))
+    job.until_step(5)
+    job.until(lambda: any(e["spare"] for e in job.events("worker_started")), "a spare")
+    job.until(lambda: "waiting for a generation" in run("status", job.run_dir).stdout, "a ready spare")
+    member = job.kill_rank(1)
+    generation = job.until_event("generation", 2)
+    assert generation["world_size"] == 2 and member not in generation["members"]
+    job.until(lambda: len([e for e in job.events("worker_started") if e["spare"]]) >= 2, "a new spare")
+    job.finish()
+
+
+def test_two_killed_at_once(start: Start) -> None:
+    job = start("--steps", 60, "--step-s", 0.03, options=workers(4))
+    job.until_step(4)
+    killed = job.kill_ranks(0, 3)
+    job.finish()
+    assert {e["member"] for e in job.events("failure_detected")} == killed
+
+
+def test_all_killed_restores_the_checkpoint_in_a_new_lineage(start: Start) -> None:
+    job = start("--steps", 40, "--step-s", 0.03, "--save-every", 5, options=workers(2))
+    job.until_step(12)
+    job.kill_ranks(0, 1)
+    job.finish()
+    lineages = {e["lineage"] for e in job.events("step_committed")}
+    assert lineages == {0, 1}
+    first = min(e["step"] for e in job.events("step_committed") if e["lineage"] == 1)
+    assert first % 5 == 0 and first >= 10
+
+
+def test_a_stopped_process_is_replaced_within_its_deadline(start: Start) -> None:
+    job = start("--steps", 80, "--step-s", 0.03, "--deadline-s", 0.4, options=workers(3))
+    job.until_step(5)
+    stopped_at = time.time()
+    member = job.kill_rank(1, signal.SIGSTOP)
+    failure = job.until_event("failure_detected")
+    assert failure["member"] == member and "SIGSTOP" in failure["what"]
+    assert failure["t_detected"] - stopped_at < 1.5
+    job.finish()
+
+
+def test_a_hanging_worker_is_replaced(start: Start) -> None:
+    job = start("--steps", 20, "--deadline-s", 0.4, "--hang-at", 6, options=workers(1))
+    job.finish()
+    failure, = job.events("failure_detected")
+    assert "no progress" in failure["what"] and failure["detected_by"] == "progress deadline"
+
+
+def test_a_crash_in_native_code_is_named(start: Start) -> None:
+    job = start("--steps", 20, "--segv-at", 5, options=workers(2))
+    job.finish()
+    assert job.events("failure_detected")[0]["signal"] == "SIGSEGV"
+    assert "PYTHONFAULTHANDLER" in job.events("incident")[0]["advice"]
+
+
+def test_the_agents_death_takes_its_workers_and_is_repaired(start: Start) -> None:
+    job = start("--steps", 50, "--step-s", 0.03, "--save-every", 4, options=workers(2))
+    job.until_step(9)
+    before = [job.pid(m) for m in job.members()]
+    os.kill(job.record()["agent_pid"], signal.SIGKILL)
+    job.until_event("run_started", 2)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in before)
+    finished = job.finish()
+    assert finished["version"] == 50
+    assert "the agent died by itself" in job.output
+    assert job.events("run_started")[1]["lineage"] == 0
+    assert job.events("step_committed")[-1]["lineage"] == 1
+
+
+def test_scaling_up_and_down_restarts_nobody(start: Start) -> None:
+    job = start("--steps", 400, "--step-s", 0.02, options=workers(2))
+    job.until_step(3)
+    assert run("scale", job.run_dir, "--workers", 4).returncode == 0
+    job.until(lambda: job.events("step_committed")[-1]["world_size"] == 4, "4 workers")
+    refused = run("scale", job.run_dir, "--workers", 99)
+    assert refused.returncode == 2 and "allows 1 to 8" in refused.stderr
+    assert run("scale", job.run_dir, "--workers", 1).returncode == 0
+    job.until(lambda: job.events("step_committed")[-1]["world_size"] == 1, "1 worker")
+    assert run("stop", job.run_dir).returncode == 0
+    assert job.wait() == 143
+    assert not job.events("failure_detected", "incident")
+    assert all(not e["urgent"] for e in job.events("generation")[1:4])
+    stopped = [e for e in job.events("worker_stopped")]
+    assert len(stopped) == 4 and all(e["expected"] for e in stopped)
+
+
+def test_below_the_minimum_the_job_waits_alive(start: Start) -> None:
+    job = start("--steps", 60, "--step-s", 0.03, options=workers(2, "--min-workers", 2))
+    job.until_step(5)
+    survivor = job.members()[0]
+    job.kill_rank(1)
+    waiting = job.until_event("waiting", 1)
+    assert "1 of at least 2" in job.until(
+        lambda: next((e["reason"] for e in job.events("waiting") if "at least" in e["reason"]), ""), "waiting"
+    ) or waiting
+    job.finish()
+    assert job.events("generation")[-1]["members"][0] == survivor
+
+
+def test_too_few_workers_without_restarts(start: Start) -> None:
+    job = start("--steps", 500, options=workers(2, "--min-workers", 2, "--max-restarts", 0))
+    job.until_step(3)
+    job.kill_rank(1)
+    assert job.wait() == 3
+    assert "1 of at least 2 workers are left" in job.output

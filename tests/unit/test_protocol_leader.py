@@ -1,0 +1,205 @@
+"""The leader under any sequence of events, late, repeated and unknown ones included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_harness.membership import leader
+from elastic_harness.membership.leader import (
+    Action,
+    Announce,
+    Committed,
+    Done,
+    Evict,
+    Event,
+    Finished,
+    Lost,
+    Pause,
+    Poison,
+    Publish,
+    Ready,
+    Reported,
+    Scaled,
+    SlotFailed,
+    State,
+    Tick,
+    Trouble,
+    Unfit,
+)
+from elastic_harness.membership.types import Limits, Report
+
+members = st.sampled_from([f"w{i}" for i in range(5)])
+numbers = st.integers(0, 6)
+reports = st.builds(Report, generation=numbers, version=st.integers(-1, 3), record=st.none())
+events: st.SearchStrategy[Event] = st.one_of(
+    st.builds(Ready, members),
+    st.builds(Ready, members),
+    st.builds(Lost, members),
+    st.builds(Reported, members, reports),
+    st.builds(Trouble, members, numbers, st.lists(members, max_size=3).map(tuple)),
+    st.builds(Committed, st.integers(0, 3)),
+    st.builds(Finished, members, st.integers(1, 4)),
+    st.builds(SlotFailed, members, st.integers(0, 2), st.integers(0, 2), st.booleans()),
+    st.builds(Unfit, members, st.just("a canary")),
+    st.builds(Scaled, st.integers(0, 9)),
+    st.just(Tick()),
+)
+
+
+def run(state: State, *happened: Event, now: float = 0.0) -> tuple[State, list[Action]]:
+    actions: list[Action] = []
+    for event in happened:
+        state, more = leader.step(state, event, now)
+        actions.extend(more)
+    return state, actions
+
+
+def formed(count: int, limits: Limits | None = None, version: int = -1) -> State:
+    """A leader whose first generation of `count` members is formed."""
+    names = [f"w{i}" for i in range(count)]
+    state, _ = run(State(limits or Limits(1, 8, count)), *map(Ready, names))
+    state, actions = run(state, *(Reported(m, Report(1, version)) for m in names))
+    assert isinstance(actions[-1], Publish)
+    return state
+
+
+@given(st.integers(1, 3), st.integers(0, 2), st.lists(st.tuples(events, st.floats(0, 2)), max_size=60))
+def test_any_events_keep_the_rules(low: int, extra: int, happened: list[tuple[Event, float]]) -> None:
+    state = State(Limits(low, low + extra + 1, low + extra, join_timeout_s=1.0))
+    now, newest, lineage = 0.0, 0, 0
+    announced = None
+    for event, passed_s in happened:
+        now += passed_s
+        before = state
+        state, actions = leader.step(state, event, now)
+        assert not (before.done and actions), "a finished leader stays silent"
+        for action in actions:
+            match action:
+                case Announce(generation):
+                    assert generation.number > newest, "generation numbers only grow"
+                    newest = generation.number
+                    assert generation.members and len(set(generation.members)) == len(generation.members)
+                    assert set(generation.members) <= set(state.ready)
+                    if not state.finished:
+                        assert low <= len(generation.members) <= state.limits.target
+                    elif announced is not None:
+                        assert set(generation.members) <= set(announced.members)
+                    if announced is not None:
+                        kept = [m for m in announced.members if m in generation.members]
+                        assert list(generation.members[: len(kept)]) == kept
+                    announced = generation
+                case Publish(digest, _):
+                    assert announced is not None and digest.generation == announced.number
+                    assert set(digest.sources) == set(announced.members)
+                    assert digest.lineage >= lineage
+                    lineage = digest.lineage
+                    if before.born and any(s.kind == "init" for s in digest.sources.values()):
+                        assert digest.lineage > before.lineage, "never silently from zero"
+                case Done():
+                    assert announced is not None
+                    assert set(announced.members) <= {m for m, _ in state.finished}
+        assert state.number == newest
+        assert not before.born or state.born
+
+
+@given(st.lists(st.tuples(events, st.floats(0, 2)), max_size=40))
+def test_the_same_events_lead_to_the_same_state(happened: list[tuple[Event, float]]) -> None:
+    first = second = State(Limits(1, 4, 2))
+    for event, now in happened:
+        first, one = leader.step(first, event, now)
+        second, two = leader.step(second, event, now)
+        assert one == two
+    assert first == second
+
+
+def test_a_late_finished_of_a_lost_member_closes_no_door() -> None:
+    state, _ = run(formed(2), Lost("w1"), Finished("w1", 9))
+    assert state.finished == () and state.born
+    state, actions = run(state, Reported("w0", Report(2, 3)), Ready("w2"))
+    assert [a.generation.members for a in actions if isinstance(a, Announce)] == [("w0", "w2")]
+
+
+def test_both_ends_of_one_broken_link_count_once() -> None:
+    state = formed(3)
+    state, _ = run(state, Trouble("w0", 1, ("w1",)), Trouble("w1", 1, ("w0",)))
+    state, actions = run(state, Tick(), now=1.0)
+    announced = [a.generation for a in actions if isinstance(a, Announce)]
+    assert [g.members for g in announced] == [("w0", "w1", "w2")], "one break may be chance"
+    state, _ = run(state, *(Reported(m, Report(2, 1)) for m in ("w0", "w1", "w2")))
+    state, _ = run(state, Trouble("w1", 2, ("w0",)), now=2.0)
+    _, actions = run(state, Tick(), now=3.0)
+    announced = [a.generation for a in actions if isinstance(a, Announce)]
+    assert len(announced) == 1 and "w2" in announced[0].members and len(announced[0].members) == 2
+
+
+def test_who_falls_silent_because_of_trouble_is_not_accused() -> None:
+    state = formed(3)
+    state, _ = run(state, Trouble("w0", 1, ("w1",)), Trouble("w2", 1, ("w0",)), Trouble("w1", 1, ("w0",)))
+    assert state.broken == ((1, "w0", "w1"),)
+
+
+def test_old_breaks_are_forgotten() -> None:
+    state = formed(2)
+    for number in range(1, 12):
+        state, _ = run(state, Trouble("w0", number, ("w1",)))
+        state, actions = run(state, Tick(), now=1.0)
+        assert len(state.broken) <= leader.TROUBLE_MEMORY
+        state = replace(state, limits=replace(state.limits, min_workers=2, target=2))
+        state, _ = run(state, *(Reported(m, Report(state.number, 1)) for m in ("w0", "w1")))
+        assert state.formed and actions
+
+
+def test_a_loss_at_the_boundary_of_a_planned_removal_is_noticed() -> None:
+    state, actions = run(formed(3), Scaled(2))
+    assert [a.generation.urgent for a in actions if isinstance(a, Announce)] == [False]
+    state, actions = run(state, Lost("w2"))
+    assert actions == [], "it may just have left: the others get the time to reach the boundary"
+    _, actions = run(state, Tick(), now=1.0)
+    assert [a.generation.urgent for a in actions if isinstance(a, Announce)] == [True]
+
+
+def test_a_planned_removal_that_succeeds_aborts_nothing() -> None:
+    state, _ = run(formed(3), Scaled(2))
+    state, _ = run(state, Lost("w2"), Reported("w0", Report(2, 1)))
+    state, actions = run(state, Reported("w1", Report(2, 1)))
+    assert [type(a) for a in actions] == [Publish]
+    _, actions = run(state, Tick(), now=9.0)
+    assert actions == []
+
+
+def test_a_survivor_with_state_proves_that_the_run_was_born() -> None:
+    state, _ = run(formed(2), Lost("w0"))
+    state, _ = run(state, Reported("w1", Report(2, 1, record=0)))
+    state, _ = run(state, Lost("w1"), Ready("w2"))
+    _, actions = run(state, Reported("w2", Report(state.number, -1)))
+    (publish,) = [a for a in actions if isinstance(a, Publish)]
+    assert publish.digest.lineage == 1
+
+
+def test_below_the_minimum_the_job_pauses_and_goes_on() -> None:
+    state, actions = run(formed(2, Limits(2, 4, 2)), Lost("w1"))
+    assert [type(a) for a in actions] == [Pause]
+    _, actions = run(state, Ready("w2"))
+    assert [a.generation.members for a in actions if isinstance(a, Announce)] == [("w0", "w2")]
+
+
+def test_a_slot_that_fails_on_two_members_stops_the_job() -> None:
+    state, actions = run(formed(3), SlotFailed("w0", 4, 7, killed=False), SlotFailed("w0", 4, 7, killed=False))
+    assert actions == [], "one member's failure, told twice, is one"
+    state, actions = run(state, SlotFailed("w1", 4, 7, killed=False))
+    assert actions == [Poison(4, 7, ("w0", "w1"))] and state.done
+
+
+def test_kills_in_one_slot_need_a_third_member_to_be_poison() -> None:
+    state, actions = run(formed(3), SlotFailed("w0", 4, 7, True), SlotFailed("w1", 4, 7, True))
+    assert actions == []
+    _, actions = run(state, SlotFailed("w2", 4, 7, True))
+    assert [type(a) for a in actions] == [Poison]
+
+
+def test_an_unfit_member_is_evicted_once_and_the_others_go_on() -> None:
+    _, actions = run(formed(3), Unfit("w1", "canary"), Unfit("w1", "canary"))
+    assert [type(a) for a in actions] == [Evict, Announce]

@@ -1,0 +1,114 @@
+"""Who applied what, and where everyone's state comes from."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_harness.membership.reconcile import reconcile
+from elastic_harness.membership.types import Digest, Generation, Report
+
+LANES = 6
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Generation, dict[str, Report]]:
+    """Any reports, also such as the protocol never produces: laggards far behind, lanes held twice."""
+    members = tuple(f"w{i}" for i in range(draw(st.integers(1, 5))))
+    top = draw(st.integers(-1, 5))
+    reports = {}
+    for member in members:
+        version = draw(st.integers(-1, max(top, -1)))
+        lanes = draw(st.sets(st.integers(0, LANES - 1), max_size=3)) if version >= 0 else set()
+        reports[member] = Report(
+            generation=7,
+            version=version,
+            record=draw(st.sampled_from([None, version - 1])) if version > 0 else None,
+            lanes=tuple((lane, lane + 1) for lane in sorted(lanes)),
+            checkpoints=tuple(sorted(draw(st.sets(st.integers(0, 9), max_size=2)), reverse=True)) if version < 0 else (),
+            verified=draw(st.booleans()),
+        )
+    return Generation(7, members, True, "test"), reports
+
+
+def digest_of(situation: tuple[Generation, dict[str, Report]], born: bool) -> Digest:
+    generation, reports = situation
+    digest, reason = reconcile(generation, reports, born=born, lineage=2, from_step=1)
+    assert reason
+    return digest
+
+
+@given(situations(), st.booleans())
+def test_every_source_can_be_satisfied(situation: tuple[Generation, dict[str, Report]], born: bool) -> None:
+    generation, reports = situation
+    digest = digest_of(situation, born)
+    assert set(digest.sources) == set(generation.members)
+    for member, source in digest.sources.items():
+        own = reports[member]
+        match source.kind:
+            case "keep":
+                assert own.version == digest.version and source.donor is None
+            case "replay":
+                assert source.donor is not None
+                donor = reports[source.donor]
+                assert own.version == digest.version - 1 >= 0
+                assert donor.version == digest.version and donor.record == own.version
+                assert digest.sources[source.donor].kind == "keep"
+            case "state":
+                assert source.donor is not None and source.donor != member
+                assert digest.sources[source.donor].kind in ("keep", "init", "restore")
+            case "restore":
+                assert digest.version in own.checkpoints
+            case "init":
+                assert digest.version == 0 and all(not r.checkpoints for r in reports.values())
+
+
+@given(situations(), st.booleans())
+def test_nothing_committed_by_anyone_present_is_lost(
+    situation: tuple[Generation, dict[str, Report]], born: bool
+) -> None:
+    _, reports = situation
+    digest = digest_of(situation, born)
+    best = max(r.version for r in reports.values())
+    if best >= 0:
+        assert digest.version == best and (digest.lineage, digest.from_step) == (2, 1)
+    elif born:
+        assert digest.lineage == 3 and digest.from_step == digest.version, "a restore opens a new lineage"
+        assert digest.version == max((c for r in reports.values() for c in r.checkpoints), default=0)
+
+
+@given(situations(), st.booleans())
+def test_every_finished_lane_counts_at_most_once(
+    situation: tuple[Generation, dict[str, Report]], born: bool
+) -> None:
+    _, reports = situation
+    digest = digest_of(situation, born)
+    held = [lane for ranges in digest.lanes.values() for lo, hi in ranges for lane in range(lo, hi)]
+    assert len(held) == len(set(held))
+    for member, ranges in digest.lanes.items():
+        assert digest.sources[member].kind == "keep" and ranges == reports[member].lanes
+    ahead = [r.lanes for m, r in reports.items() if digest.sources[m].kind == "keep" and r.lanes]
+    everything = [lane for ranges in ahead for lo, hi in ranges for lane in range(lo, hi)]
+    if len(everything) == len(set(everything)):
+        assert sorted(held) == sorted(everything), "lanes that nobody else holds are never thrown away"
+
+
+@given(situations(), st.booleans())
+def test_a_digest_and_its_parts_survive_the_wire(
+    situation: tuple[Generation, dict[str, Report]], born: bool
+) -> None:
+    generation, reports = situation
+    digest = digest_of(situation, born)
+    assert Digest.from_json(digest.to_json()) == digest
+    assert Generation.from_json(generation.to_json()) == generation
+    for report in reports.values():
+        assert Report.from_json(report.to_json()) == report
+
+
+@given(st.integers(2, 9), st.integers(1, 9))
+def test_donors_share_the_work(keepers: int, joiners: int) -> None:
+    members = tuple(f"w{i}" for i in range(keepers + joiners))
+    reports = {m: Report(3, 8, record=7) if i < keepers else Report(3, -1) for i, m in enumerate(members)}
+    digest, _ = reconcile(Generation(3, members, False, ""), reports, born=True, lineage=0, from_step=0)
+    loads = [sum(s.donor == m for s in digest.sources.values()) for m in members[:keepers]]
+    assert max(loads) - min(loads) <= 1
