@@ -147,22 +147,27 @@ class Storm:
 
 
 class Resizer:
-    """Asks for another number of workers after given steps."""
+    """Asks for one number of workers after the other, each as soon as the one before has committed a few steps."""
 
-    def __init__(self, plan: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, plan: Sequence[int]) -> None:
         self.plan = list(plan)
-        self.done: list[tuple[int, int]] = []
+        self.reached: list[int] = []
+        self._asked: int | None = None
 
     def act(self, system: Ours) -> None:
-        """Send the next request once its step is committed."""
-        if not self.plan or not system.commits or max(c["step"] for c in system.commits) < self.plan[0][0]:
+        """Send the next request when it is due."""
+        recent = [c["world_size"] for c in system.commits[-3:]]
+        if self._asked is not None and recent == [self._asked] * 3:
+            self.reached.append(self._asked)
+            self._asked = None
+        if self._asked is not None or not self.plan or len(recent) < 3:
             return
-        step, workers = self.plan.pop(0)
+        workers = self.plan.pop(0)
         argv = [*elastic_harness_argv(), "scale", str(system.run_dir), "--workers", str(workers)]
-        asked = subprocess.run(argv, capture_output=True, text=True, env=environment(), check=False)
-        if asked.returncode != 0:
-            raise BenchmarkError(f"scale to {workers} failed with {asked.returncode}: {asked.stderr.strip()[-300:]}")
-        self.done.append((step, workers))
+        done = subprocess.run(argv, capture_output=True, text=True, env=environment(), check=False)
+        if done.returncode != 0:
+            raise BenchmarkError(f"scale to {workers} failed with {done.returncode}: {done.stderr.strip()[-300:]}")
+        self._asked = workers
 
 
 def against(reference: str | None, result: dict[str, Any]) -> dict[str, Any]:
@@ -230,6 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--schedules", type=int, default=None, help="seeded kill schedules (default 50; quick: 3)")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--resize-steps", type=int, default=200, help="of the runs that change their size")
     parser.add_argument("--parts", default="workers,resize,kills,evidence,ddp")
     parser.add_argument("--out", default=None)
     parser.add_argument("--keep", default=None, help="folder for the runs, kept")
@@ -259,15 +265,16 @@ def main(argv: list[str] | None = None) -> int:
             must += document["workers"].values()
             say(f"workers {[r['same'] for r in document['workers'].values()]}")
         if "resize" in parts:
-            document["resize"] = []
-            third = args.steps // 4
-            for k, (start, plan) in enumerate(((2, ((third, 4), (2 * third, 1))), (4, ((third, 2), (2 * third, 3))))):
+            longer = [f"training.max_steps={args.resize_steps}"]
+            unchanged = run_to_end(ours("resize-reference", 1, more=longer))
+            document["resize"] = {"steps": args.resize_steps, "reference": unchanged, "runs": []}
+            for k, (start, plan) in enumerate(((2, (4, 1)), (4, (2, 3)))):
                 resizer = Resizer(plan)
-                longer = [f"training.max_steps={args.steps}"]
-                result = against(expected, run_to_end(ours(f"resize-{k}", start, more=longer), resizer.act))
-                document["resize"].append({"start": start, "asked": resizer.done, **result})
-                say(f"resize {start} {plan}: {result['same']} world sizes {result.get('world_sizes')}")
-            must += document["resize"]
+                result = run_to_end(ours(f"resize-{k}", start, more=longer), resizer.act)
+                result = against(unchanged.get("weights_sha256"), result)
+                document["resize"]["runs"].append({"start": start, "asked": plan, "reached": resizer.reached, **result})
+                say(f"resize {start} {plan}: {result['same']}, reached {resizer.reached}")
+            must += document["resize"]["runs"]
         if "kills" in parts:
             document["kills"] = []
             for k in range(schedules):

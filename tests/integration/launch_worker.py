@@ -135,8 +135,13 @@ class Worker:
         began = time.monotonic()
         self.show(RECOVERY)
         self.send(
-            "report", generation=number, version=self.version, record=self.version - 1 if self.version > 0 else None,
-            lanes=[], checkpoints=[self.checkpoint()] if self.version < 0 and self.checkpoint() else [], verified=True,
+            "report",
+            generation=number,
+            version=self.version,
+            record=self.version - 1 if self.version > 0 else None,
+            lanes=[],
+            checkpoints=[self.checkpoint()] if self.version < 0 and self.checkpoint() else [],
+            verified=True,
         )
         while number not in self.digests:
             self.take()
@@ -144,10 +149,18 @@ class Worker:
         self.version, self.lineage = digest["version"], digest["lineage"]
         self.from_step = digest["from_step"]
         ms = (time.monotonic() - began) * 1000
-        self.send("event", event="recovery", fields={
-            "generation": number, "member": self.member, "version": self.version, "stages": {"reconcile_ms": ms},
-            "total_ms": ms, "resumed_step": self.version,
-        })
+        self.send(
+            "event",
+            event="recovery",
+            fields={
+                "generation": number,
+                "member": self.member,
+                "version": self.version,
+                "stages": {"reconcile_ms": ms},
+                "total_ms": ms,
+                "resumed_step": self.version,
+            },
+        )
         while True:
             if self.version >= self.options.steps:
                 self.finish()
@@ -182,12 +195,29 @@ class Worker:
         if rank == 0:
             lanes = [[m, i * 12 // len(members), (i + 1) * 12 // len(members)] for i, m in enumerate(members)]
             self.send(
-                "commit", lineage=self.lineage, step=step, generation=number, world_size=len(members),
-                loss=1.0 / (step + 1), tokens=12, lr=0.1, grad_norm=None, step_s=options.step_s,
+                "commit",
+                lineage=self.lineage,
+                step=step,
+                generation=number,
+                world_size=len(members),
+                loss=1.0 / (step + 1),
+                tokens=12,
+                lr=0.1,
+                grad_norm=None,
+                step_s=options.step_s,
                 ledger={
-                    "step": step, "generation": number, "world_size": len(members), "epoch": 0, "position": step * 12,
-                    "count": 12, "slots": 12, "lanes": 12, "computed_by": [x for x in lanes if x[1] < x[2]],
-                    "slot_samples": ["0" * 16] * 12, "slot_weight": [1.0] * 12, "loss": 1.0 / (step + 1),
+                    "step": step,
+                    "generation": number,
+                    "world_size": len(members),
+                    "epoch": 0,
+                    "position": step * 12,
+                    "count": 12,
+                    "slots": 12,
+                    "lanes": 12,
+                    "computed_by": [x for x in lanes if x[1] < x[2]],
+                    "slot_samples": ["0" * 16] * 12,
+                    "slot_weight": [1.0] * 12,
+                    "loss": 1.0 / (step + 1),
                     "from_step": self.from_step,
                 },
             )
@@ -228,7 +258,9 @@ class Worker:
         with open(os.path.join(self.run_dir, "fake-checkpoint.tmp"), "w") as file:
             json.dump(self.version, file)
         os.replace(file.name, file.name[:-4])
-        self.send("event", event="checkpoint_saved", fields={"step": self.version, "path": "x", "seconds": 0, "bytes": 0})
+        self.send(
+            "event", event="checkpoint_saved", fields={"step": self.version, "path": "x", "seconds": 0, "bytes": 0}
+        )
 
     def checkpoint(self) -> int:
         try:

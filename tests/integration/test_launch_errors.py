@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -146,13 +147,24 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert str(tmp_path / "file" / "run") in ended.stderr and "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("name", ["events.jsonl", "ledger.jsonl"])
-def test_a_full_disk_ends_the_job_with_a_message(start: Start, tmp_path: Path, name: str) -> None:
+def test_a_full_disk_at_the_start_ends_the_job_with_a_message(start: Start, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / name).symlink_to("/dev/full")
+    (tmp_path / "run" / "events.jsonl").symlink_to("/dev/full")
     job = start("--steps", 50, options=workers(2))
     assert job.wait() == 4
     assert "No space left on device" in job.output and "Traceback" not in job.output
+
+
+def test_a_disk_that_fills_up_ends_the_job_with_a_message(start: Start, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        job = start("--steps", 500, options=workers(2, "--quiet"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert job.wait() == 4
+    assert "cannot write" in job.output and "resume" in job.output and "Traceback" not in job.output
+    assert len(job.events("step_committed")) > 5
 
 
 def test_a_damaged_record_is_named(start: Start, tmp_path: Path) -> None:
@@ -256,11 +268,12 @@ if count == 0:
 def test_a_plain_script_is_restarted_as_a_whole_at_a_new_address(start: Start, tmp_path: Path, failure: str) -> None:
     job = start(options=workers(3), script=script(tmp_path, PLAIN.format(failure=failure)))
     assert job.wait() == 0, job.output
-    lines = [line.split("] ", 1)[1].split() for line in job.output.splitlines() if " port " in line]
+    shown = [line for line in job.output.splitlines() if line.startswith("[w") and " port " in line]
+    lines = [line.split("] ", 1)[1].split() for line in shown]
     ports = {count: {line[5] for line in lines if line[7] == count} for count in ("0", "1")}
     assert len(ports["1"]) == 1 and ports["0"].isdisjoint(ports["1"])
     assert len([line for line in lines if line[7] == "1"]) == 3
-    failure_event, = job.events("failure_detected")
+    (failure_event,) = job.events("failure_detected")
     assert failure_event["rank"] == 1, "only the culprit is a failure"
 
 

@@ -50,12 +50,12 @@ def test_a_killed_worker_is_noticed_replaced_and_named(start: Start, rank: int) 
     member = job.kill_rank(rank)
     job.until_event("generation", 2)
     job.finish()
-    failure, = job.events("failure_detected")
+    (failure,) = job.events("failure_detected")
     assert (failure["member"], failure["signal"], failure["rank"]) == (member, "SIGKILL", rank)
     assert failure["t_detected"] - killed_at < 0.25
     second = job.events("generation")[1]
     assert second["urgent"] and member not in second["members"]
-    incident, = job.events("incident")
+    (incident,) = job.events("incident")
     assert member in incident["what"] and "SIGKILL" in incident["what"]
     assert any("unknown" in line or "out-of-memory" in line for line in incident["evidence"])
     assert any(e["world_size"] == 3 and e["generation"] > 2 for e in job.events("step_committed")), "not refilled"
@@ -106,7 +106,7 @@ def test_a_stopped_process_is_replaced_within_its_deadline(start: Start) -> None
 def test_a_hanging_worker_is_replaced(start: Start) -> None:
     job = start("--steps", 20, "--deadline-s", 0.4, "--hang-at", 6, options=workers(1))
     job.finish()
-    failure, = job.events("failure_detected")
+    (failure,) = job.events("failure_detected")
     assert "no progress" in failure["what"] and failure["detected_by"] == "progress deadline"
 
 
@@ -154,9 +154,13 @@ def test_below_the_minimum_the_job_waits_alive(start: Start) -> None:
     survivor = job.members()[0]
     job.kill_rank(1)
     waiting = job.until_event("waiting", 1)
-    assert "1 of at least 2" in job.until(
-        lambda: next((e["reason"] for e in job.events("waiting") if "at least" in e["reason"]), ""), "waiting"
-    ) or waiting
+    assert (
+        "1 of at least 2"
+        in job.until(
+            lambda: next((e["reason"] for e in job.events("waiting") if "at least" in e["reason"]), ""), "waiting"
+        )
+        or waiting
+    )
     job.finish()
     assert job.events("generation")[-1]["members"][0] == survivor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-HARDWARE_KEYS = frozenset({"cpu", "cpu_capability", "gpu", "device", "torch", "threads", "compile", "python", "numpy"})
+HARDWARE_KEYS = frozenset({"cpu", "cpu_capability", "onednn_max_isa", "device", "torch", "threads", "compile"})
 """What `exactness: relaxed` allows to differ between members: it changes bits, not what is computed."""
 
 

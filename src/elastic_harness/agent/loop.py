@@ -97,18 +97,8 @@ class Agent:
         """Run the job to its end; returns the exit code. Leaves no process, socket or temporary file behind."""
         self.supervisor = supervisor
         self._catch_signals()
-        record = self.folder.record
-        self.folder.update(status="running", agent_pid=os.getpid(), control=str(self._control.path), exit_code=None)
-        self.records.event(
-            "run_started",
-            schema=SCHEMA,
-            run_id=record["run_id"],
-            seed=record.get("fingerprint", {}).get("seed"),
-            nproc=self.options.workers,
-            argv=record.get("argv"),
-            resumed_from_step=newest_checkpoint(self.folder.path) if self.records.born else None,
-        )
         try:
+            self._announce_start()
             supervisor.start()
             self.after(TICK_S, self._tick)
             while self.outcome is None or any(w.running for w in self.workers.values()):
@@ -121,6 +111,19 @@ class Agent:
             for worker in self.workers.values():
                 worker.signal(signal.SIGKILL)
         return self._close()
+
+    def _announce_start(self) -> None:
+        record = self.folder.record
+        self.folder.update(status="running", agent_pid=os.getpid(), control=str(self._control.path), exit_code=None)
+        self.records.event(
+            "run_started",
+            schema=SCHEMA,
+            run_id=record["run_id"],
+            seed=record.get("fingerprint", {}).get("seed"),
+            nproc=self.options.workers,
+            argv=record.get("argv"),
+            resumed_from_step=newest_checkpoint(self.folder.path) if self.records.born else None,
+        )
 
     def _close(self) -> int:
         assert self.outcome is not None

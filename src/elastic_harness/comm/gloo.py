@@ -125,7 +125,7 @@ def build(values: KeyValue, rank: int, world: int, *, hostname: str, cancelled: 
 
 def _connect(values: KeyValue, rank: int, world: int, hostname: str) -> GlooGroup:
     store = RendezvousStore(values)
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     options._threads = 1
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=hostname)]

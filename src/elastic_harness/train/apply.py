@@ -148,7 +148,7 @@ class Applier:
                 buffer.add_(mean.round().to(buffer.dtype))
 
     def _optimize(self) -> float | None:
-        """Unscale, clip by the global norm, step. The norm is computed alike by every member from the whole gradient."""
+        """Unscale, clip by the global norm, step. Every member computes the norm alike, from the whole gradient."""
         scaler = self._scaler
         if scaler is not None and scaler.is_enabled():
             scaler.scale(torch.zeros((), device=self._parameters[0].device))  # creates its state if no slot was here

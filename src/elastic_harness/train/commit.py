@@ -78,5 +78,5 @@ def gate(headers: Sequence[Header], reference: int | None) -> tuple[Verdict, str
 def combine(headers: Sequence[Header]) -> SlotTable:
     """The table of the whole step: each slot's and lane's words come from the one member that has them."""
     like = headers[0].table
-    words = np.sum([h.table.words for h in headers], axis=0, dtype=np.int64)
+    words: Words = np.add.reduce([h.table.words for h in headers], axis=0, dtype=np.int64)
     return SlotTable(like.slots, like.lanes, like.entries, words)

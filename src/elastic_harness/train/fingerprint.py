@@ -26,8 +26,8 @@ def fingerprint(
     layout: Layout,
     shape: Shape,
 ) -> dict[str, Any]:
-    """Everything on which the bits of a step depend. Two members of one run must agree in every entry under
-    `elastic.exactness: strict`; under relaxed only in those whose names begin with `run.`, `data.` or `model.`."""
+    """Everything on which the bits of a step depend. Members must agree in every entry under `exactness: strict`;
+    relaxed lets those differ that change bits only (threads, torch, device, cpu, …)."""
     device = next(model.parameters()).device
     entries: dict[str, Any] = {
         "run.seed": config.seed,
@@ -35,19 +35,19 @@ def fingerprint(
         "run.lanes": shape.lanes,
         "run.micro_batch_samples": shape.micro_batch,
         "run.clip_norm": config.training.clip_norm,
-        "run.exactness": config.elastic.exactness,
+        "exactness": config.elastic.exactness,
         "model.layout": _digest([(e.name, list(e.shape), e.lo) for e in layout.entries]),
         "model.class": f"{type(model).__module__}.{type(model).__qualname__}",
         "model.optimizer": type(optimizer).__name__,
         "model.optimizer_settings": _digest(_settings(optimizer)),
         "run.precision": config.training.precision,
-        "arithmetic.threads": torch.get_num_threads(),
-        "arithmetic.torch": torch.__version__,
-        "arithmetic.compile": config.training.compile,
-        "arithmetic.device": device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
-        "arithmetic.cpu": cpu_model(),
-        "arithmetic.cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "arithmetic.onednn_max_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "compile": config.training.compile,
+        "device": device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "cpu": cpu_model(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "onednn_max_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
     }
     entries.update({f"data.{name}": value for name, value in dataset.items()})
     return entries

@@ -68,9 +68,9 @@ def make_layout(model: nn.Module, buffers: Mapping[str, Tensor]) -> Layout:
     for tensor in trainable.values():
         dtype = torch.promote_types(dtype, tensor.dtype)
     entries, offset = [], 0
-    for name, tensor in [*trainable.items(), *buffers.items()]:
-        entries.append(Entry(name, tensor.shape, offset, offset + tensor.numel()))
-        offset += tensor.numel()
+    for name, member in [*trainable.items(), *buffers.items()]:
+        entries.append(Entry(name, member.shape, offset, offset + member.numel()))
+        offset += member.numel()
     return Layout(tuple(entries), tuple(buffers), dtype, offset)
 
 

@@ -116,7 +116,8 @@ class AgentLink:
 
     def next_generation(self, after: int, *, planned: bool = False) -> Generation:
         """The newest generation beyond `after`; blocks, without limit, until the coordinator announces one. With
-        `planned`, also one that is not urgent (the caller is at a step boundary). Raises `Left` when the job is done."""
+        `planned`, also one that is not urgent (the caller is at a step boundary). Raises `Left` when the job is done or
+        was asked to stop."""
         with self._changed:
             while True:
                 generation = self._generation

@@ -63,7 +63,6 @@ def run_slots(parts: Parts, progress: Progress, slots: range) -> Iterator[Any]:
         with parts.deadlines.measured(Phase.SLOT, step, slot):
             failpoint("slot.forward", step)
             yield batch
-        parts.deadlines.enter(Phase.DATA, step, slot)
     stop_if_void(parts, progress)
 
 

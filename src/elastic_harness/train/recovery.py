@@ -116,10 +116,13 @@ def _meet(parts: Parts, generation: Generation, stages: Stages) -> Formed:
 
 
 def _report(parts: Parts, progress: Progress, number: int) -> Report:
+    """How far this worker is. Under relaxed exactness nobody offers a record: on another kind of hardware a replay
+    would give other bits than its donor has, so laggards take the whole state."""
+    strict = parts.config.elastic.exactness == "strict"
     return Report(
         generation=number,
         version=progress.version,
-        record=progress.record.step if progress.record else None,
+        record=progress.record.step if progress.record and strict else None,
         lanes=progress.partials.held() if progress.partials else (),
         checkpoints=parts.saver.restorable() if progress.version < 0 else (),
         verified=progress.verified,

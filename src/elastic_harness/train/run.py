@@ -194,6 +194,12 @@ def start(
     link, folder, board = _coordinator(run_dir)
     given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
     registry = Registry(model, {k: v for k, v in given.items() if v is not None} | dict(extra or {}))
+    deadlines = Deadlines(config.elastic, board)
+
+    def reading(step: int, slot: int, sample_ids: list[int]) -> None:
+        board.samples = sample_ids
+        deadlines.enter(Phase.DATA, step, slot)
+
     cuda = next(model.parameters()).is_cuda
     if cuda and config.elastic.exactness == "strict":
         torch.use_deterministic_algorithms(True)
@@ -202,11 +208,13 @@ def start(
         run_dir=folder,
         link=link,
         board=board,
-        deadlines=Deadlines(config.elastic, board),
+        deadlines=deadlines,
         schedule=schedule,
         shape=shape,
         layout=layout,
-        slots=SlotComputer(model, source, schedule, shape, layout, averaged, seed=config.seed, scaler=scaler),
+        slots=SlotComputer(
+            model, source, schedule, shape, layout, averaged, seed=config.seed, reading=reading, scaler=scaler
+        ),
         applier=Applier(
             model,
             optimizer,
@@ -277,7 +285,14 @@ def _report_errors(link: AgentLink, board: Board) -> None:
         summary = "".join(traceback.format_exception_only(kind, error)).strip()
         in_slot = board.phase in (Phase.SLOT, Phase.DATA) and board.slot >= 0
         if in_slot:
-            link.send("slot_error", step=board.step, slot=board.slot, error=summary, traceback=text)
+            link.send(
+                "slot_error",
+                step=board.step,
+                slot=board.slot,
+                error=summary,
+                traceback=text,
+                samples=board.samples,
+            )
         else:
             link.send("error", error=summary, traceback=text)
         _leave(error.exit_code if isinstance(error, HarnessError) else EXIT_USER_CODE)

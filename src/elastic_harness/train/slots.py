@@ -6,7 +6,7 @@ A slot is a pure function of (seed, step, slot, weights): nothing here knows the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,7 +49,10 @@ class Shape:
 
 
 class SlotComputer:
-    """Runs the slots of a lane one after the other, accumulating into p.grad as autograd does anyway."""
+    """Runs the slots of a lane one after the other, accumulating into p.grad as autograd does anyway.
+
+    reading(step, slot, sample ids) is called before a slot's samples are read.
+    """
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class SlotComputer:
         buffers: Mapping[str, Tensor],
         *,
         seed: int,
+        reading: Callable[[int, int, list[int]], None],
         scaler: Any = None,
     ) -> None:
         parameters = dict(model.named_parameters())
@@ -73,6 +77,7 @@ class SlotComputer:
         self._shape = shape
         self._dtype = layout.dtype
         self._seed = seed
+        self._reading = reading
         self._scaler = scaler
         self._slot: tuple[int, int, float] | None = None  # step, slot, share of a full slot
         self._seen: tuple[float, float] | None = None  # loss, weight of the running slot
@@ -92,19 +97,23 @@ class SlotComputer:
             if len(ids) == 0:
                 self._contributions[slot] = Contribution(0.0, 0.0, samples)
                 continue
+            self._reading(step, slot, ids.tolist())
             batch = self._dataset.read(ids)
             seed_everything(self._seed, step, slot)
             self._slot = (step, slot, len(ids) / self._shape.micro_batch)
             self._seen = None
             yield slot, batch
-            if self._seen is None:
-                raise UserCodeError(
-                    f"step.backward(loss) was not called for slot {slot} of step {step}: call it exactly once for "
-                    "every batch of step.micro_batches()"
-                )
-            self._contributions[slot] = Contribution(*self._seen, samples)
+            self._contributions[slot] = Contribution(*self._contributed(step, slot), samples)
             self._take_buffers(saved)
         self._slot = None
+
+    def _contributed(self, step: int, slot: int) -> tuple[float, float]:
+        if self._seen is None:
+            raise UserCodeError(
+                f"step.backward(loss) was not called for slot {slot} of step {step}: call it exactly once for "
+                "every batch of step.micro_batches()"
+            )
+        return self._seen
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Backward of a slot's mean loss. `weight`: its share of a full slot's target tokens (default: of its
@@ -158,8 +167,8 @@ class SlotComputer:
             buffer.copy_(before)
         if name := self._hidden_change():
             raise UserCodeError(
-                f"Buffer {name} changed in forward, and which slots a worker computes must not matter. If the mean over "
-                f"the slots is the right new value, pass buffers=[{name!r}] to elastic_harness.start()."
+                f"Buffer {name} changed in forward, and which slots a worker computes must not matter. If the mean "
+                f"over the slots is the right new value, pass buffers=[{name!r}] to elastic_harness.start()."
             )
 
 

@@ -98,7 +98,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """The tensor's elements in row-major order, little-endian. A view where it can be one."""
     assert sys.byteorder == "little", "big-endian machines are not supported"
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:

@@ -1,0 +1,285 @@
+"""The agent's small parts, one by one: options, folder, incident block, fingerprint, logs, console, board, hangs."""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_harness.agent import fingerprint, folder, incident, options
+from elastic_harness.agent.board import EXCHANGE, SLOT, Board, Reading
+from elastic_harness.agent.console import Console
+from elastic_harness.agent.hangs import HangWatch
+from elastic_harness.agent.kv import KeyValues
+from elastic_harness.agent.logs import WorkerLog
+from elastic_harness.errors import ConfigError, InfrastructureError
+
+# ---- options
+
+
+def test_dashes_and_underscores_and_what_follows_the_script() -> None:
+    request = options.parse(
+        ["--standalone", "--nproc_per_node=4", "--min_workers", "2", "--spares=1", "--run-dir=D", "-m", "pkg.train"]
+        + ["--config", "c.yaml", "--spares", "9", "data.path=F"]
+    )
+    assert request.options.workers == 4 and request.options.min_workers == 2 and request.options.spares == 1
+    assert request.options.command[1:] == ("-m", "pkg.train", "--config", "c.yaml", "--spares", "9", "data.path=F")
+    assert request.run_dir == "D"
+    again = options.LaunchOptions.from_json(request.options.to_json())
+    assert again == request.options
+
+
+def test_no_python_runs_the_program_itself() -> None:
+    assert options.parse(["--no-python", "./train", "-x"]).options.command == ("./train", "-x")
+    with pytest.raises(ConfigError, match="exclude each other"):
+        options.parse(["--no-python", "-m", "x"])
+
+
+@pytest.mark.parametrize("text", ["0", "2", "1:4", "x", "1:1:1", ""])
+def test_only_one_node(text: str) -> None:
+    with pytest.raises(ConfigError, match="--nnodes"):
+        options.parse(["--nnodes", text, "x.py"])
+
+
+def test_abbreviated_options_are_not_guessed() -> None:
+    with pytest.raises(SystemExit) as caught:
+        options.parse(["--spare", "1", "x.py"])
+    assert caught.value.code == 2
+
+
+# ---- folder
+
+
+def test_the_lock_is_exclusive_and_names_its_holder(tmp_path: Path) -> None:
+    held = folder.acquire(tmp_path / "run")
+    assert folder.locked(tmp_path / "run")
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} holds it"):
+        folder.acquire(tmp_path / "run")
+    os.close(held)
+    assert not folder.locked(tmp_path / "run")
+    os.close(folder.acquire(tmp_path / "run"))
+
+
+def test_setting_aside_never_overwrites(tmp_path: Path) -> None:
+    targets = set()
+    for _ in range(3):
+        (tmp_path / "run").mkdir()
+        targets.add(folder.set_aside(tmp_path / "run"))
+    assert len(targets) == 3 and all(t.is_dir() for t in targets)
+
+
+def test_a_record_survives_a_failed_write(tmp_path: Path) -> None:
+    run = folder.RunFolder(tmp_path)
+    run.update(number=3)
+    os.mkdir(tmp_path / f".run.json.{os.getpid()}")
+    with pytest.raises(InfrastructureError, match="cannot write"):
+        run.update(number=4)
+    assert folder.RunFolder(tmp_path).record == {"number": 3}
+
+
+def test_the_newest_checkpoint_counts_only_with_its_manifest(tmp_path: Path) -> None:
+    assert folder.newest_checkpoint(tmp_path) is None
+    for name, whole in (("step-00000020", True), ("step-00000040", False), ("step-00000030.tmp-9", True)):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        if whole:
+            (tmp_path / "checkpoints" / name / "manifest.json").write_text("{}")
+    assert folder.newest_checkpoint(tmp_path) == 20
+
+
+# ---- incident
+
+
+FACTS = incident.Facts(
+    member="w2-1", rank=2, host="h", pid=12, lived_s=3.0, where="computing slot 4, step 7", exit_code=-9, error="",
+    hang="", oom_kills=0, tail=("a", "b"), log="/l",
+)  # fmt: skip
+
+
+def test_a_kill_without_evidence_is_not_explained() -> None:
+    block = incident.build(FACTS, "others go on")
+    text = block.render()
+    assert "w2-1 was killed by SIGKILL" in block.what
+    assert "rank 2, host h, pid 12" in block.who and "slot 4" in block.who
+    assert "by whom is unknown" in block.evidence[0] and "did not rise" in block.evidence[0]
+    assert not block.advice
+    assert "others go on" in text and "/l" in text and "memory.\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "evidence"),
+    [
+        ({"oom_kills": 1}, "SIGKILL", "counter rose by 1"),
+        ({"oom_kills": None}, "SIGKILL", "no out-of-memory counter"),
+        ({"exit_code": -11}, "SIGSEGV", "SIGSEGV"),
+        ({"exit_code": 1, "error": "ValueError: x"}, "failed: ValueError: x", "exit code 1"),
+        ({"exit_code": 0}, "exit code 0", "before the last step"),
+        ({"hang": "no progress for 3 s"}, "hung: no progress", "SIGKILL after its progress deadline"),
+        ({"tail": ()}, "SIGKILL", "wrote nothing"),
+        ({"exit_code": -77}, "signal 77", "signal 77"),
+    ],
+)
+def test_the_block_names_what_is_known(changes: dict[str, Any], what: str, evidence: str) -> None:
+    block = incident.build(replace(FACTS, **changes), "done")
+    assert what in block.what
+    assert any(evidence in line for line in block.evidence)
+
+
+def test_the_oom_counter_is_read_from_either_kind_of_control_group(tmp_path: Path) -> None:
+    v2, v1 = tmp_path / "memory.events", tmp_path / "memory.oom_control"
+    v2.write_text("low 0\noom 2\noom_kill 3\n")
+    v1.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 5\n")
+    assert incident.oom_kill_counter([v2]) == 3
+    assert incident.oom_kill_counter([tmp_path / "missing", v1]) == 5
+    assert incident.oom_kill_counter([tmp_path / "missing"]) is None
+
+
+# ---- fingerprint
+
+
+def test_a_fingerprint_that_fits() -> None:
+    assert fingerprint.difference({"seed": 1}, {"seed": 1}) == ""
+    assert fingerprint.difference({}, {"seed": 1}) == ""
+
+
+def test_a_difference_is_named_with_both_values() -> None:
+    text = fingerprint.difference({"seed": 1, "lanes": 8}, {"seed": 2, "lanes": 8})
+    assert "seed: the run has 1, this worker 2" in text and "lanes" not in text and "relaxed" not in text
+
+
+def test_another_machine_is_admitted_only_when_relaxed() -> None:
+    strict = fingerprint.difference({"cpu": "a"}, {"cpu": "b"})
+    assert "cpu" in strict and "exactness=relaxed" in strict
+    relaxed = {"exactness": "relaxed", "seed": 1}
+    assert fingerprint.difference({**relaxed, "cpu": "a"}, {**relaxed, "cpu": "b"}) == ""
+    assert "seed" in fingerprint.difference(relaxed, {**relaxed, "seed": 2})
+
+
+# ---- key-values
+
+
+def test_a_get_waits_for_its_set_and_old_generations_are_forgotten() -> None:
+    values = KeyValues()
+    assert values.get(3, "k", "a") is None and values.get(3, "k", "b") is None
+    assert values.set(3, "k", "v") == ["a", "b"]
+    assert values.get(3, "k", "c") == "v" and values.get(4, "k", "c") is None
+    values.forget_before(5)
+    assert values.get(3, "k", "c") == "v"
+    values.forget_before(6)
+    assert values.get(3, "k", "c") is None
+
+
+# ---- logs and console
+
+
+def test_a_log_keeps_everything_and_shows_lines(tmp_path: Path) -> None:
+    shown: list[tuple[str, bytes]] = []
+    log = WorkerLog(tmp_path / "w.log", "w3", lambda name, line: shown.append((name, line)))
+    os.write(log.write_end, b"one\ntw")
+    assert log.pump()
+    os.write(log.write_end, b"o\n\n" + "caf\u00e9".encode() + b"\xff")
+    log.close_write_end()
+    assert not log.pump()
+    log.close()
+    assert shown == [("w3", b"one"), ("w3", b"two"), ("w3", b""), ("w3", "caf\u00e9".encode() + b"\xff")]
+    assert (tmp_path / "w.log").read_bytes() == b"one\ntwo\n\n" + "caf\u00e9".encode() + b"\xff"
+    assert log.tail(2) == ["two", "caf\u00e9\ufffd"]
+
+
+def test_a_full_disk_stops_the_log_file_and_not_the_worker(tmp_path: Path) -> None:
+    (tmp_path / "w.log").symlink_to("/dev/full")
+    shown: list[bytes] = []
+    log = WorkerLog(tmp_path / "w.log", "w0", lambda _, line: shown.append(line))
+    os.write(log.write_end, b"one\ntwo\n")
+    assert log.pump()
+    log.close()
+    assert b"ENOSPC" in shown[0] and shown[1:] == [b"one", b"two"]
+
+
+def test_a_slow_reader_loses_lines_but_never_blocks() -> None:
+    read_end, write_end = os.pipe()
+    console = Console(write_end, colour=False, quiet=False)
+    for _ in range(4000):
+        console.worker_line("w0", b"x" * 1000)
+    console.notice("still here")
+    assert console.pending
+    taken = b""
+    os.set_blocking(read_end, False)
+    while console.pending:
+        taken += os.read(read_end, 1 << 20)
+        console.flush()
+    console.worker_line("w0", b"again")
+    taken += os.read(read_end, 1 << 20)
+    assert b"[agent] still here\n" in taken and b"lines were not shown" in taken
+    assert taken.endswith(b"[w0] again\n")
+    os.close(read_end)
+    console.notice("nobody reads")
+    console.drain()
+    os.close(write_end)
+
+
+# ---- board and hangs
+
+
+def show(board: Board, beat: int, phase: int, deadline_ms: int) -> None:
+    os.pwrite(board.descriptor, struct.pack("<QqqqqdQ", beat, 1, phase, 7, 4, 0.0, deadline_ms), 0)
+
+
+def fake_worker(board: Board, name: str = "w0-1") -> Any:
+    return SimpleNamespace(
+        member=name, board=board, running=True, hello=True, lost=False, released="", last_reading=None,
+        beat_seen_at=0.0, compute_deadline_ms=0, stopped=lambda: False,
+    )  # fmt: skip
+
+
+def test_a_reading_says_where_the_worker_is() -> None:
+    assert Reading(1, 1, SLOT, 7, 4, 0.0, 0).where == "computing slot 4, step 7"
+    assert Reading(1, 1, EXCHANGE, 7, 4, 0.0, 0).where == "exchanging gradients, step 7"
+    assert Reading(1, 1, 99, 7, 4, 0.0, 0).where == "phase 99"
+
+
+def test_only_a_beat_that_stands_still_beyond_its_deadline_is_a_hang() -> None:
+    board = Board("t")
+    worker, watch = fake_worker(board), HangWatch()
+    show(board, 1, SLOT, 500)
+    assert watch.check([worker], 10.0) == []
+    assert watch.check([worker], 10.4) == []
+    show(board, 2, SLOT, 500)
+    assert watch.check([worker], 10.6) == []
+    assert watch.check([worker], 11.0) == []
+    (found,) = watch.check([worker], 11.2)
+    assert "no progress for 0.6 s while computing slot 4, step 7" in found[1]
+    show(board, 3, EXCHANGE, 0)
+    assert all(watch.check([worker], 11.2 + i * 0.5) == [] for i in range(100))
+    board.close()
+
+
+def test_a_pause_of_the_agent_itself_is_nobodys_hang() -> None:
+    board = Board("t")
+    worker, watch = fake_worker(board), HangWatch()
+    show(board, 1, SLOT, 500)
+    watch.check([worker], 10.0)
+    assert watch.check([worker], 500.0) == []
+    assert watch.check([worker], 500.6) != []
+    board.close()
+
+
+def test_a_stopped_worker_without_a_deadline_gets_the_newest_of_its_peers() -> None:
+    boards = [Board("a"), Board("b")]
+    stopped, peer = fake_worker(boards[0], "a"), fake_worker(boards[1], "b")
+    watch = HangWatch()
+    show(boards[0], 1, EXCHANGE, 0)
+    show(boards[1], 1, SLOT, 800)
+    watch.check([stopped, peer], 1.0)
+    show(boards[1], 2, EXCHANGE, 0)
+    stopped.stopped = lambda: True
+    assert watch.check([stopped, peer], 1.5) == []
+    assert watch.check([stopped, peer], 2.2) == []
+    (found,) = watch.check([stopped, peer], 2.4)
+    assert found[0] is stopped and "SIGSTOP" in found[1]
+    for board in boards:
+        board.close()
