@@ -42,7 +42,7 @@ class Job:
         self.run_dir = run_dir
         self.output = ""
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(run_dir.with_name(run_dir.name + f".out-{time.time_ns()}"), "w+b")  # noqa: SIM115
+        self._file = open(run_dir.with_name(run_dir.name + f".out-{time.time_ns()}"), "w+b")
         self.process = subprocess.Popen(
             command("launch", "--standalone", "--run-dir", run_dir, *options, script, *arguments),
             env=environment(),

@@ -144,7 +144,7 @@ def test_scaling_up_and_down_restarts_nobody(start: Start) -> None:
     assert job.wait() == 143
     assert not job.events("failure_detected", "incident")
     assert all(not e["urgent"] for e in job.events("generation")[1:4])
-    stopped = [e for e in job.events("worker_stopped")]
+    stopped = job.events("worker_stopped")
     assert len(stopped) == 4 and all(e["expected"] for e in stopped)
 
 

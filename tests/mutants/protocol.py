@@ -14,9 +14,11 @@ from unittest import mock
 
 from elastic_harness.membership import decide as deciding
 from elastic_harness.membership import leader as core
-from elastic_harness.membership.types import Digest, Report, Source
+from elastic_harness.membership.types import Digest, Generation, Report, Source
+from elastic_harness.simulate.cluster import name
 from elastic_harness.simulate.model import Model, Size
 from elastic_harness.simulate.world import Faults, Gradient, Message, Worker, World
+from elastic_harness.train.commit import Verdict
 
 honest_decide, honest_reconcile = core.decide, core.reconcile
 
@@ -98,19 +100,38 @@ class RecordDroppedEarly(Model):
 class SwitchByOr(Model):
     """One member that knows of a planned generation is enough for those who know it to switch."""
 
-    def agreed_switch(self, switches: list[int]) -> int:
-        return max(switches)
+    def verdict(self, w: Worker, headers: dict[int, tuple[int, int]]) -> Verdict:
+        return replace(super().verdict(w, headers), switch=max(switch for switch, _ in headers.values()))
 
     def enter_planned(self, world: World, who: int) -> World:
         w = world.workers[who]
         return super().enter_planned(world, who) if w.switch > w.gen else world
 
 
-class OnlyTheFirstRankSaysSo(Model):
-    """The last step's commit is told by the first rank alone."""
+class CanaryNotCompared(Model):
+    """Whoever joins is taken to compute what the others do."""
 
-    def sends_commit(self, w: Worker, who: int) -> bool:
-        return w.members[0] == who
+    def canary(self, w: Worker, who: int) -> int:
+        return 0
+
+
+class LeftOutNotTold(Model):
+    """Only the members of the generation just before are told of the next one."""
+
+    def audience(self, world: World, before: core.State, generation: Generation) -> list[int]:
+        old = before.generation.members if before.generation else ()
+        return [i for i in super().audience(world, before, generation) if name(i) in {*old, *generation.members}]
+
+
+class PlannedHidesUrgent(Model):
+    """Only the newest announcement is remembered: a planned one makes an urgent one before it unheard."""
+
+    def hear_generation(
+        self, world: World, who: int, number: int, members: tuple[int, ...], urgent: bool
+    ) -> World:
+        if urgent and any(message[0] == "generation" for message in world.down[who]):
+            return self.put(world, who, self.aborted(world.workers[who]))
+        return super().hear_generation(world, who, number, members, urgent)
 
 
 class CommitNotRepeated(Model):
@@ -170,6 +191,10 @@ def forgetting_birth(generation: Any, reports: Any, *, born: bool, lineage: int,
     return honest_reconcile(generation, reports, born=False, lineage=lineage, from_step=from_step)
 
 
+def ever_finished(state: core.State, current: Any) -> bool:
+    return state.formed and all(m in dict(state.finished) for m in current.members)
+
+
 def never_needed(state: core.State, member: str) -> bool:
     return False
 
@@ -181,7 +206,7 @@ def never_before(state: core.State, member: str, generation: int) -> bool:
 @dataclass(frozen=True)
 class Mutant:
     """`model` or one replaced function of the leader (`name`, `function`); the smallest world that shows it, and the
-    violations one of which must be found."""
+    violations one of which must be found. deep: finding it takes seconds."""
 
     title: str
     size: Size
@@ -189,6 +214,7 @@ class Mutant:
     model: type[Model] = Model
     name: str = ""
     function: Any = None
+    deep: bool = False
 
     @contextmanager
     def planted(self) -> Iterator[Model]:
@@ -215,8 +241,10 @@ MUTANTS = [
     Mutant("urgent as planned", small(2, 1), ("stuck",), UrgentAsPlanned),
     Mutant("record dropped early", small(3, 1), (CANNOT,), RecordDroppedEarly),
     Mutant("switch by OR", small(2, joins=1, target=3), ("stuck",), SwitchByOr),
-    Mutant("last commit by the first alone", small(3, 1), ("ledger incomplete",), OnlyTheFirstRankSaysSo),
-    Mutant("commit not repeated", small(3, 1, steps=2), ("ledger incomplete",), CommitNotRepeated),
+    Mutant("canary not compared", small(3, bad=(2,), lanes=3), ("lane missing",), CanaryNotCompared),
+    Mutant("left out, not told", small(3, 1, scales=(1, 3)), ("stuck",), LeftOutNotTold, deep=True),
+    Mutant("planned hides urgent", small(3, 1, scales=(1, 3)), ("stuck",), PlannedHidesUrgent, deep=True),
+    Mutant("commit not repeated", small(3, 1), ("ledger incomplete",), CommitNotRepeated),
     Mutant("number reused", small(2, 1), ("generation number reused",), NumberReused),
     Mutant("digest before all reports", small(3, 1), (CANNOT,), DigestBeforeAllReports),
     Mutant(
@@ -244,6 +272,13 @@ MUTANTS = [
         function=without_second_chance,
     ),
     Mutant("silent restart", small(1, 1, 1), ("silent restart",), name="reconcile", function=forgetting_birth),
+    Mutant(
+        "done by a word given before",
+        small(3, 1),
+        ("ledger incomplete",),
+        name="_everyone_arrived",
+        function=ever_finished,
+    ),
     Mutant(
         "loss of one left out unnoticed",
         small(3, 1, scales=(2,)),

@@ -17,11 +17,10 @@ EXHAUSTED = {
     "two crashes": Size(faults=Faults(crashes=2)),
     "a join": Size(workers=2, target=3, faults=Faults(joins=1)),
     "a join and a crash": Size(workers=2, target=3, faults=Faults(crashes=1, joins=1)),
-    "a zombie": Size(faults=Faults(zombies=1)),
-    "a link breaks twice": Size(workers=2, faults=Faults(breaks=2)),
+    "a zombie": Size(workers=2, faults=Faults(zombies=1)),
     "a link breaks, two needed": Size(workers=2, min_workers=2, faults=Faults(breaks=2)),
+    "one computes wrongly": Size(lanes=3, bad=(2,)),
     "two that can never talk": Size(cut=((0, 1),)),
-    "smaller, then larger": Size(faults=Faults(scales=(1, 3))),
     "two blocks": Size(lanes=3, blocks=2, faults=Faults(crashes=1)),
     "everybody dies, with checkpoints": Size(
         workers=2, steps=3, checkpoint_every=1, faults=Faults(crashes=2, joins=1)
@@ -29,6 +28,10 @@ EXHAUSTED = {
     "below the minimum and back": Size(workers=2, min_workers=2, faults=Faults(crashes=1, joins=1)),
 }
 LARGE = {
+    "a wrong joiner": Size(workers=2, target=3, lanes=3, bad=(2,), faults=Faults(joins=2)),
+    "a link breaks three times": Size(workers=2, faults=Faults(breaks=3)),
+    "smaller, then larger": Size(faults=Faults(scales=(1, 3))),
+    "a crash, smaller, then larger": Size(faults=Faults(crashes=1, scales=(1, 3))),
     "two crashes and a join": Size(faults=Faults(crashes=2, joins=1)),
     "a crash while growing": Size(workers=2, target=4, faults=Faults(crashes=1, joins=2)),
     "a crash while shrinking": Size(faults=Faults(crashes=1, scales=(2,))),
@@ -55,17 +58,17 @@ STORMS = {
 
 @pytest.mark.parametrize("size", EXHAUSTED.values(), ids=[k.replace(" ", "-") for k in EXHAUSTED])
 def test_every_state_of_a_small_world(size: Size) -> None:
-    result = explore(Model(size), 40_000)
+    result = explore(Model(size), 20_000)
     assert result.violation is None, "\n".join([result.detail, *result.trace])
     assert result.complete
-    assert result.ends > 0
+    assert result.done > 0
 
 
 @pytest.mark.parametrize("size", STORMS.values(), ids=[k.replace(" ", "-") for k in STORMS])
 def test_random_paths_through_a_large_world(size: Size) -> None:
-    result = walks(Model(size), 20, seed=20)
+    result = walks(Model(size), 10, seed=20)
     assert result.violation is None, "\n".join([f"seed 20: {result.detail}", *result.trace])
-    assert result.ends >= 20
+    assert result.done == 10
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -121,7 +122,7 @@ def test_a_plain_sum_would_show_the_placement() -> None:
     for world in (1, 2, 3, 4):
         cuts = balanced_cuts(16, world)
         total = np.zeros(64, np.float32)
-        for lo, hi in zip(cuts, cuts[1:], strict=False):
+        for lo, hi in pairwise(cuts):
             part = np.zeros(64, np.float32)
             for gradient in gradients[lo:hi]:
                 part = part + gradient
@@ -168,7 +169,7 @@ def test_a_power_of_two_of_members_holds_one_partial_each(world: int) -> None:
 def test_cuts_are_balanced(lanes: int, parts: int) -> None:
     cuts = balanced_cuts(lanes, parts)
     assert len(cuts) == parts + 1 and cuts[0] == 0 and cuts[-1] == lanes
-    sizes = [hi - lo for lo, hi in zip(cuts, cuts[1:], strict=False)]
+    sizes = [hi - lo for lo, hi in pairwise(cuts)]
     assert min(sizes) >= 0 and max(sizes) == -(-lanes // parts)
 
 

@@ -8,8 +8,11 @@ from elastic_harness.simulate.checker import explore
 from elastic_harness.simulate.model import Model
 from mutants.protocol import MUTANTS, Mutant
 
+QUICK = [m for m in MUTANTS if not m.deep]
+DEEP = [pytest.param(m, marks=pytest.mark.slow) for m in MUTANTS if m.deep]
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.title.replace(" ", "-"))
+
+@pytest.mark.parametrize("mutant", QUICK + DEEP, ids=lambda m: m.title.replace(" ", "-"))
 def test_a_planted_mistake_is_found(mutant: Mutant) -> None:
     with mutant.planted() as model:
         result = explore(model, 60_000)
@@ -17,6 +20,7 @@ def test_a_planted_mistake_is_found(mutant: Mutant) -> None:
     assert result.trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.title.replace(" ", "-"))
 def test_the_same_world_without_the_mistake_is_clean(mutant: Mutant) -> None:
     result = explore(Model(mutant.size), 15_000)

@@ -9,6 +9,7 @@ from elastic_harness.membership.reconcile import reconcile
 from elastic_harness.membership.types import Digest, Generation, Report
 
 LANES = 6
+checkpoints = st.sets(st.integers(0, 9), max_size=2).map(lambda found: tuple(sorted(found, reverse=True)))
 
 
 @st.composite
@@ -25,7 +26,7 @@ def situations(draw: st.DrawFn) -> tuple[Generation, dict[str, Report]]:
             version=version,
             record=draw(st.sampled_from([None, version - 1])) if version > 0 else None,
             lanes=tuple((lane, lane + 1) for lane in sorted(lanes)),
-            checkpoints=tuple(sorted(draw(st.sets(st.integers(0, 9), max_size=2)), reverse=True)) if version < 0 else (),
+            checkpoints=draw(checkpoints) if version < 0 else (),
             verified=draw(st.booleans()),
         )
     return Generation(7, members, True, "test"), reports

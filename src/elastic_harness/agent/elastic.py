@@ -40,7 +40,6 @@ class ElasticRun:
         self._refused: dict[str, str] = {}
         self._unfit: dict[str, str] = {}
         self._members: tuple[str, ...] = ()
-        self._formed: set[str] = set()
         self._finished: dict[str, dict[str, Any]] = {}
         self._slot_errors: dict[tuple[int, int], dict[str, Any]] = {}
         self._last_commit: dict[str, Any] = {}
@@ -195,13 +194,11 @@ class ElasticRun:
                 message = {"type": "digest", **digest.to_json()}
                 for member in self._members:
                     self._tell(member, message)
-                self._note_joined(digest.generation, digest.version)
                 self.agent.console.notice(f"generation {digest.generation}: {reason}")
             case leader.Pause(reason):
                 if self.state.generation is not None:
                     for member in self.state.ready:
                         self._tell(member, {"type": "pause", "reason": reason})
-                    self._formed.clear()
             case leader.Evict(member, reason):
                 self._evict(member, reason)
             case leader.Poison(at_step, slot, members):
@@ -210,7 +207,7 @@ class ElasticRun:
                 self._on_done(version)
 
     def _announce(self, number: int, members: tuple[str, ...], urgent: bool, reason: str) -> None:
-        self.agent.records.remember(number=number)
+        self.agent.records.use_number(number)
         entry = self._store.get("generation")
         value = json.dumps({"number": number, "members": members})
         written, _ = self._store.txn({"generation": entry.revision if entry else 0}, [Put("generation", value)])
@@ -239,14 +236,6 @@ class ElasticRun:
             "generation", number=number, members=list(members), urgent=urgent, reason=reason, world_size=len(members)
         )
         self.agent.console.notice(f"generation {number}: {len(members)} workers ({reason})")
-
-    def _note_joined(self, generation: int, version: int) -> None:
-        for rank, member in enumerate(self._members):
-            if member not in self._formed:
-                self._formed.add(member)
-                self.agent.records.event(
-                    "worker_joined", member=member, rank=rank, generation=generation, version=version
-                )
 
     def _evict(self, member: str, reason: str) -> None:
         self._unfit[member] = reason

@@ -23,10 +23,19 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.record: dict[str, Any] = read_record(path) or {}
+        self._incarnations: dict[int, int] = {}
 
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    def next_incarnation(self, index: int) -> int:
+        """A number that no worker at this local index had before: their logs are named by it."""
+        logged = [f.stem.rpartition("-")[2] for f in self.logs.glob(f"worker-{index}-w{index}-*.log")]
+        number = 1 + max((int(n) for n in logged if n.isdigit()), default=0)
+        number = max(number, self._incarnations.get(index, 0) + 1)
+        self._incarnations[index] = number
+        return number
 
     def update(self, **fields: Any) -> None:
         self.record.update(fields)

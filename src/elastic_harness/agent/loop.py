@@ -33,10 +33,11 @@ from elastic_harness.errors import (
 )
 from elastic_harness.events import SCHEMA
 
-TICK_S = 0.025
+TICK_S = 0.05
 POLL_S_MIN = 0.002
-POLL_S_MAX = 0.02
-POLL_SHARE_MAX = 0.01
+POLL_S_MAX = 0.01
+CPU_SHARE_MAX = 0.01
+CPU_WINDOW_S = 1.0
 TERM_GRACE_S = 2.0
 LINK_LOST_GRACE_S = 2.0
 EXIT_HANGUP = 129
@@ -85,6 +86,7 @@ class Agent:
         self._sequence = itertools.count()
         self._poll_s = POLL_S_MIN
         self._poll_at = 0.0
+        self._cpu_at, self._cpu_s = time.monotonic(), time.process_time()
         self._hangs = HangWatch()
         self._signals_seen = 0
         self._oom_kills = incident.oom_kill_counter()
@@ -179,10 +181,7 @@ class Agent:
 
     def spawn(self, index: int, environment: dict[str, str], *, spare: bool = False, nice: bool = False) -> Worker:
         """Start a worker under a member id that was never used in this run. Raises OSError."""
-        incarnations = self.folder.record.setdefault("incarnations", {})
-        incarnations[str(index)] = incarnations.get(str(index), 0) + 1
-        self.folder.save()
-        member = f"w{index}-{incarnations[str(index)]}"
+        member = f"w{index}-{self.folder.next_incarnation(index)}"
         worker = workers.spawn(
             self.options.command,
             environment,
@@ -306,12 +305,16 @@ class Agent:
                     raise
 
     def _poll_deaths(self, now: float) -> None:
-        """Look for workers that begin to exit. What that may cost bounds how often it happens."""
+        """Look for workers that begin to exit, as often as the agent's share of a core allows."""
         for worker in list(self.workers.values()):
             if worker.running and not worker.detected_at and worker.exiting():
                 self._gone(worker, "process exit")
-        cost_s = time.monotonic() - now + 15e-6
-        self._poll_s = min(POLL_S_MAX, max(POLL_S_MIN, 0.9 * self._poll_s + 0.1 * cost_s / POLL_SHARE_MAX))
+        if now - self._cpu_at >= CPU_WINDOW_S:
+            cpu_s = time.process_time()
+            share = (cpu_s - self._cpu_s) / (now - self._cpu_at)
+            factor = 1.5 if share > CPU_SHARE_MAX else 0.8 if share < 0.7 * CPU_SHARE_MAX else 1.0
+            self._poll_s = min(POLL_S_MAX, max(POLL_S_MIN, self._poll_s * factor))
+            self._cpu_at, self._cpu_s = now, cpu_s
         self._poll_at = now + self._poll_s
 
     # ---- what the selector reports

@@ -70,6 +70,11 @@ class Exchange:
                 self._gathered.append(group.receive(result[t.lo : t.hi], t.source, tag(GATHERED, step, 0)))
         failpoint("exchange.posted", step)
 
+    @property
+    def alone(self) -> bool:
+        """A world of one: its only partial sum is the result, and is to be put there."""
+        return self._group is None
+
     def send_partial(self, node: Node, flat: torch.Tensor) -> None:
         """Hand over a finished partial sum of the plan's cover; it must not change until the next step's end."""
         self._own[node] = flat
@@ -90,7 +95,6 @@ class Exchange:
         connection broke. `adder(headers)` makes the addition once the headers tell which parameters are absent where.
         """
         if self._group is None:
-            self._result.copy_(self._own[(0, self._lanes)])
             return [header]
         deadline = time.monotonic() + timeout_s
 

@@ -160,7 +160,7 @@ def _watch(job: Job, screen: Screen, keys: Keys, strikes: Sequence[Strike], draw
         screen.update(job.story, job.kills)
         time.sleep(POLL_S)
     job.advance()
-    screen.update(job.story, job.kills)
+    screen.update(job.story, job.kills, last=True)
     if pending:
         screen.line(f"{len(pending)} of {len(strikes)} planned kills did not happen: the run ended before their moment")
 

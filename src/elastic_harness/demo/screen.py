@@ -17,6 +17,7 @@ from elastic_harness.demo.story import Commit, Kill, Story, Worker
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SHOW_DEAD_S = 2.5
+DRAW_INTERVAL_S = 0.15
 SHOWN_STRIKES = 8
 LINES_PER_RUN = 20
 
@@ -46,17 +47,17 @@ class Screen:
         self.plain = plain or not console.is_terminal
         self.keys = keys
         self._live: Live | None = None
+        self._next_draw = 0.0
         self._printed_step = -1
         self._printed_recoveries: set[int] = set()
         self._known_workers: set[str] = set()
-        self._printed_incidents = 0
         self._waiting: str | None = None
 
     def __enter__(self) -> Screen:
         if self.plain:
             self.line(f"--- {self.title}")
         else:
-            self._live = Live(console=self.console, refresh_per_second=5, transient=False, auto_refresh=False)
+            self._live = Live(console=self.console, auto_refresh=False)
             self._live.__enter__()
         return self
 
@@ -69,10 +70,13 @@ class Screen:
         """Print one line, above the live part if there is one."""
         self.console.print(escape(text), highlight=False, soft_wrap=True)
 
-    def update(self, story: Story, kills: Sequence[Kill]) -> None:
-        """Draw the story as it stands now."""
+    def update(self, story: Story, kills: Sequence[Kill], last: bool = False) -> None:
+        """Show the story as it stands now; the live part is redrawn a few times a second, and at the last."""
         if self._live is not None:
-            self._live.update(render(story, kills, self.title, self.keys, self.console.width), refresh=True)
+            now = time.monotonic()
+            if last or now >= self._next_draw:
+                self._next_draw = now + DRAW_INTERVAL_S
+                self._live.update(render(story, kills, self.title, self.keys, self.console.width), refresh=True)
         else:
             self._print_news(story)
 
@@ -147,7 +151,8 @@ def _workers(story: Story) -> Table:
     ]
     cells = [Text(f"● rank {rank} pid {worker.pid}", style="green") for rank, worker in _ranked(story)]
     cells += [Text(f"✗ pid {worker.pid} killed", style="bold red") for worker in dead]
-    cells += [Text(f"○ spare pid {worker.pid}", style="cyan") for worker in story.spares()]
+    for worker in story.spares():
+        cells.append(Text(f"○ {'spare' if worker.spare else 'starting'} pid {worker.pid}", style="cyan"))
     for start in range(0, len(cells), 4):
         table.add_row(*cells[start : start + 4])
     return table

@@ -226,7 +226,7 @@ class Story:
         self.incidents.append(event)
 
     def _on_waiting(self, event: Mapping[str, Any]) -> None:
-        self.waiting = str(event.get("reason"))
+        self.waiting = str(event.get("reason")).removeprefix("waiting: ")
 
     def _on_run_finished(self, event: Mapping[str, Any]) -> None:
         self.finished = event

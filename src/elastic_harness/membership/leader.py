@@ -64,7 +64,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class Finished:
-    """A member committed the last step."""
+    """A member committed the last step, or holds it after a recovery: said once in every generation."""
 
     member: str
     version: int
@@ -174,6 +174,7 @@ class State:
     paused: str = ""
     reports: tuple[tuple[str, Report], ...] = ()
     finished: tuple[tuple[str, int], ...] = ()
+    arrived: tuple[str, ...] = ()
     failed_slots: tuple[tuple[int, int, str, bool], ...] = ()
     broken: tuple[tuple[int, str, str], ...] = ()
     troubled: tuple[str, ...] = ()
@@ -222,6 +223,8 @@ def _take(state: State, event: Event, now: float) -> tuple[State, tuple[Action, 
             if member in state.ready:
                 others_done = tuple(f for f in state.finished if f[0] != member)
                 state = replace(state, finished=(*others_done, (member, version)))
+                if state.formed and member not in state.arrived:
+                    state = replace(state, arrived=(*state.arrived, member))
             state = replace(state, born=True)
         case SlotFailed(member, at_step, slot, killed):
             state = replace(state, failed_slots=(*state.failed_slots, (at_step, slot, member, killed)))
@@ -292,7 +295,7 @@ def _poison(state: State, at_step: int, slot: int) -> tuple[Action, ...]:
 def _advance(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
     """Whatever follows from the state as it now is."""
     current = state.generation
-    if current and current.members and all(m in dict(state.finished) for m in current.members) and state.formed:
+    if current and _everyone_arrived(state, current):
         version = max(v for _, v in state.finished)
         return replace(state, done=True), (Done(version),)
 
@@ -306,6 +309,12 @@ def _advance(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
     if current and not state.formed and {m for m, _ in state.reports} == set(current.members):
         return _form(state, current)
     return state, ()
+
+
+def _everyone_arrived(state: State, current: Generation) -> bool:
+    """Whether every member has finished in this very generation: a word given in an earlier one does not count,
+    because the rank that was to write the last line and save the result may have died since."""
+    return state.formed and all(m in state.arrived and m in dict(state.finished) for m in current.members)
 
 
 def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Action, ...]]:
@@ -335,6 +344,7 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         formed=False,
         paused="",
         reports=(),
+        arrived=(),
         troubled=(),
         trouble_at=None,
         trouble_in=0,

@@ -51,7 +51,8 @@ def explore(model: Model, budget: int) -> Result:
             at, move = parents[at]
             trace.append(move)
         text = tuple(" ".join(map(str, move)) for move in reversed(trace))
-        return Result(len(number), moves, ends, done, False, time.monotonic() - began, violation.kind, violation.detail, text)
+        spent_s = time.monotonic() - began
+        return Result(len(number), moves, ends, done, False, spent_s, violation.kind, violation.detail, text)
 
     complete = True
     while frontier:
@@ -162,7 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({"size": _plain(size), "seed": args.seed, **asdict(result)}))
     else:
         extent = "every state" if result.complete else "a part of the states"
-        print(f"{extent}: {result.states} states, {result.moves} moves, {result.ends} ends ({result.done} done), {result.seconds:.1f} s")
+        ends = f"{result.ends} ends ({result.done} with the job done)"
+        print(f"{extent}: {result.states} states, {result.moves} moves, {ends}, {result.seconds:.1f} s")
         if result.violation:
             print(f"VIOLATION {result.violation}: {result.detail}")
             print("\n".join(f"  {i:3} {line}" for i, line in enumerate(result.trace, 1)))

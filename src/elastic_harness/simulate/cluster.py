@@ -17,7 +17,8 @@ LATE = 1e9  # a time by which every timeout has passed; all other events happen 
 
 @dataclass(frozen=True)
 class Size:
-    """How big a world to look at. `cut`: pairs of workers that can never talk to each other."""
+    """How big a world to look at. `cut`: pairs of workers that can never talk to each other. `bad`: workers that
+    compute something else than the others."""
 
     workers: int = 3
     steps: int = 2
@@ -27,6 +28,7 @@ class Size:
     target: int | None = None
     checkpoint_every: int = 0
     cut: tuple[tuple[int, int], ...] = ()
+    bad: tuple[int, ...] = ()
     faults: Faults = Faults()  # noqa: RUF009  (immutable)
 
 
@@ -110,10 +112,9 @@ class Cluster:
                 self.check_announcement(world, before, generation)
                 members = tuple(map(index_of, generation.members))
                 message = ("generation", generation.number, members, generation.urgent)
-                for i, w in enumerate(world.workers):
-                    if i in members or w.told:
-                        world = self.put(world, i, w._replace(told=True))
-                        world = self.tell(world, i, message)
+                for i in self.audience(world, before, generation):
+                    world = self.put(world, i, world.workers[i]._replace(told=True))
+                    world = self.tell(world, i, message)
             case core.Publish(digest, _):
                 self.check_digest(world, before, digest)
                 self.digests.append(digest)
@@ -132,6 +133,10 @@ class Cluster:
                     if w.told:
                         world = self.tell(world, i, ("done",))
         return world
+
+    def audience(self, world: World, before: core.State, generation: Generation) -> list[int]:
+        """Its members, and whoever was in any generation before and must know that it is left out."""
+        return [i for i, w in enumerate(world.workers) if w.told or name(i) in generation.members]
 
     def deduplicated(self, world: World, digest: Digest) -> World:
         """Equal digests get one number, so that equal worlds compare equal."""
@@ -181,9 +186,10 @@ class Cluster:
                 raise Violation("versions apart", f"{sorted(versions)} in generation {generation}")
 
     def check_done(self, world: World, version: int) -> None:
+        """Every step has its line in the ledger, and the result (one line beyond) was saved."""
         steps = {s for _, s in world.ledger}
-        if steps != set(range(self.size.steps)):
-            raise Violation("ledger incomplete", f"{sorted(world.ledger)} of {self.size.steps} steps")
+        if steps != set(range(self.size.steps + 1)):
+            raise Violation("ledger incomplete", f"{sorted(world.ledger)} of {self.size.steps} steps and the result")
         if version != self.size.steps:
             raise Violation("done too early", f"at version {version} of {self.size.steps}")
 
@@ -191,7 +197,8 @@ class Cluster:
         """Nothing can happen any more: that must be because the job is done, or waits for workers with reason."""
         state = self.leaders[world.leader]
         if state.done:
-            waiting = [name(i) for i, w in enumerate(world.workers) if w.up and w.told and not w.fenced and w.mode != "over"]
+            told = [i for i, w in enumerate(world.workers) if w.up and w.told and not w.fenced]
+            waiting = [name(i) for i in told if world.workers[i].mode != "over"]
             if waiting:
                 raise Violation("stuck", f"the job is done, but {waiting} were not told")
             return

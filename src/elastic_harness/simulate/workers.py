@@ -1,4 +1,7 @@
-"""What a worker does, one method per thing, so that a planted mistake is a subclass with one method replaced."""
+"""What a worker does, one method per thing, so that a planted mistake is a subclass with one method replaced.
+
+Placement and the decision over a step's headers are the production functions; the rest mirrors `train`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from elastic_harness.membership import leader as core
 from elastic_harness.membership.types import Digest, LaneRanges, Report
 from elastic_harness.simulate.cluster import Cluster, Size, index_of, name
 from elastic_harness.simulate.world import Gradient, Message, Violation, Worker, World, canonical
+from elastic_harness.train.commit import Header, Verdict, gate
 
 
 def as_ranges(lanes: Gradient) -> LaneRanges:
@@ -63,7 +67,8 @@ class Workers(Cluster):
 
     def compute(self, world: World, who: int) -> World:
         w = world.workers[who]
-        lanes = tuple(sorted((*w.lanes, (w.version, w.todo[0]))))
+        step = w.version if who not in self.size.bad else -1 - w.version
+        lanes = tuple(sorted((*w.lanes, (step, w.todo[0]))))
         return self.put(world, who, w._replace(todo=w.todo[1:], lanes=lanes))
 
     def may_send(self, w: Worker) -> bool:
@@ -73,7 +78,7 @@ class Workers(Cluster):
         """The header to every member, the partial sums to every block's owner."""
         w = world.workers[who]
         world = self.put(world, who, w._replace(sent=True))
-        header = (w.switch if w.switch > w.gen else 0, w.canary)
+        header = (w.switch if w.switch > w.gen else 0, self.canary(w, who))
         for target in w.members:
             if to is None or target in to:
                 world = self.mail(world, target, Message("H", w.gen, w.version, who, 0, header))
@@ -129,34 +134,57 @@ class Workers(Cluster):
         gradients = {self.arrived(world, who, w, "R", block)[self.owner(w, block)] for block in range(self.size.blocks)}
         if len(gradients) > 1:
             raise Violation("torn blocks", f"{name(who)} step {w.version}: {sorted(gradients)}")
+        verdict = self.verdict(w, {source: (int(h[0]), int(h[1])) for source, h in headers.items()})
+        if not verdict.commit:
+            return self.refuse(world, who, verdict.unfit)
         gradient: Gradient = gradients.pop()
         w = self.applied(w, gradient)
         self.check_value(w, who)
-        w = w._replace(lanes=(), sent=False, reduced=False, verified=True)
+        w = w._replace(lanes=(), sent=False, reduced=False, verified=True, due=())
         if w.version < self.size.steps:
             w = w._replace(todo=self.dealt(w.members, ())[name(who)])
         world = self.put(world, who, w)
-        if self.sends_commit(w, who):
+        if w.members[0] == who:
             world = self.record_commit(world, who)
         world = self.drop_mail(world, who)
         self.check_versions(world)
-        agreed = self.agreed_switch([int(h[0]) for h in headers.values()])
         if w.version == self.size.steps:
             return self.finish(world, who)
-        if agreed > w.gen:
+        if verdict.switch:
             return self.enter_planned(world, who)
         return world
+
+    def verdict(self, w: Worker, headers: dict[int, tuple[int, int]]) -> Verdict:
+        """`train.commit.gate` over (switch, canary) of every member."""
+        verified = [rank for rank, m in enumerate(w.members) if m not in w.due]
+        reference = verified[0] if verified and w.due else None
+        table: Any = None  # not looked at
+        ranked = [headers[m] for m in w.members]
+        packed = [
+            Header(generation=w.gen, version=w.version, switch=switch, stop=False, canary=canary, table=table)
+            for switch, canary in ranked
+        ]
+        return gate(packed, reference)[0]
+
+    def canary(self, w: Worker, who: int) -> int:
+        """Due from every member not yet compared, and from the first of the others to compare with."""
+        verified = [m for m in w.members if m not in w.due]
+        if not w.due or (who not in w.due and who != verified[0]):
+            return 0
+        return 2 if who in self.size.bad else 1
+
+    def refuse(self, world: World, who: int, unfit: tuple[int, ...]) -> World:
+        """Somebody's arithmetic differs: nobody commits, and the first member that is fit says who it is."""
+        w = world.workers[who]
+        fit = [m for rank, m in enumerate(w.members) if rank not in unfit]
+        if fit and fit[0] == who:
+            world = self.report(world, who, *(core.Unfit(name(w.members[r]), "its canary differs") for r in unfit))
+        world = self.report_trouble(world, who, core.Trouble(name(who), w.gen))
+        return self.put(world, who, self.aborted(w))
 
     def applied(self, w: Worker, gradient: Gradient) -> Worker:
         """`apply`: the one thing that changes training state, never interrupted."""
         return w._replace(version=w.version + 1, value=(*w.value, gradient), record=(w.version, gradient))
-
-    def agreed_switch(self, switches: list[int]) -> int:
-        return min(switches)
-
-    def sends_commit(self, w: Worker, who: int) -> bool:
-        """The first rank does; after the last step everyone, because nobody might be left to repeat it."""
-        return w.members[0] == who or w.version == self.size.steps
 
     def record_commit(self, world: World, who: int) -> World:
         """The commit message: the agent writes the ledger, the leader learns that the run is born. It is read before
@@ -173,6 +201,8 @@ class Workers(Cluster):
     def finish(self, world: World, who: int) -> World:
         w = world.workers[who]._replace(mode="fin", todo=())
         world = self.put(world, who, w)
+        if w.members[0] == who:  # saves the result before it says so: the line after the last step's
+            world = world._replace(ledger=world.ledger | {(w.lineage, w.version)})
         world = self.report(world, who, core.Finished(name(who), w.version))
         if w.switch > w.gen:
             return self.enter_planned(world, who)
@@ -293,6 +323,7 @@ class Workers(Cluster):
             serve=serve,
             expect=expect,
             lineage=digest.lineage,
+            due=tuple(map(index_of, digest.unverified)) if self.size.bad and len(w.successors) > 1 else (),
         )
         world = self.put(world, who, w)
         keepers = [m for m in digest.sources if digest.sources[m].kind == "keep"]

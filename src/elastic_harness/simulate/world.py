@@ -19,7 +19,8 @@ class Worker(NamedTuple):
 
     gen/members: the group it exchanges in. target: the generation it reported for (0: none). switch/entrants: the
     newest planned generation it was told of. lanes: finished lanes of step `version`. serve: members that take
-    state from here. told: the agent ever named it in a generation. fenced: declared lost, but still running.
+    state from here. due: members whose canary is compared in this step. told: the agent ever named it in a
+    generation. fenced: declared lost, but still running.
     """
 
     up: bool = True
@@ -43,7 +44,7 @@ class Worker(NamedTuple):
     serve: tuple[tuple[int, str], ...] = ()
     expect: str = ""
     verified: bool = False
-    canary: bool = False
+    due: tuple[int, ...] = ()
 
 
 class Message(NamedTuple):

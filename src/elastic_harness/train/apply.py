@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from elastic_harness.errors import EXIT_USER_CODE
+from elastic_harness.errors import EXIT_USER_CODE, UserCodeError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import SlotTable
@@ -89,6 +89,11 @@ class Applier:
 
     def apply(self, record: Record) -> Metrics:
         """Turn state of version `record.step` into version `record.step + 1`. Local; cannot be interrupted."""
+        if in_order(record.table.weight_N) == 0:
+            raise UserCodeError(
+                f"Every slot of step {record.step} has weight 0, so there is nothing to learn from: give the dataset "
+                "samples with targets, or a larger global batch."
+            )
         try:
             return self._apply(record)
         except BaseException:
@@ -170,13 +175,3 @@ def in_order(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:
     for value in values.tolist():
         total += value
     return total
-
-
-def forbid_hidden_changes(buffers: Mapping[str, Tensor], averaged: Mapping[str, Tensor]) -> Callable[[], str | None]:
-    """A check to run after a slot: the name of a buffer that forward changed although it is not averaged."""
-    watched = {name: (b, b._version) for name, b in buffers.items() if name not in averaged}
-
-    def changed() -> str | None:
-        return next((name for name, (b, version) in watched.items() if b._version != version), None)
-
-    return changed

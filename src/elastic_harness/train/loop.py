@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
+from elastic_harness.comm.tree import Node
 from elastic_harness.errors import GenerationChanged, PeerFailed, Recoverable
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.board import Phase
@@ -24,6 +25,9 @@ from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
 from elastic_harness.train.slots import canary_word
 from elastic_harness.train.work import Work, finish_exchange, place, record_of
+
+CANARY: Node = (0, 1)
+"""The lane that members new to a run compute once more, for comparison."""
 
 
 def commit_step(parts: Parts, progress: Progress) -> Generator[Any, None, Progress]:
@@ -45,25 +49,24 @@ def compute(parts: Parts, progress: Progress, work: Work) -> Iterator[Any]:
     """Run the slots of this worker's lanes; each finished partial sum starts to travel at once."""
     partials = progress.partials
     assert partials is not None and progress.formed is not None
-    if work.canary_due:
-        yield from run_slots(parts, progress, range(1))
-        work.canary = canary_word(parts.slots.take()[0])
-    for lane in work.lanes:
-        yield from run_slots(parts, progress, parts.shape.lane_slots(lane))
-        node = partials.add_lane(lane, *parts.slots.take())
+    for unit in parts.shape.units(work.lanes):
+        yield from run_slots(parts, progress, unit)
+        node = partials.add(unit, *parts.slots.take())
         failpoint("lane.finished", partials.step)
         work.send_if_finished(node, partials)
+    if work.canary_due:
+        yield from run_slots(parts, progress, CANARY, rehearsal=True)
+        work.canary = canary_word(parts.slots.take()[0])
 
 
-def run_slots(parts: Parts, progress: Progress, slots: range) -> Iterator[Any]:
-    """Yield the batches of some slots; between two slots is where an urgent change of generation is noticed."""
+def run_slots(parts: Parts, progress: Progress, unit: Node, *, rehearsal: bool = False) -> Iterator[Any]:
+    """Yield the batches of a unit's slots; between two slots is where an urgent change of generation is noticed."""
     step = progress.version
-    for slot, batch in parts.slots.run(step, slots):
+    for slot, batch in parts.slots.run(step, unit, rehearsal=rehearsal):
         stop_if_void(parts, progress)
         with parts.deadlines.measured(Phase.SLOT, step, slot):
             failpoint("slot.forward", step)
             yield batch
-    stop_if_void(parts, progress)
 
 
 def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress:
@@ -92,5 +95,4 @@ def stop_if_void(parts: Parts, progress: Progress) -> None:
     """Raise GenerationChanged if an urgent change was announced."""
     assert progress.formed is not None
     if parts.link.urgent(progress.formed.generation.number):
-        parts.slots.drop()
         raise GenerationChanged("an urgent change of generation was announced")

@@ -68,17 +68,14 @@ class SlotTable:
         """(L, ⌈P/64⌉) bits: whether the lane has a gradient for the entry."""
         return self.words[3 * self.slots :].view(np.uint64).reshape(self.lanes, -1)
 
-    def enter(self, lane: int, gradients: Gradients, contributions: Mapping[int, Contribution]) -> None:
-        """Record a finished lane."""
+    def enter(self, lanes: Node, gradients: Gradients, contributions: Mapping[int, Contribution]) -> None:
+        """Record finished lanes that were summed together."""
         for slot, contribution in contributions.items():
             self.loss_N[slot], self.weight_N[slot] = contribution.loss, contribution.weight
             self.samples_N[slot] = contribution.samples
-        self._set_presence(lane, gradients)
-
-    def _set_presence(self, lane: int, gradients: Gradients) -> None:
         bits = np.zeros(self.presence.shape[1] * 64, np.uint8)
         bits[: len(gradients)] = [g is not None for g in gradients]
-        self.presence[lane] = np.packbits(bits, bitorder="little").view(np.uint64)
+        self.presence[lanes[0] : lanes[1]] = np.packbits(bits, bitorder="little").view(np.uint64)
 
     def present_in(self, node: Node) -> npt.NDArray[np.bool_]:
         """(P,) whether any lane of the node has a gradient for the entry."""
@@ -99,11 +96,10 @@ class Partials:
         """The finished lanes as ranges."""
         return merge_ranges(tuple(self.nodes))
 
-    def add_lane(self, lane: int, gradients: Gradients, contributions: Mapping[int, Contribution]) -> Node:
-        """Take over a finished lane; returns the node it has grown into. Adds in place: the tensors belong to this
+    def add(self, node: Node, gradients: Gradients, contributions: Mapping[int, Contribution]) -> Node:
+        """Take over a finished node; returns the one it has grown into. Adds in place: the tensors belong to this
         object from now on."""
-        self.table.enter(lane, gradients, contributions)
-        node: Node = (lane, lane + 1)
+        self.table.enter(node, gradients, contributions)
         while node != (0, self.table.lanes):
             parent, sibling = parent_and_sibling(node, self.table.lanes)
             if sibling not in self.nodes:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from elastic_harness.comm import gloo
+from elastic_harness.comm.placement import Ranges, merge_ranges
 from elastic_harness.errors import CheckpointCorrupt, PeerFailed, Recoverable
 from elastic_harness.failpoints import failpoint
 from elastic_harness.membership.types import Generation, Report
@@ -88,7 +89,6 @@ def _release(parts: Parts, progress: Progress, failure: Recoverable) -> Progress
     parts.link.wake = lambda: None
     if formed is not None and formed.group is not None:
         formed.group.close()
-    parts.slots.drop()
     return replace(progress, formed=None, sent=None)
 
 
@@ -123,10 +123,18 @@ def _report(parts: Parts, progress: Progress, number: int) -> Report:
         generation=number,
         version=progress.version,
         record=progress.record.step if progress.record and strict else None,
-        lanes=progress.partials.held() if progress.partials else (),
+        lanes=_lanes(parts, progress),
         checkpoints=parts.saver.restorable() if progress.version < 0 else (),
         verified=progress.verified,
     )
+
+
+def _lanes(parts: Parts, progress: Progress) -> Ranges:
+    """The lanes this member keeps: the finished ones, and those it has begun and will take up again."""
+    if progress.partials is None:
+        return ()
+    begun = parts.slots.begun()
+    return merge_ranges(progress.partials.held(), (begun,) if begun else ())
 
 
 def _repair(parts: Parts, progress: Progress, report: Report) -> Progress:
@@ -141,9 +149,14 @@ def _repair(parts: Parts, progress: Progress, report: Report) -> Progress:
         failpoint("recovery.receiving", digest.version)
         return receive_payload(formed.group, members.index(source.donor), parts.config.elastic.exchange_timeout_s)
 
+    if source.kind != "keep":
+        parts.slots.drop()
     match source.kind:
         case "keep":
-            return progress if digest.lanes.get(members[formed.rank], ()) == report.lanes else progress.dropped()
+            if digest.lanes.get(members[formed.rank], ()) == report.lanes:
+                return progress
+            parts.slots.drop()
+            return progress.dropped()
         case "replay":
             record = Record.from_payload(receive(), parts.new_partials(0).table)
             assert record.step == progress.version, f"got the record of step {record.step} at {progress.version}"

@@ -20,7 +20,7 @@ def seed_everything(seed: int, step: int, slot: int) -> None:
     value = slot_seed(seed, step, slot)
     random.seed(value)
     torch.default_generator.manual_seed(value & (2**63 - 1))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(value & (2**63 - 1))
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(value & 0xFFFFFFFF)

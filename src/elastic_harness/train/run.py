@@ -19,6 +19,7 @@ from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import EXIT_USER_CODE, ConfigError, HarnessError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train import standalone
+from elastic_harness.train.accept import check_trainable
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.board import Board, Phase
 from elastic_harness.train.deadlines import Deadlines
@@ -178,22 +179,18 @@ def start(
     a spare until it is needed. Raises ConfigError for what cannot be trained exactly.
     """
     config = config or Config()
-    if "torch" in sys.modules and torch.get_num_threads() != config.training.threads:
+    link, folder, board = _coordinator(run_dir)
+    if torch.get_num_threads() != config.training.threads:
         torch.set_num_threads(config.training.threads)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(
-            "LBFGS evaluates the model several times per step, which cannot be replayed from one gradient; use a "
-            "first-order optimizer."
-        )
+    check_trainable(model, optimizer, scheduler)
     source = dataset if hasattr(dataset, "read") else MapStyle(dataset, collate_fn)
     training = config.training
     shape = Shape(config.slots, config.lanes_resolved, training.micro_batch_samples)
     averaged = averaged_buffers(model, buffers)
     layout = make_layout(model, averaged)
     schedule = Schedule(len(source), training.global_batch_samples)
-    link, folder, board = _coordinator(run_dir)
     given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
-    registry = Registry(model, {k: v for k, v in given.items() if v is not None} | dict(extra or {}))
+    registry = Registry(model, {k: v for k, v in given.items() if v is not None} | dict(extra or {}), averaged)
     deadlines = Deadlines(config.elastic, board)
 
     def reading(step: int, slot: int, sample_ids: list[int]) -> None:
@@ -213,7 +210,7 @@ def start(
         shape=shape,
         layout=layout,
         slots=SlotComputer(
-            model, source, schedule, shape, layout, averaged, seed=config.seed, reading=reading, scaler=scaler
+            model, source, schedule, shape, layout, seed=config.seed, reading=reading, scaler=scaler
         ),
         applier=Applier(
             model,
@@ -267,6 +264,7 @@ def _coordinator(run_dir: str | Path | None) -> tuple[Link, Path, Board]:
     descriptor = os.environ.pop("ELASTIC_HARNESS_FD", None)
     if descriptor is None:
         program = Path(sys.argv[0]).stem or "run"
+        _show_errors()
         link, folder = standalone.connect(run_dir, program)
         return link, folder, Board(None)
     agent = AgentLink(int(descriptor), os.environ["ELASTIC_HARNESS_MEMBER"])
@@ -296,6 +294,20 @@ def _report_errors(link: AgentLink, board: Board) -> None:
         else:
             link.send("error", error=summary, traceback=text)
         _leave(error.exit_code if isinstance(error, HarnessError) else EXIT_USER_CODE)
+
+    sys.excepthook = hook
+
+
+def _show_errors() -> None:
+    """Without an agent: an uncaught error of ours is one message and its own exit code; all others are as ever."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not isinstance(error, HarnessError):
+            before(kind, error, trace)
+            return
+        print(f"error: {error}", file=sys.stderr)
+        _leave(error.exit_code)
 
     sys.excepthook = hook
 

@@ -6,7 +6,8 @@ A slot is a pure function of (seed, step, slot, weights): nothing here knows the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,10 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from elastic_harness.comm.tree import Node
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
 from elastic_harness.errors import UserCodeError
 from elastic_harness.failpoints import failpoint
-from elastic_harness.train.apply import forbid_hidden_changes
+from elastic_harness.train.buffers import Buffers
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import Contribution, Gradients
 from elastic_harness.train.rng import seed_everything
@@ -43,13 +45,24 @@ class Shape:
     lanes: int
     micro_batch: int
 
-    def lane_slots(self, lane: int) -> range:
-        """The slots of a lane; sizes differ by at most one."""
-        return range(lane * self.slots // self.lanes, (lane + 1) * self.slots // self.lanes)
+    def unit_slots(self, unit: Node) -> range:
+        """The slots of some consecutive lanes; lanes differ by at most one slot."""
+        return range(unit[0] * self.slots // self.lanes, unit[1] * self.slots // self.lanes)
+
+    def units(self, lanes: Sequence[int]) -> list[Node]:
+        """How to compute `lanes`, ascending: one by one, except that two siblings of one slot each are accumulated
+        by autograd in place, which is the very addition the tree asks for, and cheaper."""
+        units: list[Node] = []
+        for lane in lanes:
+            if lane % 2 and units and units[-1] == (lane - 1, lane) and len(self.unit_slots((lane - 1, lane + 1))) == 2:
+                units[-1] = (lane - 1, lane + 1)
+            else:
+                units.append((lane, lane + 1))
+        return units
 
 
 class SlotComputer:
-    """Runs the slots of a lane one after the other, accumulating into p.grad as autograd does anyway.
+    """Runs the slots of a unit one after the other, accumulating into p.grad as autograd does anyway.
 
     reading(step, slot, sample ids) is called before a slot's samples are read.
     """
@@ -61,7 +74,6 @@ class SlotComputer:
         schedule: Schedule,
         shape: Shape,
         layout: Layout,
-        buffers: Mapping[str, Tensor],
         *,
         seed: int,
         reading: Callable[[int, int, list[int]], None],
@@ -70,8 +82,7 @@ class SlotComputer:
         parameters = dict(model.named_parameters())
         self._parameters = [parameters[e.name] for e in layout.entries[: layout.parameters]]
         self._names = [e.name for e in layout.entries]
-        self._buffers = [buffers[name] for name in layout.buffers]
-        self._hidden_change = forbid_hidden_changes(dict(model.named_buffers()), buffers)
+        self._buffers = Buffers(model, layout.buffers, layout.dtype)
         self._dataset = dataset
         self._schedule = schedule
         self._shape = shape
@@ -79,33 +90,46 @@ class SlotComputer:
         self._seed = seed
         self._reading = reading
         self._scaler = scaler
+        self._unit: tuple[int, Node, bool] | None = None  # step, lanes, rehearsal: what is in p.grad
         self._slot: tuple[int, int, float] | None = None  # step, slot, share of a full slot
         self._seen: tuple[float, float] | None = None  # loss, weight of the running slot
         self._buffer_sums: list[Tensor] = []
         self._contributions: dict[int, Contribution] = {}
 
-    # ---- one lane
+    # ---- one unit: a lane, or two lanes of one slot each
 
-    def run(self, step: int, slots: range) -> Iterator[tuple[int, Any]]:
-        """Yield (slot, batch) for every non-empty slot of a lane; the caller runs forward and `backward` before it
-        asks for the next. Afterwards `take` has the lane's sum and what its slots contributed."""
-        self.drop()
-        saved = [b.clone() for b in self._buffers]
-        for slot in slots:
+    def run(self, step: int, unit: Node, *, rehearsal: bool = False) -> Iterator[tuple[int, Any]]:
+        """Yield (slot, batch) for every non-empty slot of a unit; the caller runs forward and `backward` before it
+        asks for the next. Afterwards `take` has the unit's sum and what its slots contributed. A unit that was left
+        half-way is taken up where it was left: finished slots are not computed again. A `rehearsal` is for comparison
+        only and never counts as begun."""
+        if self._unit != (step, unit, rehearsal):
+            self.drop()
+            self._unit = (step, unit, rehearsal)
+        self._buffers.begin()
+        slots = self._shape.unit_slots(unit)
+        for slot in slots[len(self._contributions) :]:
             ids = slot_sample_ids(self._schedule, self._seed, step, slot, self._shape.micro_batch)
             samples = int.from_bytes(hashlib.sha256(ids.astype("<i8").tobytes()).digest()[:8], "big")
             if len(ids) == 0:
                 self._contributions[slot] = Contribution(0.0, 0.0, samples)
                 continue
             self._reading(step, slot, ids.tolist())
-            batch = self._dataset.read(ids)
             seed_everything(self._seed, step, slot)
+            batch = self._dataset.read(ids)
             self._slot = (step, slot, len(ids) / self._shape.micro_batch)
             self._seen = None
             yield slot, batch
             self._contributions[slot] = Contribution(*self._contributed(step, slot), samples)
-            self._take_buffers(saved)
-        self._slot = None
+            self._slot = None
+            self._buffers.finish_slot(self._buffer_sums, counts=self._contributions[slot].weight > 0)
+
+    def begun(self) -> Node | None:
+        """The unit that has a finished slot but was not taken yet."""
+        if self._unit is None or not self._contributions:
+            return None
+        _, unit, rehearsal = self._unit
+        return None if rehearsal else unit
 
     def _contributed(self, step: int, slot: int) -> tuple[float, float]:
         if self._seen is None:
@@ -117,7 +141,8 @@ class SlotComputer:
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Backward of a slot's mean loss. `weight`: its share of a full slot's target tokens (default: of its
-        samples); a full slot's loss is multiplied by exactly 1, that is, not at all."""
+        samples); a full slot's loss is multiplied by exactly 1, that is, not at all. A slot of weight 0 adds nothing,
+        whatever its loss."""
         if self._slot is None:
             raise UserCodeError("step.backward(loss) was called outside step.micro_batches()")
         step, slot, share = self._slot
@@ -127,6 +152,11 @@ class SlotComputer:
                 "before calling it once"
             )
         share = share if weight is None else float(weight)
+        if not (math.isfinite(share) and share >= 0):
+            raise UserCodeError(f"step.backward(loss, weight={weight}): the weight must be finite and at least 0")
+        if share == 0:
+            self._seen = (0.0, 0.0)
+            return
         value = loss.detach()
         scaled = loss if share == 1.0 else loss * share
         if self._scaler is not None and self._scaler.is_enabled():
@@ -136,7 +166,7 @@ class SlotComputer:
         self._seen = (float(value), share)
 
     def take(self) -> tuple[Gradients, dict[int, Contribution]]:
-        """The finished lane's gradients, one per entry of the layout (None where absent), and what each of its slots
+        """The finished unit's gradients, one per entry of the layout (None where absent), and what each of its slots
         contributed. p.grad is empty after."""
         gradients: Gradients = []
         for parameter, name in zip(self._parameters, self._names, strict=False):
@@ -147,29 +177,18 @@ class SlotComputer:
                     f"Parameter {name} has a sparse gradient, which cannot be summed exactly; use sparse=False."
                 )
             gradients.append(gradient if gradient is None else gradient.to(self._dtype))
-        return [*gradients, *self._buffer_sums], self._contributions
-
-    # ---- buffers that forward changes
+        taken = [*gradients, *self._buffer_sums], self._contributions
+        self._unit = None
+        return taken
 
     def drop(self) -> None:
-        """Begin a lane afresh; whatever a half-computed one left behind is forgotten."""
+        """Forget whatever a half-computed unit left behind."""
         self._slot = None
+        self._unit = None
         self._contributions = {}
         for parameter in self._parameters:
             parameter.grad = None
-        self._buffer_sums = [torch.zeros(b.shape, dtype=self._dtype, device=b.device) for b in self._buffers]
-
-    @torch.no_grad()
-    def _take_buffers(self, saved: list[Tensor]) -> None:
-        """Every slot starts from the buffers of the step's version; what forward made of them is added up."""
-        for buffer, before, total in zip(self._buffers, saved, self._buffer_sums, strict=True):
-            total.add_(buffer if buffer.is_floating_point() else buffer - before)
-            buffer.copy_(before)
-        if name := self._hidden_change():
-            raise UserCodeError(
-                f"Buffer {name} changed in forward, and which slots a worker computes must not matter. If the mean "
-                f"over the slots is the right new value, pass buffers=[{name!r}] to elastic_harness.start()."
-            )
+        self._buffer_sums = self._buffers.zeros()
 
 
 def canary_word(gradients: Gradients) -> int:

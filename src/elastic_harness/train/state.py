@@ -30,13 +30,21 @@ class Stateful(Protocol):
 class Registry:
     """Everything that training changes, by name: the model and whatever has `state_dict` and `load_state_dict`."""
 
-    def __init__(self, model: nn.Module, parts: Mapping[str, Stateful]) -> None:
+    def __init__(
+        self, model: nn.Module, parts: Mapping[str, Stateful], changing: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """`changing`: buffers that training changes; they are state even where they are not in the state_dict."""
         self.model = model
         self.parts = dict(parts)
+        self._changing = dict(changing or {})
+
+    def _own(self) -> dict[str, Tensor]:
+        own = {f"model.{name}": buffer for name, buffer in self._changing.items()}
+        return own | dict(model_tensors(self.model))
 
     def capture(self) -> tuple[Skeleton, dict[str, Tensor]]:
         """The state as a JSON-able skeleton and the live tensors it refers to (not copies). Local, does not block."""
-        tensors: dict[str, Tensor] = dict(model_tensors(self.model))
+        tensors = self._own()
         skeleton: Skeleton = {}
         for name, part in self.parts.items():
             skeleton[name] = _encode(part.state_dict(), name, tensors)
@@ -45,7 +53,7 @@ class Registry:
     @torch.no_grad()
     def restore(self, skeleton: Skeleton, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite the whole state. Raises ConfigError if the model or a registered object differs."""
-        own = dict(model_tensors(self.model))
+        own = self._own()
         wanted = {name for name in tensors if name.startswith("model.")}
         if own.keys() != wanted or skeleton.keys() != self.parts.keys():
             missing = sorted((own.keys() - wanted) | (self.parts.keys() - skeleton.keys()))

@@ -145,8 +145,8 @@ def seed_all(seed: int) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m elastic_harness.train",
-        description="Train a small GPT on your text. Start it with `elastic-harness launch … -m elastic_harness.train`, with "
-        " torchrun, or alone.",
+        description="Train a small GPT on your text: with `elastic-harness launch … -m elastic_harness.train`, with "
+        "torchrun, or alone.",
         epilog="example: elastic-harness launch --nproc-per-node 4 -m elastic_harness.train --config "
         "configs/small.yaml data.path=my_texts/ training.max_steps=60",
     )

@@ -41,8 +41,9 @@ class Work:
     def send_if_finished(self, node: Node, partials: Partials) -> None:
         """If `node` is one of this member's partial sums on the wire, flatten it and let it go."""
         if (node, self.rank) in self.plan.cover:
-            flat = self.parts.flats.take()
-            self.buffers.append(flat)
+            flat = self.result if self.exchange.alone else self.parts.flats.take()
+            if flat is not self.result:
+                self.buffers.append(flat)
             self.layout.flatten(partials.nodes[node], flat)
             self.exchange.send_partial(node, flat)
 

@@ -1,0 +1,314 @@
+"""Own model, own loop: one case per group of features. Prints the hash of the whole training state at the end.
+
+    python features.py CASE [--run-dir DIR] [--steps N] [--rejoin-at STEP]
+
+`--rejoin-at`: before this step, wait until the coordinator has announced a generation with a member that was not there
+at the start, so that a joiner takes over the state of a run in full swing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import elastic_harness
+from elastic_harness.events import read_events
+from elastic_harness.train.state import Registry, fingerprint_tensors, weights_sha256
+
+WAIT_S = 60.0
+
+
+@dataclass
+class Case:
+    """What one training script would build. `loss(model, batch)` gives the mean loss, or it and a weight."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    dataset: Any
+    loss: Callable[[nn.Module, Any], Any]
+    training: dict[str, Any]
+    more: dict[str, Any] = field(default_factory=dict)
+    after: Callable[[elastic_harness.train.run.Run, float], None] = lambda run, loss: None  # type: ignore[name-defined]
+
+
+class Table:
+    """A map-style dataset of (features, label) pairs."""
+
+    def __init__(self, samples: int, *shape: int) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.inputs = torch.randn(samples, *shape, generator=generator)
+        self.labels = torch.randint(0, 4, (samples,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": self.inputs[index], "y": self.labels[index], "index": index}
+
+
+class Augmented(Table):
+    """Draws random numbers when an item is read, as augmentations do."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = super().__getitem__(index)
+        return {**item, "x": item["x"] + 0.1 * torch.randn(item["x"].shape)}
+
+
+class Texts:
+    """A map-style dataset of token sequences of different lengths."""
+
+    def __init__(self, samples: int) -> None:
+        generator = torch.Generator().manual_seed(6)
+        lengths = torch.randint(3, 9, (samples,), generator=generator).tolist()
+        self.texts = [torch.randint(1, 17, (n,), generator=generator) for n in lengths]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.texts[index]
+
+
+def classify(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+# ---- the cases
+
+
+def plain() -> Case:
+    """Dropout, a frozen layer, Nesterov, a step schedule, random augmentation, epochs with a short tail."""
+    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    model[3].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+    return Case(
+        model,
+        optimizer,
+        Augmented(21, 12),
+        classify,
+        {"global_batch_samples": 8, "micro_batch_samples": 2},
+        {"scheduler": scheduler},
+    )
+
+
+class Counting(nn.Module):
+    """Counts in a buffer by assignment, averages in another in place, and keeps a cache that is not state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.ones(3), persistent=False)
+        self.register_buffer("constant", torch.full((3,), 0.5))
+        self.cache: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 2, 3))
+            self.scale.mul_(0.9).add_(x.detach().std((0, 2, 3)), alpha=0.1)
+            self.seen += 1
+        return (x - self.mean[:, None, None] * self.constant[:, None, None]) / (0.5 + self.scale[:, None, None])
+
+
+def convolution() -> Case:
+    """Batch norm, declared buffers (assigned, in place, not persistent, integer), AdamW, one-cycle, EMA; 5 slots."""
+    model = nn.Sequential(
+        Counting(),
+        nn.Conv2d(3, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 6, 3),
+        nn.BatchNorm2d(6, momentum=None),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 4),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=40)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    return Case(
+        model,
+        optimizer,
+        Table(47, 3, 7, 7),
+        classify,
+        {"global_batch_samples": 20, "micro_batch_samples": 4, "clip_norm": None},
+        {"scheduler": scheduler, "ema": ema, "buffers": ["0.mean", "0.seen", "0.scale"]},
+    )
+
+
+class Routed(nn.Module):
+    """Tied embeddings; experts chosen by the batch, so that some have no gradient in a slot, and one never has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, 12, padding_idx=0)
+        self.experts = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.unused = nn.Linear(12, 12)
+        self.head = nn.Linear(12, 17, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return self.head(x + self.experts[int(tokens.sum()) % 4](x))
+
+
+def pad(texts: list[Tensor]) -> Tensor:
+    return nn.utils.rnn.pad_sequence(texts, batch_first=True)
+
+
+def padded_loss(model: nn.Module, tokens: Tensor) -> tuple[Tensor, float]:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(tokens[:, :-1])
+    targets = tokens[:, 1:]
+    loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=0)
+    return loss, int((targets != 0).sum()) / 16
+
+
+def text() -> Case:
+    """Tied weights, parameters without gradient in some or all slots, bf16 autocast, a collate function, weights by
+    tokens, Adam; fewer slots than workers."""
+    model = Routed()
+    return Case(
+        model,
+        torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.01),
+        Texts(19),
+        padded_loss,
+        {"global_batch_samples": 4, "micro_batch_samples": 2},
+        {"collate_fn": pad},
+    )
+
+
+class Tally:
+    """Further state of the user's own, changed after every commit alike on all workers."""
+
+    def __init__(self) -> None:
+        self.smooth, self.history, self.total = float("inf"), [], torch.zeros(())
+
+    def add(self, loss: float) -> None:
+        self.smooth = min(self.smooth, 0.5 * loss + 0.5 * min(self.smooth, 9.0))
+        self.history.append(("loss", loss))
+        self.total += loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"smooth": self.smooth, "history": self.history, "total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.smooth, self.history, self.total = state["smooth"], list(state["history"]), state["total"].clone()
+
+
+def half(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    with torch.autocast("cpu", torch.float16):
+        logits = model(batch["x"])
+    return F.cross_entropy(logits.float(), batch["y"])
+
+
+def scaled() -> Case:
+    """A gradient scaler that overflows at first and grows later, fp16 autocast, RMSprop, several slots to a lane, a
+    further object with state."""
+    model = nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4))
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.5, centered=True)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
+        ],
+        [3],
+    )
+    tally = Tally()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+    return Case(
+        model,
+        optimizer,
+        Table(50, 12),
+        half,
+        {"global_batch_samples": 14, "micro_batch_samples": 2, "lanes": 3},
+        {"scheduler": scheduler, "scaler": scaler, "extra": {"tally": tally}},
+        lambda run, loss: tally.add(loss),
+    )
+
+
+def mixed() -> Case:
+    """float64 and bfloat16 parameters in one model, Adagrad, more slots than samples left in an epoch."""
+    first, last = nn.Linear(12, 16, dtype=torch.bfloat16), nn.Linear(16, 4, dtype=torch.float64)
+    model = nn.ModuleList([first, last])
+
+    def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        hidden = torch.tanh(first(batch["x"].bfloat16()))
+        return F.cross_entropy(last(hidden.double()), batch["y"])
+
+    return Case(
+        model,
+        torch.optim.Adagrad(model.parameters(), lr=0.05),
+        Table(11, 12),
+        loss,
+        {"global_batch_samples": 8, "micro_batch_samples": 1},
+    )
+
+
+CASES = {c.__name__: c for c in (plain, convolution, text, scaled, mixed)}
+
+
+# ---- the loop
+
+
+def wait_for_a_joiner(run: Any) -> None:
+    """Until a newer generation with an as yet unknown member is announced: this step's end is where it joins."""
+    first: list[str] | None = None
+    for _ in range(int(WAIT_S / 0.01)):
+        members = [e["members"] for e in read_events(run.run_dir / "events.jsonl") if e["event"] == "generation"]
+        first = first or members[0]
+        if set(members[-1]) - set(first):
+            return
+        threading.Event().wait(0.01)
+    raise TimeoutError(f"nobody joined within {WAIT_S} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case", choices=sorted(CASES))
+    parser.add_argument("--run-dir")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rejoin-at", type=int)
+    arguments = parser.parse_args()
+    torch.manual_seed(11)
+    case = CASES[arguments.case]()
+    config = elastic_harness.Config.from_dict(
+        {
+            "seed": 3,
+            "training": {"max_steps": arguments.steps, **case.training},
+            "checkpoint": {"interval_steps": 0},
+        }
+    )
+    parts = dict(case.more)
+    run = elastic_harness.start(
+        case.model, case.optimizer, case.dataset, config, run_dir=arguments.run_dir, **case.more
+    )
+    for step in run.steps():
+        if step.index == arguments.rejoin_at:
+            wait_for_a_joiner(run)
+        for batch in step.micro_batches():
+            result = case.loss(case.model, batch)
+            step.backward(*(result if isinstance(result, tuple) else (result,)))
+        case.after(run, step.loss)
+    stateful = {k: v for k, v in parts.items() if k in ("scheduler", "scaler", "ema")}
+    registry = Registry(case.model, {"optimizer": case.optimizer, **stateful, **parts.get("extra", {})})
+    skeleton, tensors = registry.capture()
+    print("final-weights", weights_sha256(case.model), flush=True)
+    print("final-state", fingerprint_tensors(tensors), repr(skeleton), flush=True)
+    if (folder := os.environ.get("FEATURES_DUMP")) is not None:
+        torch.save({k: v.clone() for k, v in tensors.items()}, f"{folder}/{os.getpid()}.pt")
+
+
+if __name__ == "__main__":
+    main()
