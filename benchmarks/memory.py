@@ -9,6 +9,7 @@ parameters from what does not (imports, buffers of fixed size).
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import statistics
 import sys
@@ -37,11 +38,24 @@ def measure(system: str, size: str, workers: int, steps: int, slots: int, folder
     return {"parameters": rows[0]["parameters"], "rss_peak_bytes": peaks}
 
 
+def computed(workers: int, slots: int) -> dict[str, float]:
+    """What the design should add, in bytes per parameter (fp32): the buffers of the harness less those of DDP."""
+    local = max(1, slots // workers)
+    held = {
+        "partial sums of the tree while the slots run": 4.0 * (math.floor(math.log2(local)) + 1),
+        "flat vectors: sum sent, sum sent a step ago, result, record of the step before": 4.0 * 4,
+        "received parts of the other members' sums": 4.0 * (workers - 1) / workers,
+        "DDP: gradients and buckets": -8.0,
+    }
+    return {**held, "sum": sum(held.values())}
+
+
 def compare(workers: int, steps: int, slots: int, scratch: Path) -> dict[str, Any]:
     """Both systems at both sizes, and the difference of the slopes."""
     table = {
         system: {
-            size: measure(system, size, workers, steps, slots, scratch / f"{system}-{size}-{workers}") for size in SIZES
+            size: measure(system, size, workers, steps, slots, scratch / f"{system}-{size}-{workers}")
+            for size in SIZES
         }
         for system in ("ddp", "ours")
     }
@@ -55,6 +69,7 @@ def compare(workers: int, steps: int, slots: int, scratch: Path) -> dict[str, An
         "slots": slots,
         "bytes_per_parameter": {name: round(value, 2) for name, value in slopes.items()},
         "added_bytes_per_parameter": round(slopes["ours"] - slopes["ddp"], 2),
+        "computed_added_bytes_per_parameter": computed(workers, slots),
         "added_mean_bytes_large": round(
             statistics.mean(table["ours"]["large"]["rss_peak_bytes"])
             - statistics.mean(table["ddp"]["large"]["rss_peak_bytes"])
@@ -65,7 +80,9 @@ def compare(workers: int, steps: int, slots: int, scratch: Path) -> dict[str, An
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print JSON, write results/memory.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", default="1,2,4")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--slots", type=int, default=16)

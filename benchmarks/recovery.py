@@ -3,6 +3,7 @@
     python -m benchmarks.recovery                      all systems and variants (about half an hour)
     python -m benchmarks.recovery --rounds 1 --kills 2 --systems ours,torchft     a quick look
 
+A kill is due when the system is whole: all workers take part, and where there is a spare, it waits ready.
 RTO is the time from the kill to the first commit of a step beyond the highest one committed before the kill.
 Rounds alternate between the systems, so that a drift of the machine meets all of them. The moments of the
 kills are drawn from one seeded distribution: 1 to 10 further steps, then a random part of a step.
@@ -63,6 +64,13 @@ def await_steps(system: System, more: int) -> None:
 
 def one_fault(system: Any, rng: random.Random, fault: signal.Signals, max_wait_steps: int) -> dict[str, Any]:
     """Kill (or stop) one random worker at a random moment and follow the system until it is whole again."""
+    if isinstance(system, Ours):
+        wait_for(
+            f"{system.name}: a warm spare",
+            lambda: system.warm_spares() >= system.spares,
+            FULL_TIMEOUT_S,
+            poll_s=0.5,
+        )
     quiet_from = time.time()
     await_steps(system, rng.randint(1, max_wait_steps))
     recent = step_times(system, quiet_from - 5.0, time.time())
@@ -105,7 +113,9 @@ def one_fault(system: Any, rng: random.Random, fault: signal.Signals, max_wait_s
             if not row["planned"]
         ]
         detected = system.between("failure_detected", t_kill, t_next + 5)
-        record["detected_s"] = min(e.get("t_detected") or e["t"] for e in detected) - t_kill if detected else None
+        record["detected_s"] = (
+            min(e.get("t_detected") or e["t"] for e in detected) - t_kill if detected else None
+        )
     say(f"{system.name}: {fault.name} {pid}, next commit {record['rto_s']:.3f} s, whole {record['full_s']}")
     return record
 
@@ -143,7 +153,8 @@ def report(settings: dict[str, Any], rounds: list[dict[str, Any]]) -> dict[str, 
         "rto_s": summary(f["rto_s"] for f in faults),
         "steps_redone": summary(f["steps_redone"] for f in faults),
         "back_to_full_size_s": {
-            key: summary(f["full_s"].get(key) for f in faults) for key in (faults[0]["full_s"] if faults else {})
+            key: summary(f["full_s"].get(key) for f in faults)
+            for key in (faults[0]["full_s"] if faults else {})
         },
     }
     if out["healthy_step_s"]:
@@ -163,7 +174,9 @@ def stage_report(faults: list[dict[str, Any]]) -> dict[str, Any]:
         "group_rebuilt_ms": summary(
             (rebuilt_after_ms(f["t_kill"], r) for f, r in zip(faults, first, strict=True)), digits=1
         ),
-        "stages_ms": {n: summary((r["stages"].get(n) if r else None for r in first), digits=2) for n in names},
+        "stages_ms": {
+            n: summary((r["stages"].get(n) if r else None for r in first), digits=2) for n in names
+        },
     }
 
 
@@ -234,10 +247,14 @@ def makers(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[int],
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print JSON, write results/recovery.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each system (default 5)")
     parser.add_argument("--kills", type=int, default=5, help="kills in a round (default 5)")
-    parser.add_argument("--variant-rounds", type=int, default=2, help="rounds of each variant of ours (default 2)")
+    parser.add_argument(
+        "--variant-rounds", type=int, default=1, help="rounds of each variant of ours (default 1)"
+    )
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--max-steps", type=int, default=100000, dest="max_steps")
@@ -246,7 +263,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--systems", default="", help="comma separated; default: all that can run")
     parser.add_argument("--out", default=None)
-    parser.add_argument("--keep", default=None, help="folder for the runs, kept (default: a temporary one, removed)")
+    parser.add_argument(
+        "--keep", default=None, help="folder for the runs, kept (default: a temporary one, removed)"
+    )
     parser.add_argument("overrides", nargs="*", help="section.key=value for every system")
     args = parser.parse_args(argv)
 

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from elastic_harness.agent.control import request
+
 from benchmarks.common import (
     RIVALS_VENV,
     BenchmarkError,
@@ -149,7 +151,9 @@ class Torchft(_Rival):
         port = _free_port()
         lighthouse = [str(RIVALS_VENV / "bin" / "torchft_lighthouse"), "--bind", f"[::]:{port}"]
         self._lighthouse = self._stack.enter_context(
-            child([*lighthouse, *self.settings["lighthouse"]], self.folder / "lighthouse.log", self.environment)
+            child(
+                [*lighthouse, *self.settings["lighthouse"]], self.folder / "lighthouse.log", self.environment
+            )
         )
         self._stack.callback(self._end_workers)
         self.environment |= {
@@ -251,7 +255,7 @@ class Ours:
         program: Sequence[str] = BUILTIN_TRAINER,
         name: str = "ours",
     ) -> None:
-        self.folder, self.workers, self.name = folder, workers, name
+        self.folder, self.workers, self.name, self.spares = folder, workers, name, spares
         folder.mkdir(parents=True, exist_ok=True)
         self.run_dir = folder / "run"
         self.settings: dict[str, Any] = {
@@ -284,6 +288,13 @@ class Ours:
         """The members of the newest generation that live."""
         pids = [self._pid_of[m] for m in self._members if m in self._pid_of]
         return [pid for pid in pids if _alive(pid)]
+
+    def warm_spares(self) -> int:
+        """Living workers outside the group that have loaded everything and wait for a place."""
+        record = json.loads((self.run_dir / "run.json").read_text())
+        status = request(record["control"], {"command": "status"})
+        waiting = [w for w in status["workers"] if w["member"] not in status["members"] and not w["leaving"]]
+        return sum(w["state"] != "starting" for w in waiting)
 
     def note_kill(self) -> None:
         self._members_before = set(self._members)

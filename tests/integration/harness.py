@@ -27,7 +27,7 @@ from elastic_harness.verify import verify
 from integration.launch_tools import Job, run
 
 TRAINER = Path(__file__).with_name("observed_trainer.py")
-PATIENCE_S = 240.0
+PATIENCE_S = float(os.environ.get("PATIENCE", 150))
 LANES = 12
 TINY = (
     "training.global_batch_samples=12",
@@ -178,11 +178,16 @@ class TrainingJob(Job):
         return fault
 
     def fault(self, rank: int | None, place: str, action: str = "kill", *, hit: int = 1) -> Fault:
-        """Do one step in which `rank` fails at `place`; returns once the step is committed and the loss was seen."""
+        """Do a step in which `rank` fails at `place`; returns once the loss was recovered from. A step more is done:
+        those that had committed before the loss learn of it when they begin the next one."""
         fault = self.order(rank, place, action, hit=hit)
-        self.advance()
-        self.settle()
+        self.play()
         return fault
+
+    def play(self) -> None:
+        """Do the next step, in which everything ordered for it happens, and one more."""
+        self.advance(2)
+        self.settle()
 
     def settle(self) -> None:
         """Wait until every fault ordered so far has happened and was recovered from."""
@@ -289,8 +294,9 @@ class TrainingJob(Job):
         by_lane: dict[tuple[int, int], list[str]] = {}
         for path in self.tests.glob("lanes-*"):
             for line in path.read_text().splitlines():
-                step, lane = json.loads(line)
-                by_lane.setdefault((step, lane), []).append(path.name.removeprefix("lanes-"))
+                step, low, high = json.loads(line)
+                for lane in range(low, high):
+                    by_lane.setdefault((step, lane), []).append(path.name.removeprefix("lanes-"))
         lines = read_ledger(self.run_dir).followed()
         if read_ledger(self.run_dir).lineage > 0:
             return  # steps after a restore were done more than once, by intention

@@ -99,19 +99,19 @@ def hold_at_steps(folder: Path, rules: Rules) -> None:
 
 def note_lanes(folder: Path) -> None:
     """Write down every lane that was finished here, and what was reported in every recovery."""
-    add_lane, report = Partials.add_lane, AgentLink.report
+    add, report = Partials.add, AgentLink.report
 
-    def add(partials: Partials, lane: int, *rest: Any) -> Any:
+    def note(partials: Partials, node: tuple[int, int], *rest: Any) -> Any:
         with open(folder / f"lanes-{MEMBER}", "a") as file:
-            file.write(json.dumps([partials.step, lane]) + "\n")
-        return add_lane(partials, lane, *rest)
+            file.write(json.dumps([partials.step, *node]) + "\n")
+        return add(partials, node, *rest)
 
     def tell(link: AgentLink, said: Any) -> None:
         with open(folder / f"reports-{MEMBER}", "a") as file:
             file.write(json.dumps(said.to_json()) + "\n")
         report(link, said)
 
-    Partials.add_lane = add  # type: ignore[method-assign]
+    Partials.add = note  # type: ignore[method-assign]
     AgentLink.report = tell  # type: ignore[method-assign]
 
 

@@ -309,6 +309,15 @@ def test_output_is_kept_apart_and_shown_with_a_prefix(start: Start, tmp_path: Pa
     assert "I am 0" in run("logs", job.run_dir, "0").stdout
 
 
+def test_following_the_logs_ends_with_the_run(start: Start) -> None:
+    job = start("--steps", 30, options=workers(1, "--quiet"))
+    job.until_step(3)
+    followed = run("logs", job.run_dir, "-f")
+    assert followed.returncode == 0
+    assert [line for line in followed.stdout.splitlines() if line.startswith("step 29 of 30")]
+    job.finish()
+
+
 def test_ls_and_status_of_an_ended_run(start: Start, tmp_path: Path) -> None:
     job = start("--steps", 5, options=workers(1))
     job.finish()

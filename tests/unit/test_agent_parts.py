@@ -34,6 +34,15 @@ def test_dashes_and_underscores_and_what_follows_the_script() -> None:
     assert again == request.options
 
 
+def test_a_config_alone_trains_the_built_in_model() -> None:
+    request = options.parse(["--config", "c.yaml", "training.max_steps=5"])
+    assert request.options.command[1:] == ("-m", "elastic_harness.train", "--config", "c.yaml", "training.max_steps=5")
+    with pytest.raises(ConfigError, match="put it after the script"):
+        options.parse(["--config", "c.yaml", "-m", "x"])
+    with pytest.raises(ConfigError, match="what is to be launched"):
+        options.parse(["--spares", "1"])
+
+
 def test_no_python_runs_the_program_itself() -> None:
     assert options.parse(["--no-python", "./train", "-x"]).options.command == ("./train", "-x")
     with pytest.raises(ConfigError, match="exclude each other"):

@@ -19,7 +19,7 @@ EXHAUSTED = {
     "a join and a crash": Size(workers=2, target=3, faults=Faults(crashes=1, joins=1)),
     "a zombie": Size(workers=2, faults=Faults(zombies=1)),
     "a link breaks, two needed": Size(workers=2, min_workers=2, faults=Faults(breaks=2)),
-    "one computes wrongly": Size(lanes=3, bad=(2,)),
+    "one of two computes wrongly": Size(workers=2, bad=(1,)),
     "two that can never talk": Size(cut=((0, 1),)),
     "two blocks": Size(lanes=3, blocks=2, faults=Faults(crashes=1)),
     "everybody dies, with checkpoints": Size(
@@ -28,6 +28,7 @@ EXHAUSTED = {
     "below the minimum and back": Size(workers=2, min_workers=2, faults=Faults(crashes=1, joins=1)),
 }
 LARGE = {
+    "one of three computes wrongly": Size(lanes=3, bad=(2,)),
     "a wrong joiner": Size(workers=2, target=3, lanes=3, bad=(2,), faults=Faults(joins=2)),
     "a link breaks three times": Size(workers=2, faults=Faults(breaks=3)),
     "smaller, then larger": Size(faults=Faults(scales=(1, 3))),

@@ -153,7 +153,7 @@ class ElasticRun:
             )
         self._places.target = target
         self._places.given_up.clear()
-        self.agent.console.notice(f"scaling to {target} workers")
+        self.agent.console.notice(f"scaling to {plural(target)}")
         self._feed(leader.Scaled(target))
         self._refill()
         self._spawn_due()
@@ -235,7 +235,7 @@ class ElasticRun:
         self.agent.records.event(
             "generation", number=number, members=list(members), urgent=urgent, reason=reason, world_size=len(members)
         )
-        self.agent.console.notice(f"generation {number}: {len(members)} workers ({reason})")
+        self.agent.console.notice(f"generation {number}: {plural(len(members))} ({reason})")
 
     def _evict(self, member: str, reason: str) -> None:
         self._unfit[member] = reason
@@ -384,7 +384,7 @@ class ElasticRun:
             ).of(index)
             spare = len(self._living()) >= self._places.target
             try:
-                self.agent.spawn(index, environment, spare=spare, nice=self.state.formed)
+                self.agent.spawn(index, environment, spare=spare, nice=spare and self.state.formed)
             except OSError as error:
                 self._last_error = str(spawn_error(error))
                 self.agent.console.notice(self._last_error)
@@ -434,11 +434,15 @@ class ElasticRun:
         generation, minimum = self.state.generation, self.state.limits.min_workers
         living = [w for w in self._living() if w.hello]
         if generation and all(m in self.state.ready for m in generation.members):
-            first = f"the job goes on with {len(generation.members)} workers (generation {generation.number})"
+            first = f"the job goes on with {plural(len(generation.members))} (generation {generation.number})"
         elif living and len(living) < minimum:
             first = f"{len(living)} of at least {minimum} workers are left and wait with their state alive"
         else:
-            first = f"{len(living)} other workers are ready"
+            first = f"{plural(len(living))} left ready"
         if delay_s is None:
             return f"{first}; its place is given up: {why}"
         return f"{first}; its place is filled again ({why})"
+
+
+def plural(count: int) -> str:
+    return f"{count} worker" + "s" * (count != 1)

@@ -93,7 +93,10 @@ def build_parser() -> argparse.ArgumentParser:
     option("--quiet", action="store_true", help="do not show the workers' output (it is in their logs)")
     option("--no-python", action="store_true", help="run the script as a program of its own")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a Python module, as in python -m")
-    parser.add_argument("script", help="the training script or module")
+    option(
+        "--config", metavar="FILE", help="train the built-in model: short for -m elastic_harness.train --config FILE"
+    )
+    parser.add_argument("script", nargs="?", help="the training script or module")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
@@ -120,7 +123,16 @@ def parse(argv: Sequence[str]) -> LaunchRequest:
         )
     if given.module and given.no_python:
         raise ConfigError("-m and --no-python exclude each other; leave one of them out")
-    head: list[str] = [] if given.no_python else [sys.executable, *(["-m"] if given.module else [])]
+    rest = [*([given.script] if given.script else []), *given.script_args]
+    if given.config and (given.module or given.no_python):
+        raise ConfigError("--config trains the built-in model; to pass it to a script, put it after the script")
+    if given.config:
+        rest = ["elastic_harness.train", "--config", given.config, *rest]
+    if not rest:
+        raise ConfigError("what is to be launched? Give a script, -m MODULE, or --config FILE")
+    head: list[str] = []
+    if not given.no_python:
+        head = [sys.executable, *(["-m"] if given.module or given.config else [])]
     options = LaunchOptions(
         workers=workers,
         min_workers=given.min_workers,
@@ -130,7 +142,7 @@ def parse(argv: Sequence[str]) -> LaunchRequest:
         join_timeout_s=given.join_timeout,
         grace_s=given.grace,
         quiet=given.quiet,
-        command=(*head, given.script, *given.script_args),
+        command=(*head, *rest),
     )
     return LaunchRequest(options, given.run_dir, given.run_id, given.fresh)
 

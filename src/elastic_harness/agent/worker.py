@@ -18,7 +18,7 @@ from elastic_harness import wire
 from elastic_harness.agent.board import Board, Reading
 from elastic_harness.agent.logs import WorkerLog
 
-START_NICENESS = 10
+START_NICENESS = 5
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 

@@ -12,20 +12,22 @@ from collections.abc import Callable
 
 import torch
 
-from elastic_harness.comm.gloo import GlooGroup, Work
+from elastic_harness.comm.group import Group, Work
 from elastic_harness.comm.plan import Plan
 from elastic_harness.comm.tree import Node, key, split
 from elastic_harness.errors import PeerFailed
 from elastic_harness.failpoints import failpoint
 
 HEADER, PARTIAL, GATHERED, TRANSFER = range(4)
+"""Kinds of messages, in the order in which a step needs them."""
+
 Add = Callable[[Node, torch.Tensor, Node, torch.Tensor, int], None]
 """add(target_node, target, node, other, lo): add a neighbouring node's elements, from `lo` on, into `target`."""
 
 
 def tag(kind: int, step: int, number: int) -> int:
     """A message's key within one generation, 31 bits: members are never more than one step apart."""
-    return (step % 256) << 22 | number % (1 << 20) << 2 | kind
+    return kind << 28 | (step % 256) << 20 | number % (1 << 20)
 
 
 class Exchange:
@@ -36,7 +38,7 @@ class Exchange:
 
     def __init__(
         self,
-        group: GlooGroup | None,
+        group: Group | None,
         plan: Plan,
         lanes: int,
         step: int,
@@ -59,11 +61,11 @@ class Exchange:
             return
         for rank_ in range(group.world):
             if rank_ != rank:
-                words = torch.empty(header_words, dtype=torch.int64)
+                words = torch.empty(header_words, dtype=torch.int64, device=group.device)
                 self._headers[rank_] = group.receive(words, rank_, tag(HEADER, step, 0))
         for t in plan.reduce:
             if t.target == rank and t.node is not None:
-                buffer = torch.empty(t.hi - t.lo, dtype=result.dtype)
+                buffer = torch.empty(t.hi - t.lo, dtype=result.dtype, device=group.device)
                 self._partials[t.node] = group.receive(buffer, t.source, tag(PARTIAL, step, key(t.node, lanes)))
         for t in plan.gather:
             if t.target == rank:
@@ -101,11 +103,14 @@ class Exchange:
         def left() -> float:
             return max(0.001, deadline - time.monotonic())
 
+        words = header.to(self._group.device)
         for rank in self._headers:
-            self._sends.append(self._group.send(header, rank, tag(HEADER, self._step, 0)))
+            self._sends.append(self._group.send(words, rank, tag(HEADER, self._step, 0)))
             failpoint("exchange.header_sent", self._step)
+        self._group.flush(below=GATHERED)
         headers = [
-            header if rank == self._rank else self._headers[rank].wait(left()) for rank in range(self._group.world)
+            header if rank == self._rank else self._headers[rank].wait(left()).cpu()
+            for rank in range(self._group.world)
         ]
         failpoint("exchange.headers_received", self._step)
         lo, hi = self._plan.owned[self._rank]
@@ -115,6 +120,7 @@ class Exchange:
                 if t.source == self._rank:
                     self._sends.append(self._group.send(self._result[lo:hi], t.target, tag(GATHERED, self._step, 0)))
                     failpoint("exchange.gathered_sent", self._step)
+        self._group.flush()
         for work in self._gathered:
             work.wait(left())
         return headers

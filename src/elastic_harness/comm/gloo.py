@@ -20,29 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic_harness.comm.group import Work, in_background
 from elastic_harness.comm.rendezvous import KeyValue, RendezvousStore
 from elastic_harness.errors import PeerFailed
 
 CONNECT_TIMEOUT_S = 5.0
-
-
-class Work:
-    """A pending send or receive. `wait` blocks up to `timeout_s` and raises `PeerFailed` naming the peer's rank."""
-
-    def __init__(self, work: Any, tensor: torch.Tensor, rank: int) -> None:
-        self._work = work
-        self.tensor = tensor
-        self.rank = rank
-
-    def wait(self, timeout_s: float) -> torch.Tensor:
-        try:
-            self._work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise PeerFailed(f"the exchange with rank {self.rank} broke: {error}") from error
-        return self.tensor
-
-    def done(self) -> bool:
-        return bool(self._work.is_completed())
 
 
 class GlooGroup:
@@ -54,6 +36,7 @@ class GlooGroup:
         self._lock = threading.Lock()
         self.rank = rank
         self.world = world
+        self.device = torch.device("cpu")
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Work:
         """Start sending a contiguous CPU tensor; it must not change until the work is done."""
@@ -68,6 +51,9 @@ class GlooGroup:
             return Work(self._group.recv([tensor], rank, tag), tensor, rank)
         except RuntimeError as error:
             raise PeerFailed(f"could not receive from rank {rank}: {error}") from error
+
+    def flush(self, below: int | None = None) -> None:
+        """Nothing to do: gloo starts everything at once."""
 
     def abort(self) -> None:
         """Break every connection: all pending work of this group, here and at the peers, fails at once. Any thread
@@ -88,39 +74,9 @@ class GlooGroup:
 
 
 def build(values: KeyValue, rank: int, world: int, *, hostname: str, cancelled: Callable[[float], None]) -> GlooGroup:
-    """Meet the other members and connect to each. Collective; blocks until all are there.
-
-    `cancelled(seconds)` is called over and over while waiting: it sleeps up to so long and raises when the generation
-    has become void; then the half-built group is left to a background thread, which discards it.
-    """
-    result: list[GlooGroup | BaseException] = []
-    finished = threading.Event()
-    abandoned = threading.Event()
-
-    def connect() -> None:
-        try:
-            group = _connect(values, rank, world, hostname)
-            result.append(group)
-            if abandoned.is_set():
-                group.close()
-        except BaseException as error:  # thread boundary: handed to the caller
-            result.append(error)
-        finally:
-            finished.set()
-
-    threading.Thread(target=connect, name="gloo-connect", daemon=True).start()
-    try:
-        while not finished.wait(0.002):
-            cancelled(0.0)
-    except BaseException:
-        abandoned.set()
-        raise
-    outcome = result[0]
-    if isinstance(outcome, RuntimeError):
-        raise PeerFailed(f"the group could not be connected: {outcome}") from outcome
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return outcome
+    """Meet the other members and connect to each. Collective; blocks until all are there, and raises what
+    `cancelled` raises when the generation has become void. `hostname`: the address peers reach this process at."""
+    return in_background(lambda: _connect(values, rank, world, hostname), cancelled)
 
 
 def _connect(values: KeyValue, rank: int, world: int, hostname: str) -> GlooGroup:

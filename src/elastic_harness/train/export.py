@@ -8,6 +8,13 @@ from pathlib import Path
 from torch import nn
 
 
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a small file in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
 def export_weights(model: nn.Module, path: Path) -> None:
     """Write parameters and persistent buffers under their state_dict names, tied ones once; replaces atomically."""
     from safetensors.torch import save_file

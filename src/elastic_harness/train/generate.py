@@ -97,6 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.tokens < 0 or arguments.temperature < 0:
             raise ConfigError("--tokens and --temperature must be at least 0")
+        torch.set_num_threads(1)  # more only wait for each other on a model and a batch this small
         text = generate(
             load_model(arguments.run),
             arguments.prompt,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_harness.comm.group import Group
+from elastic_harness.comm.rendezvous import KeyValue
 from elastic_harness.config import Config
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.train.apply import Applier
@@ -21,7 +24,8 @@ from elastic_harness.train.state import Registry
 
 @dataclass(frozen=True)
 class Parts:
-    """canary: whether joiners have to prove their arithmetic. hostname: the address peers reach this worker at."""
+    """canary: whether joiners have to prove their arithmetic. connect: builds a generation's transport from (its
+    key-value space, rank, world, cancelled)."""
 
     config: Config
     run_dir: Path
@@ -37,7 +41,7 @@ class Parts:
     flats: FlatPool
     saver: Saver
     canary: bool
-    hostname: str
+    connect: Callable[[KeyValue, int, int, Callable[[float], None]], Group]
     tokens_per_sample: int
 
     def new_partials(self, step: int) -> Partials:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from elastic_harness.comm.exchange import Exchange
-from elastic_harness.comm.gloo import GlooGroup
+from elastic_harness.comm.group import Group
 from elastic_harness.membership.types import Digest, Generation
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.partials import Partials
@@ -22,7 +22,7 @@ class Formed:
     generation: Generation
     digest: Digest
     rank: int
-    group: GlooGroup | None  # None: alone
+    group: Group | None  # None: alone
 
     @property
     def world(self) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from elastic_harness.comm import gloo
+from elastic_harness.comm.group import Group
 from elastic_harness.comm.placement import Ranges, merge_ranges
 from elastic_harness.errors import CheckpointCorrupt, PeerFailed, Recoverable
 from elastic_harness.failpoints import failpoint
@@ -98,12 +98,12 @@ def _meet(parts: Parts, generation: Generation, stages: Stages) -> Formed:
     rank = members.index(parts.link.member)
     parts.board.generation = number
     parts.board.show(Phase.RECOVERY, deadline_s=parts.config.elastic.exchange_timeout_s)
-    group: gloo.GlooGroup | None = None
+    group: Group | None = None
     try:
         if len(members) > 1:
             with stages.timed("rebuild"):
                 values, void = GenerationValues(parts.link, number), cancelled_by(parts.link, number)
-                group = gloo.build(values, rank, len(members), hostname=parts.hostname, cancelled=void)
+                group = parts.connect(values, rank, len(members), void)
                 parts.link.wake = group.abort
         failpoint("recovery.rebuilt")
         with stages.timed("reconcile"):

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from elastic_harness.comm import gloo, nccl
+from elastic_harness.comm.group import Group
+from elastic_harness.comm.rendezvous import KeyValue
 from elastic_harness.config import Config
 from elastic_harness.data.mapstyle import MapStyle
 from elastic_harness.data.schedule import Schedule
@@ -23,7 +27,7 @@ from elastic_harness.train.accept import check_trainable
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.board import Board, Phase
 from elastic_harness.train.deadlines import Deadlines
-from elastic_harness.train.export import export_weights
+from elastic_harness.train.export import export_weights, write_atomically
 from elastic_harness.train.fingerprint import fingerprint
 from elastic_harness.train.flats import FlatPool
 from elastic_harness.train.layout import averaged_buffers, make_layout
@@ -35,6 +39,8 @@ from elastic_harness.train.recovery import recover
 from elastic_harness.train.saver import Saver
 from elastic_harness.train.slots import Shape, SlotComputer
 from elastic_harness.train.state import Registry, Stateful, weights_sha256
+
+Connect = Callable[[KeyValue, int, int, Callable[[float], None]], Group]
 
 
 class Run:
@@ -197,7 +203,9 @@ def start(
         board.samples = sample_ids
         deadlines.enter(Phase.DATA, step, slot)
 
-    cuda = next(model.parameters()).is_cuda
+    device = next(model.parameters()).device
+    cuda = device.type == "cuda"
+    connect, wire_device = _transport(config, device)
     if cuda and config.elastic.exactness == "strict":
         torch.use_deterministic_algorithms(True)
     parts = Parts(
@@ -209,9 +217,7 @@ def start(
         schedule=schedule,
         shape=shape,
         layout=layout,
-        slots=SlotComputer(
-            model, source, schedule, shape, layout, seed=config.seed, reading=reading, scaler=scaler
-        ),
+        slots=SlotComputer(model, source, schedule, shape, layout, seed=config.seed, reading=reading, scaler=scaler),
         applier=Applier(
             model,
             optimizer,
@@ -224,7 +230,7 @@ def start(
             ema=ema,
         ),
         registry=registry,
-        flats=FlatPool(layout, pin=cuda),
+        flats=FlatPool(layout, wire_device, pin=cuda and wire_device.type == "cpu"),
         saver=Saver(
             folder / "checkpoints",
             registry,
@@ -232,7 +238,7 @@ def start(
             lambda event, fields: link.send("event", event=event, fields=fields),
         ),
         canary=config.elastic.canary and config.elastic.exactness == "strict",
-        hostname=os.environ.get("ELASTIC_HARNESS_HOST", "127.0.0.1"),
+        connect=connect,
         tokens_per_sample=int(getattr(source, "seq_length", 1)),
     )
     link.hello(fingerprint(config, model, optimizer, source.fingerprint(), layout, shape))
@@ -242,6 +248,7 @@ def start(
         print(f"elastic-harness: {left.reason}", file=sys.stderr, flush=True)
         _leave(0)
     if progress.formed is not None and progress.formed.rank == 0:
+        write_atomically(folder / "config.yaml", config.to_yaml().encode())
         link.send(
             "event",
             event="run_configured",
@@ -257,6 +264,28 @@ def start(
             },
         )
     return Run(parts, progress)
+
+
+def _transport(config: Config, device: torch.device) -> tuple[Connect, torch.device]:
+    """How members connect, and where what travels must lie: over gloo on the host (from a GPU through pinned memory),
+    or over NCCL between GPUs."""
+    if config.training.backend == "nccl":
+        if device.type != "cuda":
+            raise ConfigError(f"training.backend is nccl, which needs the model on a GPU; it is on {device}. Use gloo.")
+        return partial(_connect_nccl, device), device
+    return _connect_gloo, torch.device("cpu")
+
+
+def _connect_gloo(values: KeyValue, rank: int, world: int, cancelled: Callable[[float], None]) -> Group:
+    return gloo.build(
+        values, rank, world, hostname=os.environ.get("ELASTIC_HARNESS_HOST", "127.0.0.1"), cancelled=cancelled
+    )
+
+
+def _connect_nccl(
+    device: torch.device, values: KeyValue, rank: int, world: int, cancelled: Callable[[float], None]
+) -> Group:
+    return nccl.build(values, rank, world, device=device, cancelled=cancelled)
 
 
 def _coordinator(run_dir: str | Path | None) -> tuple[Link, Path, Board]:

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor, nn
 
 from elastic_harness.comm.tree import Node

@@ -1,0 +1,90 @@
+"""What a transport between the members of a generation offers, and what building one has in common."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from elastic_harness.errors import PeerFailed
+
+
+class Work:
+    """A pending send or receive. `wait` blocks up to `timeout_s` and raises `PeerFailed` naming the peer's rank."""
+
+    def __init__(self, work: Any, tensor: torch.Tensor, rank: int) -> None:
+        self._work = work
+        self.tensor = tensor
+        self.rank = rank
+
+    def wait(self, timeout_s: float) -> torch.Tensor:
+        try:
+            self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise PeerFailed(f"the exchange with rank {self.rank} broke: {error}") from error
+        return self.tensor
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class Group(Protocol):
+    """The transport of one generation: messages are matched by (peer, tag).
+
+    device: where sent and received tensors must lie; they are contiguous, and a sent one must not change until its
+    work is done. flush: everything sent or received so far may now be issued (a transport may collect until then);
+    with `below` only tags smaller than that kind's first.
+    abort: all pending work fails at once, here and at the peers; any thread may call it, any number of times.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Work: ...
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Work: ...
+    def flush(self, below: int | None = None) -> None: ...
+    def abort(self) -> None: ...
+    def close(self) -> None: ...
+
+
+AnyGroup = TypeVar("AnyGroup", bound=Group)
+
+
+def in_background(connect: Callable[[], AnyGroup], cancelled: Callable[[float], None]) -> AnyGroup:
+    """Run `connect` in a thread and return its group.
+
+    `cancelled(0)` is called over and over while waiting, and raises when the generation has become void; the
+    half-built group is then left to its thread, which discards it. Connection errors become `PeerFailed`.
+    """
+    outcome: list[AnyGroup | BaseException] = []
+    finished = threading.Event()
+    abandoned = threading.Event()
+
+    def run() -> None:
+        try:
+            group = connect()
+            outcome.append(group)
+            if abandoned.is_set():
+                group.close()
+        except BaseException as error:  # thread boundary: handed to the caller
+            outcome.append(error)
+        finally:
+            finished.set()
+
+    threading.Thread(target=run, name="group-connect", daemon=True).start()
+    try:
+        while not finished.wait(0.002):
+            cancelled(0.0)
+    except BaseException:
+        abandoned.set()
+        raise
+    result = outcome[0]
+    if isinstance(result, RuntimeError):
+        raise PeerFailed(f"the group could not be connected: {result}") from result
+    if isinstance(result, BaseException):
+        raise result
+    return result
