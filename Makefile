@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check soak bench clean
+.PHONY: help demo test lint check soak bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z.]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -13,10 +13,12 @@ help: ## show this list
 demo: $(STAMP) ## train a small language model while its workers are killed, and prove that nothing was lost
 	$(BIN)/elastic-harness demo
 
-check: $(STAMP) ## lint, types, import rules and unit tests; under a minute
+lint: $(STAMP) ## lint, types and import rules
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+check: lint ## lint, types, import rules and unit tests; under a minute
 	$(BIN)/pytest -q tests/unit
 
 test: $(STAMP) ## every test, with real processes and real signals

@@ -81,7 +81,6 @@ class ElasticConfig(Section):
     progress_timeout_max_s: float = 300.0
     first_step_timeout_s: float = 300.0
     exchange_timeout_s: float = 600.0
-    join_timeout_s: float = 600.0
 
     def check(self) -> None:
         self._at_least(1, "max_workers")
@@ -92,7 +91,7 @@ class ElasticConfig(Section):
             "a deadline shorter than the measured time would kill healthy workers",
         )
         self._positive(
-            "progress_timeout_min_s", "first_step_timeout_s", "join_timeout_s", "exchange_timeout_s"
+            "progress_timeout_min_s", "first_step_timeout_s", "exchange_timeout_s"
         )
         self._require(
             self.progress_timeout_min_s < self.progress_timeout_max_s,

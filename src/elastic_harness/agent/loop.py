@@ -79,6 +79,8 @@ class Agent:
         self.workers: dict[str, Worker] = {}
         self.outcome: Outcome | None = None
         self.records = Records(folder)
+        if not self.records.born:
+            folder.record.pop("fingerprint", None)  # nothing was trained with it: a corrected configuration may follow
         self.supervisor: Supervisor
         self._parent_pid = parent_pid
         self._selector = selectors.DefaultSelector()
@@ -121,7 +123,7 @@ class Agent:
             "run_started",
             schema=SCHEMA,
             run_id=record["run_id"],
-            seed=record.get("fingerprint", {}).get("seed"),
+            seed=record.get("fingerprint", {}).get("run.seed"),
             nproc=self.options.workers,
             argv=record.get("argv"),
             resumed_from_step=newest_checkpoint(self.folder.path) if self.records.born else None,

@@ -12,11 +12,12 @@ import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from elastic_harness import wire
-from elastic_harness.errors import EXIT_CONFIG, GenerationChanged
+from elastic_harness.errors import EXIT_CONFIG, EXIT_INFRASTRUCTURE, GenerationChanged
 from elastic_harness.membership.types import Digest, Generation, Report
 
 
@@ -75,9 +76,13 @@ class AgentLink:
                 message = self._channel.receive()
             except (wire.Closed, ValueError):
                 os._exit(0)  # the agent is gone, and with it the node: never train on as an orphan
-            with self._changed:
-                self._take(message)
-                self._changed.notify_all()
+            try:
+                with self._changed:
+                    self._take(message)
+                    self._changed.notify_all()
+            except BaseException:  # thread boundary: without this thread the worker would wait for ever
+                traceback.print_exc()
+                os._exit(EXIT_INFRASTRUCTURE)
 
     def _take(self, message: wire.Message) -> None:
         match message["type"]:
