@@ -30,9 +30,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few minutes instead of about an hour")
     args = parser.parse_args()
     if unknown := set(args.names) - set(BENCHMARKS):
-        parser.error(
-            f"no benchmark is called {', '.join(sorted(unknown))}; there are: {', '.join(BENCHMARKS)}"
-        )
+        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are: {', '.join(BENCHMARKS)}")
     codes = {}
     for name in args.names or BENCHMARKS:
         say(f"---- {name}")

@@ -77,9 +77,7 @@ def summary(values: Iterable[float | None], digits: int = 4) -> dict[str, Any]:
 def ratio_summary(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
     """The median of the pairwise ratios with its 95 % interval, and the ratio of the totals."""
     if len(numerators) != len(denominators):
-        raise ValueError(
-            f"ratio_summary: {len(numerators)} numerators, {len(denominators)} denominators; need pairs"
-        )
+        raise ValueError(f"ratio_summary: {len(numerators)} numerators, {len(denominators)} denominators; need pairs")
     out = summary([a / b for a, b in zip(numerators, denominators, strict=True)])
     out["ratio_of_totals"] = round(sum(numerators) / sum(denominators), 4)
     return out
@@ -177,9 +175,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def child(
-    argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
+def child(argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
     """A child in a session of its own, output to `log`; on exit the whole session is ended."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as sink:

@@ -112,8 +112,7 @@ class Storm:
         self.spares = rng.choice((0, 1, 1, 2))
         moments = sorted(rng.sample(range(steps - 2), rng.choice((2, 3, 4))))
         self.plan = [
-            Kill(at, round(rng.random() * 0.3, 4), rng.choice((1, 1, 1, 2)), rng.random() < 0.3)
-            for at in moments
+            Kill(at, round(rng.random() * 0.3, 4), rng.choice((1, 1, 1, 2)), rng.random() < 0.3) for at in moments
         ]
         if rng.random() < 0.1:
             self.plan[-1] = replace(self.plan[-1], victims=None)
@@ -167,9 +166,7 @@ class Resizer:
         argv = [*elastic_harness_argv(), "scale", str(system.run_dir), "--workers", str(workers)]
         done = subprocess.run(argv, capture_output=True, text=True, env=environment(), check=False)
         if done.returncode != 0:
-            raise BenchmarkError(
-                f"scale to {workers} failed with {done.returncode}: {done.stderr.strip()[-300:]}"
-            )
+            raise BenchmarkError(f"scale to {workers} failed with {done.returncode}: {done.stderr.strip()[-300:]}")
         self._asked = workers
 
 
@@ -233,13 +230,9 @@ def ddp_hash(workers: int, steps: int, overrides: Sequence[str], folder: Path) -
 
 def main(argv: list[str] | None = None) -> int:
     """Run everything, print JSON, write results/exactness.json; 1 unless all that must agree agrees."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="3 kill schedules, no evidence runs")
-    parser.add_argument(
-        "--schedules", type=int, default=None, help="seeded kill schedules (default 50; quick: 3)"
-    )
+    parser.add_argument("--schedules", type=int, default=None, help="seeded kill schedules (default 50; quick: 3)")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--resize-steps", type=int, default=200, help="of the runs that change their size")
@@ -268,9 +261,7 @@ def main(argv: list[str] | None = None) -> int:
         say(f"reference {expected} {reference.get('error', '')}")
         must: list[dict[str, Any]] = [reference]
         if "workers" in parts:
-            document["workers"] = {
-                w: against(expected, run_to_end(ours(f"workers-{w}", w))) for w in (2, 3, 4)
-            }
+            document["workers"] = {w: against(expected, run_to_end(ours(f"workers-{w}", w))) for w in (2, 3, 4)}
             must += document["workers"].values()
             say(f"workers {[r['same'] for r in document['workers'].values()]}")
         if "resize" in parts:
@@ -281,18 +272,14 @@ def main(argv: list[str] | None = None) -> int:
                 resizer = Resizer(plan)
                 result = run_to_end(ours(f"resize-{k}", start, more=longer), resizer.act)
                 result = against(unchanged.get("weights_sha256"), result)
-                document["resize"]["runs"].append(
-                    {"start": start, "asked": plan, "reached": resizer.reached, **result}
-                )
+                document["resize"]["runs"].append({"start": start, "asked": plan, "reached": resizer.reached, **result})
                 say(f"resize {start} {plan}: {result['same']}, reached {resizer.reached}")
             must += document["resize"]["runs"]
         if "kills" in parts:
             document["kills"] = []
             for k in range(schedules):
                 storm = Storm(f"{args.seed}/{k}", args.steps)
-                result = against(
-                    expected, run_to_end(ours(f"kills-{k}", storm.workers, storm.spares), storm.act)
-                )
+                result = against(expected, run_to_end(ours(f"kills-{k}", storm.workers, storm.spares), storm.act))
                 document["kills"].append(
                     {
                         "schedule": k,

@@ -96,9 +96,7 @@ class Driver:
         deadline = time.monotonic() + timeout_s
         while any(len(self.of(name)) < count for name, count in expected.items()):
             if time.monotonic() > deadline:
-                raise BenchmarkError(
-                    f"not all workers came to the gate in {timeout_s:.0f} s; expected {expected}"
-                )
+                raise BenchmarkError(f"not all workers came to the gate in {timeout_s:.0f} s; expected {expected}")
             check()
             self._pump(0.2)
 

@@ -54,8 +54,7 @@ def compare(workers: int, steps: int, slots: int, scratch: Path) -> dict[str, An
     """Both systems at both sizes, and the difference of the slopes."""
     table = {
         system: {
-            size: measure(system, size, workers, steps, slots, scratch / f"{system}-{size}-{workers}")
-            for size in SIZES
+            size: measure(system, size, workers, steps, slots, scratch / f"{system}-{size}-{workers}") for size in SIZES
         }
         for system in ("ddp", "ours")
     }
@@ -80,9 +79,7 @@ def compare(workers: int, steps: int, slots: int, scratch: Path) -> dict[str, An
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print JSON, write results/memory.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="1,2,4")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--slots", type=int, default=16)

@@ -113,9 +113,7 @@ def one_fault(system: Any, rng: random.Random, fault: signal.Signals, max_wait_s
             if not row["planned"]
         ]
         detected = system.between("failure_detected", t_kill, t_next + 5)
-        record["detected_s"] = (
-            min(e.get("t_detected") or e["t"] for e in detected) - t_kill if detected else None
-        )
+        record["detected_s"] = min(e.get("t_detected") or e["t"] for e in detected) - t_kill if detected else None
     say(f"{system.name}: {fault.name} {pid}, next commit {record['rto_s']:.3f} s, whole {record['full_s']}")
     return record
 
@@ -153,8 +151,7 @@ def report(settings: dict[str, Any], rounds: list[dict[str, Any]]) -> dict[str, 
         "rto_s": summary(f["rto_s"] for f in faults),
         "steps_redone": summary(f["steps_redone"] for f in faults),
         "back_to_full_size_s": {
-            key: summary(f["full_s"].get(key) for f in faults)
-            for key in (faults[0]["full_s"] if faults else {})
+            key: summary(f["full_s"].get(key) for f in faults) for key in (faults[0]["full_s"] if faults else {})
         },
     }
     if out["healthy_step_s"]:
@@ -174,9 +171,7 @@ def stage_report(faults: list[dict[str, Any]]) -> dict[str, Any]:
         "group_rebuilt_ms": summary(
             (rebuilt_after_ms(f["t_kill"], r) for f, r in zip(faults, first, strict=True)), digits=1
         ),
-        "stages_ms": {
-            n: summary((r["stages"].get(n) if r else None for r in first), digits=2) for n in names
-        },
+        "stages_ms": {n: summary((r["stages"].get(n) if r else None for r in first), digits=2) for n in names},
     }
 
 
@@ -247,14 +242,10 @@ def makers(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[int],
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print JSON, write results/recovery.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each system (default 5)")
     parser.add_argument("--kills", type=int, default=5, help="kills in a round (default 5)")
-    parser.add_argument(
-        "--variant-rounds", type=int, default=1, help="rounds of each variant of ours (default 1)"
-    )
+    parser.add_argument("--variant-rounds", type=int, default=1, help="rounds of each variant of ours (default 1)")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--max-steps", type=int, default=100000, dest="max_steps")
@@ -263,9 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--systems", default="", help="comma separated; default: all that can run")
     parser.add_argument("--out", default=None)
-    parser.add_argument(
-        "--keep", default=None, help="folder for the runs, kept (default: a temporary one, removed)"
-    )
+    parser.add_argument("--keep", default=None, help="folder for the runs, kept (default: a temporary one, removed)")
     parser.add_argument("overrides", nargs="*", help="section.key=value for every system")
     args = parser.parse_args(argv)
 

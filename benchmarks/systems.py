@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from elastic_harness.agent.control import request
-
 from benchmarks.common import (
     RIVALS_VENV,
     BenchmarkError,
@@ -30,6 +28,7 @@ from benchmarks.common import (
     tail,
     wait_for,
 )
+from elastic_harness.agent.control import request
 
 START_TIMEOUT_S = 120.0
 BUILTIN_TRAINER = ("-m", "elastic_harness.train")
@@ -151,9 +150,7 @@ class Torchft(_Rival):
         port = _free_port()
         lighthouse = [str(RIVALS_VENV / "bin" / "torchft_lighthouse"), "--bind", f"[::]:{port}"]
         self._lighthouse = self._stack.enter_context(
-            child(
-                [*lighthouse, *self.settings["lighthouse"]], self.folder / "lighthouse.log", self.environment
-            )
+            child([*lighthouse, *self.settings["lighthouse"]], self.folder / "lighthouse.log", self.environment)
         )
         self._stack.callback(self._end_workers)
         self.environment |= {

@@ -54,9 +54,7 @@ CASES = (
 )
 
 
-def measure(
-    case: Case, workers: int, pairs: int, warm_up: int, extra: list[str], folder: Path
-) -> dict[str, Any]:
+def measure(case: Case, workers: int, pairs: int, warm_up: int, extra: list[str], folder: Path) -> dict[str, Any]:
     """Alternate `pairs` pairs of segments; ratios, tokens per second and what the paused side costs."""
     seconds: dict[str, list[float]] = {"ours": [], "ddp": []}
     paused_cpu, paused_wall = 0.0, 0.0
@@ -89,9 +87,7 @@ def measure(
         "cpu_of_ours_while_ddp_runs": round(paused, 4),
         "ratio_corrected_for_it": round(corrected, 4),
         "target": target(corrected, 0.98, at_least=True),
-        "tokens_per_s": {
-            name: summary((tokens / s for s in values), digits=1) for name, values in seconds.items()
-        },
+        "tokens_per_s": {name: summary((tokens / s for s in values), digits=1) for name, values in seconds.items()},
         "step_s": {name: summary(s / case.segment_steps for s in values) for name, values in seconds.items()},
     }
     for table in (result["tokens_per_s"], result["step_s"]):
@@ -106,9 +102,7 @@ def measure(
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print JSON, write results/throughput.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--warm-up", type=int, default=3, help="steps of each system before the first pair")
     parser.add_argument("--workers", default="1,2,4")
@@ -132,7 +126,9 @@ def main(argv: list[str] | None = None) -> int:
                     say(f"{case.name}, {workers} workers: given up: {problem}")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    baseline = "DistributedDataParallel (defaults), no_sync accumulation, clip_grad_norm_, AdamW; gloo, 1 thread a process"
+    baseline = (
+        "DistributedDataParallel (defaults), no_sync accumulation, clip_grad_norm_, AdamW; gloo, 1 thread a process"
+    )
     finish(
         "throughput",
         {"baseline": baseline, "pairs": args.pairs, "results": results, "errors": errors},

@@ -74,9 +74,7 @@ def side_by_side(
                 for process in group:
                     if process.poll() is not None:
                         log = folder / ("ours.log" if name == "ours" else "ddp-0.log")
-                        raise BenchmarkError(
-                            f"{name} ended with {process.returncode} at its start:\n{tail(log)}"
-                        )
+                        raise BenchmarkError(f"{name} ended with {process.returncode} at its start:\n{tail(log)}")
 
         driver.admit(dict.fromkeys(processes, workers), START_TIMEOUT_S, check)
         yield driver, processes

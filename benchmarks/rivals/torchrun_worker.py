@@ -47,9 +47,7 @@ def main() -> None:
         step += 1
         if rank == 0 and step % settings["checkpoint_interval_steps"] == 0:
             temporary = newest.with_suffix(".tmp")
-            torch.save(
-                {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, temporary
-            )
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, temporary)
             os.replace(temporary, newest)
     os._exit(0)
 

@@ -41,6 +41,8 @@ TINY = (
     "elastic.progress_timeout_min_s=30",
 )
 FOREVER = 1 << 30
+SWITCH_S = 3.0
+"""A planned generation that a member had not heard of at one boundary is switched to at the next."""
 
 
 @dataclass(frozen=True)
@@ -151,14 +153,18 @@ class TrainingJob(Job):
         self.until(lambda: self.ready() >= world + spares, f"{world + spares} ready workers")
         self.until(lambda: self.events("generation"), "the first generation")
         while not self.formed(world):
+            newest = self.events("generation")[-1]["number"]
+            if self.status().get("formed"):
+                self.until(lambda n=newest: self.events("generation")[-1]["number"] > n, f"{world} members")
+                continue
             assert self.limit < self.steps - 1, f"no steps are left to form a group of {world}\n{self.shown()}"
-            number = self.events("generation")[-1]["number"]
             self.advance()
-            self.until(
-                lambda: self.formed(world)
-                or (self.status().get("formed") and self.events("generation")[-1]["number"] > number),
-                f"{world} members",
-            )
+            end = time.monotonic() + SWITCH_S
+            self.until(lambda n=newest, e=end: self.recovered(n) or time.monotonic() > e, f"generation {newest}")
+
+    def recovered(self, number: int) -> bool:
+        """Whether generation `number`, or a later one, has completed its recovery."""
+        return any(e["generation"] >= number for e in self.events("recovery"))
 
     def order(self, rank: int | None, place: str, action: str = "kill", *, hit: int = 1, step: int | None = None) -> Fault:
         """Plan a fault for the next step, or a later one; it happens to the member that has this rank then."""
@@ -318,7 +324,7 @@ class TrainingJob(Job):
         shared = [n for n in os.listdir("/dev/shm") if pids & set(re.findall(r"\d+", n))]
         assert not shared, f"left in /dev/shm: {shared}"
         names = {p.name for p in self.run_dir.iterdir()}
-        known = {"config.yaml", "run.json", "events.jsonl", "ledger.jsonl", "logs", "checkpoints", "lock"}
+        known = {"config.yaml", "run.json", "events.jsonl", "ledger.jsonl", "logs", "checkpoints", "lock", "generation"}
         assert names <= known | {"weights.safetensors"}, f"left in the run folder: {names - known}"
         checkpoints = self.run_dir / "checkpoints"
         odd = [p.name for p in checkpoints.iterdir() if not re.fullmatch(r"step-\d{8}", p.name)]

@@ -102,7 +102,7 @@ class Worker:
     # ---- training
 
     def run(self) -> None:
-        fingerprint = {"seed": self.options.seed, "exactness": "strict"}
+        fingerprint = {"run.seed": self.options.seed, "exactness": "strict"}
         self.send("hello", protocol=1, member=self.member, pid=os.getpid(), fingerprint=fingerprint)
         self.show(WAITING)
         switch = False

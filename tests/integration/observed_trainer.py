@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -120,11 +121,12 @@ def note_leftovers(folder: Path) -> None:
     sockets = []
     for name in os.listdir("/proc/self/fd"):
         try:
-            target = os.readlink(f"/proc/self/fd/{name}")
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as found:
+                sockets.append(f"{found.family.name} {found.getsockname()} {found.type.name}")
         except OSError:
             continue
-        if target.startswith("socket:"):
-            sockets.append(target)
     threads = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
     (folder / f"left-{MEMBER}.json").write_text(json.dumps({"threads": threads, "sockets": sockets}))
 

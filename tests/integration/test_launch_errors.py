@@ -137,7 +137,7 @@ def test_another_fingerprint_is_refused_with_the_difference(start: Start) -> Non
     start("--steps", 5, "--seed", 7, options=workers(2)).finish()
     other = start("--steps", 5, "--seed", 8, options=workers(2))
     assert other.wait() == 2
-    assert "seed: the run has 7, this worker 8" in other.output
+    assert "run.seed: the run has 7, this worker 8" in other.output
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -165,6 +165,22 @@ def test_a_disk_that_fills_up_ends_the_job_with_a_message(start: Start, tmp_path
     assert job.wait() == 4
     assert "cannot write" in job.output and "resume" in job.output and "Traceback" not in job.output
     assert len(job.events("step_committed")) > 5
+
+
+def test_a_deep_folder_has_a_control_socket_too(tmp_path: Path) -> None:
+    job = Job(tmp_path / ("d" * 60) / ("e" * 60) / "run", "--steps", 1000, options=workers(1))
+    try:
+        job.until_step(1)
+        control = Path(job.record()["control"])
+        assert not control.is_relative_to(tmp_path) and control.exists()
+        os.kill(job.record()["agent_pid"], signal.SIGKILL)
+        job.until_event("run_started", 2)
+        job.until(lambda: job.record()["agent_pid"] and job.events("generation")[1:], "a second generation")
+        assert run("stop", job.run_dir).returncode == 0
+        assert job.wait() == 143
+        assert not control.parent.exists()
+    finally:
+        job.close()
 
 
 def test_a_damaged_record_is_named(start: Start, tmp_path: Path) -> None:
@@ -287,7 +303,9 @@ def test_a_plain_script_that_keeps_failing_is_given_up(start: Start, tmp_path: P
 def test_what_a_plain_script_started_ends_with_it(start: Start, tmp_path: Path) -> None:
     parent = script(
         tmp_path,
-        "import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "import subprocess, sys, time\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
         "print('ready', flush=True)\ntime.sleep(600)\n",
     )
     job = start(options=workers(2), script=parent)

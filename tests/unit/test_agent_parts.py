@@ -155,6 +155,11 @@ def test_a_fingerprint_that_fits() -> None:
     assert fingerprint.difference({}, {"seed": 1}) == ""
 
 
+def test_hardware_keys_are_those_that_workers_send() -> None:
+    text = (Path(fingerprint.__file__).parents[1] / "train" / "fingerprint.py").read_text()
+    assert all(f'"{key}": ' in text for key in fingerprint.HARDWARE_KEYS)
+
+
 def test_a_difference_is_named_with_both_values() -> None:
     text = fingerprint.difference({"seed": 1, "lanes": 8}, {"seed": 2, "lanes": 8})
     assert "seed: the run has 1, this worker 2" in text and "lanes" not in text and "relaxed" not in text

@@ -70,7 +70,7 @@ def test_the_delay_is_always_bounded(history: list[tuple[Cause, float]]) -> None
         (["config", "refused"], 2),
         (["user_error", "config"], 1),
         (["user_error", "exit"], 1),
-        (["spawn"], 4),
+        (["spawn", "machine"], 4),
         (["killed", "user_error"], 3),
         (["hung"], 3),
         ([], 3),

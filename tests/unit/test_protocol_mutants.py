@@ -23,5 +23,5 @@ def test_a_planted_mistake_is_found(mutant: Mutant) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.title.replace(" ", "-"))
 def test_the_same_world_without_the_mistake_is_clean(mutant: Mutant) -> None:
-    result = explore(Model(mutant.size), 15_000)
+    result = explore(Model(mutant.size), 6_000)
     assert result.violation is None, "\n".join([result.detail, *result.trace])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import selectors
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +31,7 @@ class ControlServer:
         self._folder: Path | None = None
         self.path = run_dir / "control.sock"
         if len(os.fsencode(self.path)) > _UNIX_PATH_MAX:
-            self._folder = Path(tempfile.mkdtemp(prefix="elastic-harness-"))
+            self._folder = _short_folder(run_dir)
             self.path = self._folder / "control.sock"
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
@@ -89,6 +91,20 @@ class ControlServer:
             self.path.unlink()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _short_folder(run_dir: Path) -> Path:
+    """A private temporary folder that belongs to this run folder: an agent that follows a dead one finds it again."""
+    name = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"elastic-harness-{os.getuid()}-{name}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        owner = folder.lstat()
+    except OSError as error:
+        raise InfrastructureError(f"cannot create {folder} for the control socket: {error.strerror}") from error
+    if owner.st_uid != os.getuid() or not stat.S_ISDIR(owner.st_mode):
+        raise InfrastructureError(f"{folder} belongs to somebody else; remove it, or set TMPDIR")
+    return folder
 
 
 def request(path: str, message: wire.Message, timeout_s: float = 5.0) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from elastic_harness.agent.loop import Agent, Outcome, spawn_error
 from elastic_harness.agent.places import Places
 from elastic_harness.agent.restarts import Cause, Ending, failure_exit_code
 from elastic_harness.agent.worker import Worker
-from elastic_harness.errors import EXIT_INFRASTRUCTURE, EXIT_SUCCESS, EXIT_USER_CODE, ConfigError
+from elastic_harness.errors import EXIT_CONFIG, EXIT_INFRASTRUCTURE, EXIT_SUCCESS, EXIT_USER_CODE, ConfigError
 from elastic_harness.membership import leader
 from elastic_harness.membership.store import EmbeddedStore, Put
 from elastic_harness.membership.types import Limits, Report
@@ -348,16 +348,19 @@ class ElasticRun:
             return "unfit", self._unfit[worker.member]
         if worker.hang:
             return "hung", worker.hang
+        error = str(worker.error.get("error")) if worker.error else last
+        if code == EXIT_CONFIG:
+            return "config", error
+        if code == EXIT_INFRASTRUCTURE:
+            return "machine", error
         if worker.error:
-            return "user_error", str(worker.error.get("error"))
+            return "user_error", error
         if worker.released or (worker.finished and code == 0):
             return "released", ""
         if code < 0:
             return "killed", f"signal {-code}"
-        if code == 2:
-            return "config", last
         if code > 0:
-            return "user_error", last
+            return "user_error", error
         return "exit", "ended before the last step"
 
     def _living(self) -> list[Worker]:
@@ -423,7 +426,7 @@ class ElasticRun:
             "refused": "correct what differs, or start anew with --fresh or another --run-dir",
             "config": "correct the configuration; the message is in the log",
         }.get(cause, "")
-        if cause in ("user_error", "refused", "config") and error and error in self._errors_shown:
+        if cause in ("user_error", "refused", "config", "machine") and error and error in self._errors_shown:
             self.agent.report_failure(worker)
             self.agent.console.notice(f"worker {worker.member} failed in the same way ({error}); {done}")
             return

@@ -77,6 +77,7 @@ class _Parent:
     def run(self) -> int:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._reap_orphans)
         try:
             while True:
                 code = self._run_agent()
@@ -114,6 +115,7 @@ class _Parent:
         def before_exec() -> None:
             die_with_parent(parent, signal.SIGTERM)
 
+        self._agent = None
         try:
             agent = subprocess.Popen(
                 command,
@@ -141,6 +143,13 @@ class _Parent:
         if agent is not None and agent.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(agent.pid, number)
+
+    def _reap_orphans(self, _number: int, _frame: FrameType | None) -> None:
+        """What ended workers had started becomes this process's child; let none stay behind as a zombie."""
+        for pid in _children():
+            if self._agent is not None and pid != self._agent.pid:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
 
     def _may_restart(self) -> bool:
         now = time.monotonic()

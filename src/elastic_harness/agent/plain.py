@@ -16,6 +16,7 @@ from elastic_harness.agent.loop import Agent, Outcome, spawn_error
 from elastic_harness.agent.worker import Worker
 from elastic_harness.errors import (
     EXIT_CONFIG,
+    EXIT_INFRASTRUCTURE,
     EXIT_SUCCESS,
     EXIT_TOO_FEW_WORKERS,
     EXIT_USER_CODE,
@@ -138,7 +139,8 @@ class PlainRun:
         code, error = self._errors[self._culprit.index]
         if len(self._errors) == workers and len(set(self._errors.values())) == 1 and code > 0:
             message = f"every worker failed in the same way: {error or f'exit code {code}'}"
-            self.agent.finish(Outcome(EXIT_USER_CODE, "failed", message), graceful=False)
+            exit_code = EXIT_INFRASTRUCTURE if code == EXIT_INFRASTRUCTURE else EXIT_USER_CODE
+            self.agent.finish(Outcome(exit_code, "failed", message), graceful=False)
         elif self._restarts >= self.agent.options.plain_restarts:
             message = f"{self._last_error(self._culprit)}; it was restarted {self._restarts} times (--max-restarts)"
             exit_code = EXIT_USER_CODE if code > 0 else EXIT_TOO_FEW_WORKERS

@@ -8,7 +8,7 @@ from typing import Literal
 
 from elastic_harness.errors import EXIT_CONFIG, EXIT_INFRASTRUCTURE, EXIT_TOO_FEW_WORKERS, EXIT_USER_CODE
 
-Cause = Literal["killed", "hung", "user_error", "exit", "config", "refused", "unfit", "spawn", "released"]
+Cause = Literal["killed", "hung", "user_error", "exit", "machine", "config", "refused", "unfit", "spawn", "released"]
 
 QUICK_DEATH_S = 5.0
 BACKOFF_FIRST_S = 0.5
@@ -47,7 +47,7 @@ def restart_delay(endings: Sequence[Ending], limits: RestartLimits) -> tuple[flo
     restarts = len([e for e in endings if e.cause != "released"]) - 1
     if restarts >= limits.max_restarts:
         return None, f"it was restarted {restarts} times already (--max-restarts {limits.max_restarts})"
-    if newest.cause in ("user_error", "exit"):
+    if newest.cause in ("user_error", "exit", "machine"):
         same = 0
         for ending in reversed(endings):
             if ending.cause != newest.cause or ending.error != newest.error:
@@ -73,6 +73,6 @@ def failure_exit_code(causes: Sequence[Cause]) -> tuple[int, str]:
         return EXIT_CONFIG, "every worker was configured in a way that cannot work"
     if kinds and kinds <= {"user_error", "exit", "config"}:
         return EXIT_USER_CODE, "every worker failed in user code"
-    if kinds == {"spawn"}:
-        return EXIT_INFRASTRUCTURE, "no worker could be started"
+    if kinds and kinds <= {"spawn", "machine"}:
+        return EXIT_INFRASTRUCTURE, "the machine failed every worker"
     return EXIT_TOO_FEW_WORKERS, "too few workers are left and none can be started again"

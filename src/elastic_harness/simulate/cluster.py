@@ -18,7 +18,8 @@ LATE = 1e9  # a time by which every timeout has passed; all other events happen 
 @dataclass(frozen=True)
 class Size:
     """How big a world to look at. `cut`: pairs of workers that can never talk to each other. `bad`: workers that
-    compute something else than the others."""
+    compute something else than the others. `resets`: a death also breaks its connections, so that peers may notice
+    before their agent tells them; without, the agent's word alone must do."""
 
     workers: int = 3
     steps: int = 2
@@ -29,6 +30,7 @@ class Size:
     checkpoint_every: int = 0
     cut: tuple[tuple[int, int], ...] = ()
     bad: tuple[int, ...] = ()
+    resets: bool = False
     faults: Faults = Faults()  # noqa: RUF009  (immutable)
 
 

@@ -46,13 +46,15 @@ class Workers(Cluster):
                 elif self.committable(world, who, w):
                     yield "commits", self.commit
         if w.mode in ("repair", "step") and not w.fenced:
-            for a, b in self.broken_links(world, who, w):
-                peer = b if a == who else a
+            for peer in self.failing(world, who, w):
                 if self.lacks(world, who, w, peer):
                     yield f"link to {name(peer)} fails", self.trouble, peer
 
-    def broken_links(self, world: World, who: int, w: Worker) -> list[tuple[int, int]]:
-        return [(a, b) for g, a, b in world.links if g in (-1, w.gen) and who in (a, b) and {a, b} <= set(w.members)]
+    def failing(self, world: World, who: int, w: Worker) -> list[int]:
+        """Peers to whom the connection is broken."""
+        broken = {b if a == who else a for g, a, b in world.links if g in (-1, w.gen) and who in (a, b)}
+        dead = {m for m in w.members if self.size.resets and not world.workers[m].up}
+        return sorted((broken | dead) & set(w.members))
 
     def lacks(self, world: World, who: int, w: Worker, peer: int) -> bool:
         """Whether anything is still due from `peer`."""

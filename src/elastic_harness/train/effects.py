@@ -36,11 +36,16 @@ def committed(parts: Parts, progress: Progress, record: Record, metrics: Metrics
     )
     if work.rank == 0:
         tell_commit(parts, progress, step_s)
-        interval = parts.config.checkpoint.interval_steps
-        if interval and progress.version % interval == 0:
-            parts.board.show(Phase.CHECKPOINT, record.step, deadline_s=parts.config.elastic.exchange_timeout_s)
-            parts.saver.save(progress.version, work.lineage)
     return progress
+
+
+def save_if_due(parts: Parts, progress: Progress) -> None:
+    """Rank 0 begins to save the state after a commit if its turn has come; once per version."""
+    interval, formed = parts.config.checkpoint.interval_steps, progress.formed
+    assert formed is not None
+    if formed.rank == 0 and interval and progress.version % interval == 0 and progress.record is not None:
+        parts.board.show(Phase.CHECKPOINT, progress.version, deadline_s=parts.config.elastic.exchange_timeout_s)
+        parts.saver.save(progress.version, formed.digest.lineage)
 
 
 def tell_commit(parts: Parts, progress: Progress, step_s: float | None) -> None:

@@ -36,7 +36,7 @@ def fingerprint(
         "run.micro_batch_samples": shape.micro_batch,
         "run.clip_norm": config.training.clip_norm,
         "exactness": config.elastic.exactness,
-        "model.layout": _digest([(e.name, list(e.shape), e.lo) for e in layout.entries]),
+        "model.layout": _digest([(e.name, list(e.shape), str(e.dtype), e.lo) for e in layout.entries]),
         "model.class": f"{type(model).__module__}.{type(model).__qualname__}",
         "model.optimizer": type(optimizer).__name__,
         "model.optimizer_settings": _digest(_settings(optimizer)),

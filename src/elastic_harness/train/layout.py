@@ -18,6 +18,7 @@ from elastic_harness.errors import ConfigError
 class Entry:
     name: str
     shape: torch.Size
+    dtype: torch.dtype
     lo: int
     hi: int
 
@@ -30,6 +31,11 @@ class Layout:
     buffers: tuple[str, ...]
     dtype: torch.dtype
     elements: int
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every parameter has the type in which gradients are summed."""
+        return all(e.dtype == self.dtype for e in self.entries[: self.parameters])
 
     @property
     def parameters(self) -> int:
@@ -69,7 +75,7 @@ def make_layout(model: nn.Module, buffers: Mapping[str, Tensor]) -> Layout:
         dtype = torch.promote_types(dtype, tensor.dtype)
     entries, offset = [], 0
     for name, member in [*trainable.items(), *buffers.items()]:
-        entries.append(Entry(name, member.shape, offset, offset + member.numel()))
+        entries.append(Entry(name, member.shape, member.dtype, offset, offset + member.numel()))
         offset += member.numel()
     return Layout(tuple(entries), tuple(buffers), dtype, offset)
 

@@ -19,7 +19,7 @@ from elastic_harness.errors import GenerationChanged, PeerFailed, Recoverable
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.board import Phase
 from elastic_harness.train.commit import gate
-from elastic_harness.train.effects import committed, report_unfit, stop_at_boundary
+from elastic_harness.train.effects import committed, report_unfit, save_if_due, stop_at_boundary
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
@@ -33,6 +33,7 @@ CANARY: Node = (0, 1)
 def commit_step(parts: Parts, progress: Progress) -> Generator[Any, None, Progress]:
     """Commit step `progress.version`; yields the batches of the slots that fall to this worker. Returns (as the
     generator's value) the progress after it. Collective; blocks until the step is committed."""
+    progress = settle(parts, progress)
     step = progress.version
     while progress.version == step:
         try:
@@ -83,10 +84,17 @@ def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress
     parts.deadlines.enter(Phase.APPLY, record.step)
     metrics = parts.applier.apply(record)
     failpoint("apply.finished", record.step)
-    progress = committed(parts, progress, record, metrics, work)
-    if verdict.stop:
+    return replace(committed(parts, progress, record, metrics, work), verdict=verdict)
+
+
+def settle(parts: Parts, progress: Progress) -> Progress:
+    """What the last commit left to be done once the user's code after it has run: save, stop, or move on to the
+    planned generation that all have heard of."""
+    save_if_due(parts, progress)
+    verdict, progress = progress.verdict, replace(progress, verdict=None)
+    if verdict is not None and verdict.stop:
         raise stop_at_boundary(parts, progress)
-    if verdict.switch:
+    if verdict is not None and verdict.switch:
         progress = recover(parts, progress, None)
     return progress
 

@@ -9,6 +9,7 @@ from elastic_harness.comm.exchange import Exchange
 from elastic_harness.comm.group import Group
 from elastic_harness.membership.types import Digest, Generation
 from elastic_harness.train.apply import Metrics, Record
+from elastic_harness.train.commit import Verdict
 from elastic_harness.train.partials import Partials
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Progress:
     formed: Formed | None = None
     verified: bool = False
     sent: Sent | None = None
+    verdict: Verdict | None = None  # of the last commit, as long as it was not settled
     announced: int = 0  # newest generation number this worker has reacted to
     committed_at: float = 0.0
 
@@ -64,4 +66,4 @@ class Progress:
 
     def at(self, version: int, *, record: Record | None, metrics: Metrics | None) -> Progress:
         """The same worker at another version, with nothing of the next step done."""
-        return replace(self, version=version, partials=None, record=record, metrics=metrics)
+        return replace(self, version=version, partials=None, record=record, metrics=metrics, verdict=None)

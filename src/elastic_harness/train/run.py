@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from elastic_harness.train.fingerprint import fingerprint
 from elastic_harness.train.flats import FlatPool
 from elastic_harness.train.layout import averaged_buffers, make_layout
 from elastic_harness.train.link import AgentLink, Left, Link
-from elastic_harness.train.loop import commit_step
+from elastic_harness.train.loop import commit_step, settle
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
@@ -86,11 +86,10 @@ class Run:
                     step.check_committed()
                 self._finish()
         except Left as left:
+            if left.reason != "done":
+                self._leave(left)
             parts.saver.wait()
             self.close()
-            if left.reason != "done":
-                print(f"elastic-harness: {left.reason}", file=sys.stderr, flush=True)
-                _leave(0)
 
     def close(self) -> None:
         """Let go of the connections to the other workers."""
@@ -102,8 +101,16 @@ class Run:
             formed.group.close()
         self._progress = replace(self._progress, formed=None, sent=None)
 
+    def _leave(self, left: Left) -> NoReturn:
+        """End the process: this worker is not needed any more, and what follows the loop is for those who finished."""
+        self._parts.saver.wait()
+        self.close()
+        print(f"elastic-harness: {left.reason}", file=sys.stderr, flush=True)
+        _leave(0)
+
     def _finish(self) -> None:
         """Save, say so, and keep serving until everybody is done."""
+        self._progress = settle(self._parts, self._progress)
         parts, progress = self._parts, self._progress
         formed = progress.formed
         assert formed is not None
@@ -123,7 +130,8 @@ class Run:
 
 class Step:
     """One step. Iterate over `micro_batches()` and call `backward` once for each; afterwards it is committed, and
-    what follows may only read training state."""
+    what follows may only read training state, except that objects given as `extra=` may be changed there, alike on
+    all workers."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -135,7 +143,10 @@ class Step:
         run = self._run
         if run._progress.version != self.index:
             raise ConfigError(f"step {self.index} is already committed; iterate over micro_batches() once per step")
-        run._progress = yield from commit_step(run._parts, run._progress)
+        try:
+            run._progress = yield from commit_step(run._parts, run._progress)
+        except Left as left:
+            run._leave(left)
         run._parts.board.show(
             Phase.USER, run._progress.version, deadline_s=run._parts.config.elastic.exchange_timeout_s
         )
@@ -176,7 +187,8 @@ def start(
 
     dataset: map-style (`len`, `[]`) or with `read(sample_ids)`. scheduler: stepped once per committed step. scaler:
     a `torch.amp.GradScaler`. ema: has `update_parameters(model)`, such as `torch.optim.swa_utils.AveragedModel`.
-    extra: further objects with `state_dict`/`load_state_dict`, saved and handed to joiners. buffers: names of buffers
+    extra: further objects with `state_dict`/`load_state_dict`, saved and handed to joiners; change them between two
+    steps, by a rule that is the same on all workers. buffers: names of buffers
     that forward changes and whose mean over the slots is the new value (batch-norm statistics are found by
     themselves). run_dir: where events, ledger and checkpoints go when there is no launcher to say so.
 
@@ -191,9 +203,9 @@ def start(
     check_trainable(model, optimizer, scheduler)
     source = dataset if hasattr(dataset, "read") else MapStyle(dataset, collate_fn)
     training = config.training
-    shape = Shape(config.slots, config.lanes_resolved, training.micro_batch_samples)
     averaged = averaged_buffers(model, buffers)
     layout = make_layout(model, averaged)
+    shape = Shape(config.slots, config.lanes_resolved, training.micro_batch_samples, pairs=layout.uniform)
     schedule = Schedule(len(source), training.global_batch_samples)
     given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
     registry = Registry(model, {k: v for k, v in given.items() if v is not None} | dict(extra or {}), averaged)
@@ -341,7 +353,7 @@ def _show_errors() -> None:
     sys.excepthook = hook
 
 
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
     """End the process now, with what was printed."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -38,11 +38,13 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class Shape:
-    """What a step is made of: N slots of at most `micro_batch` samples, L lanes of consecutive slots."""
+    """What a step is made of: N slots of at most `micro_batch` samples, L lanes of consecutive slots.
+    pairs: whether autograd may add up two lanes."""
 
     slots: int
     lanes: int
     micro_batch: int
+    pairs: bool = True
 
     def unit_slots(self, unit: Node) -> range:
         """The slots of some consecutive lanes; lanes differ by at most one slot."""
@@ -50,11 +52,13 @@ class Shape:
 
     def units(self, lanes: Sequence[int]) -> list[Node]:
         """How to compute `lanes`, ascending: one by one, except that two siblings of one slot each are accumulated
-        by autograd in place, which is the very addition the tree asks for, and cheaper."""
+        by autograd in place, which is the very addition the tree asks for, and cheaper. Not so where a parameter is
+        of a narrower type than the sums: autograd would round once more."""
         units: list[Node] = []
         for lane in lanes:
-            if lane % 2 and units and units[-1] == (lane - 1, lane) and len(self.unit_slots((lane - 1, lane + 1))) == 2:
-                units[-1] = (lane - 1, lane + 1)
+            pair = (lane - 1, lane + 1)
+            if self.pairs and lane % 2 and units and units[-1] == (lane - 1, lane) and len(self.unit_slots(pair)) == 2:
+                units[-1] = pair
             else:
                 units.append((lane, lane + 1))
         return units

@@ -25,7 +25,7 @@ import elastic_harness
 from elastic_harness.events import read_events
 from elastic_harness.train.state import Registry, fingerprint_tensors, weights_sha256
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 @dataclass
@@ -88,7 +88,9 @@ def classify(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 def plain() -> Case:
     """Dropout, a frozen layer, Nesterov, a step schedule, random augmentation, epochs with a short tail."""
-    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    model = nn.Sequential(
+        nn.Linear(12, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 128), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 4)
+    )
     model[3].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
@@ -125,14 +127,14 @@ def convolution() -> Case:
     """Batch norm, declared buffers (assigned, in place, not persistent, integer), AdamW, one-cycle, EMA; 5 slots."""
     model = nn.Sequential(
         Counting(),
-        nn.Conv2d(3, 6, 3),
-        nn.BatchNorm2d(6),
+        nn.Conv2d(3, 32, 3),
+        nn.BatchNorm2d(32),
         nn.ReLU(),
-        nn.Conv2d(6, 6, 3),
-        nn.BatchNorm2d(6, momentum=None),
+        nn.Conv2d(32, 64, 3),
+        nn.BatchNorm2d(64, momentum=None),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(6, 4),
+        nn.Linear(64, 4),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=40)
@@ -152,10 +154,10 @@ class Routed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(17, 12, padding_idx=0)
-        self.experts = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
-        self.unused = nn.Linear(12, 12)
-        self.head = nn.Linear(12, 17, bias=False)
+        self.embedding = nn.Embedding(17, 64, padding_idx=0)
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.unused = nn.Linear(64, 64)
+        self.head = nn.Linear(64, 17, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -216,7 +218,7 @@ def half(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 def scaled() -> Case:
     """A gradient scaler that overflows at first and grows later, fp16 autocast, RMSprop, several slots to a lane, a
     further object with state."""
-    model = nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4))
+    model = nn.Sequential(nn.Linear(12, 128), nn.GELU(), nn.Linear(128, 128), nn.Dropout(0.1), nn.Linear(128, 4))
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.5, centered=True)
     scheduler = torch.optim.lr_scheduler.SequentialLR(
         optimizer,

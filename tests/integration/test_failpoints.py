@@ -1,0 +1,188 @@
+"""A worker fails at every named place of a step, of a recovery and of the end: the weights stay those of a run that
+never failed, and nothing that was finished is computed again.
+
+Many faults share one job, since starting workers is what costs time: within a round the group shrinks with every
+fault, then new workers fill it up again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_harness import failpoints
+from integration.harness import TrainingJob
+
+pytestmark = pytest.mark.slow
+Start = Callable[..., TrainingJob]
+STEPS = 40
+
+# Passed by every member of a group of two or more in every step; `hit` counts within the step.
+IN_STEP = (
+    ("slot.forward", 1),
+    ("slot.forward", 3),
+    ("slot.backward", 2),
+    ("lane.finished", 1),
+    ("exchange.posted", 1),
+    ("exchange.partial_sent", 1),
+    ("exchange.header_sent", 1),
+    ("exchange.headers_received", 1),
+    ("exchange.gathered_sent", 1),
+    ("exchange.finished", 1),
+    ("apply.gradients", 1),
+    ("apply.optimizer", 1),
+    ("apply.finished", 1),
+)
+# Passed only by members of a generation that follows a loss.
+IN_RECOVERY = (
+    "recovery.released",
+    "recovery.reported",
+    "recovery.rebuilt",
+    "recovery.reconciled",
+    "recovery.finished",
+)
+ELSEWHERE = (
+    "recovery.receiving",
+    "recovery.serving",
+    "checkpoint.copied",
+    "checkpoint.written",
+    "finish.saved",
+    "finish.sent",
+)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache_home: Path) -> Callable[[int], str]:
+    """The hash of the weights after a number of steps in a world of one where nothing fails."""
+    known: dict[int, str] = {}
+
+    def weights(steps: int) -> str:
+        if steps not in known:
+            job = TrainingJob(tmp_path_factory.mktemp(f"undisturbed-{steps}"), 1, steps=steps)
+            try:
+                known[steps] = job.finish()["weights_sha256"]
+            finally:
+                job.close()
+        return known[steps]
+
+    return weights
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    jobs: list[TrainingJob] = []
+
+    def begin(*arguments: object, **settings: object) -> TrainingJob:
+        jobs.append(TrainingJob(tmp_path / str(len(jobs)), *arguments, **settings))  # type: ignore[arg-type]
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.close()
+
+
+def test_the_lists_name_every_place() -> None:
+    assert {p for p, _ in IN_STEP} | {*IN_RECOVERY, *ELSEWHERE} == set(failpoints.PLACES)
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["rank0", "last"])
+def test_a_kill_anywhere_in_a_step(start: Start, undisturbed: Callable[[int], str], first: int) -> None:
+    """Groups of four, three and two, in turn; the victim is rank 0 or the last one, in turn."""
+    faults = list(zip(IN_STEP, itertools.cycle([first == 0, first != 0]), strict=False))
+    job = start(4, steps=STEPS)
+    while faults:
+        job.fill(4)
+        for world in (4, 3, 2):
+            if faults:
+                (place, hit), is_rank_0 = faults.pop(0)
+                job.fault(0 if is_rank_0 else world - 1, place, hit=hit)
+    job.finish(expected=undisturbed(STEPS))
+
+
+def test_a_second_kill_anywhere_in_a_recovery(start: Start, undisturbed: Callable[[int], str]) -> None:
+    """One worker dies while computing, another one on the way to the next generation."""
+    job = start(4, steps=STEPS)
+    for turn, place in enumerate(IN_RECOVERY):
+        job.fill(4)
+        first, second = [(0, 3), (2, 0)][turn % 2]
+        job.order(first, "slot.backward")
+        job.order(second, place)
+        job.play()
+    job.finish(expected=undisturbed(STEPS))
+
+
+def test_a_joiner_and_its_donor_die_during_the_transfer(start: Start, undisturbed: Callable[[int], str]) -> None:
+    job = start(2, steps=STEPS)
+    job.fill()
+    job.fault(1, "slot.forward")
+    job.order_for_joiner("recovery.receiving")
+    job.fill()
+    job.fault(0, "slot.forward")
+    # rank 0 has the state that the next joiner waits for, and dies when it is to hand it over
+    job.until(lambda: job.ready() >= 2, "the joiner")
+    job.order(0, "recovery.serving")
+    job.advance(2)
+    job.settle()
+    job.finish(expected=undisturbed(STEPS))
+
+
+def test_rank_0_dies_while_saving(start: Start, undisturbed: Callable[[int], str]) -> None:
+    job = start(2, "--spares", 1, steps=STEPS, settings=["checkpoint.interval_steps=2"])
+    job.fill(spares=1)
+    for place in ("checkpoint.copied", "checkpoint.written"):
+        job.fill(spares=1)
+        job.fault(0, place)
+    job.finish(expected=undisturbed(STEPS))
+    assert len(list((job.run_dir / "checkpoints").iterdir())) == 3
+
+
+def test_kills_after_the_last_step(start: Start, undisturbed: Callable[[int], str]) -> None:
+    """Rank 0 dies before it says that it has finished, another one right after."""
+    job = start(4, steps=6)
+    job.fill()
+    job.order(0, "finish.saved", step=5)
+    job.order(2, "finish.sent", step=5)
+    job.finish(expected=undisturbed(6))
+
+
+@pytest.mark.parametrize("spares", [0, 2])
+def test_errors_stops_and_pauses(start: Start, undisturbed: Callable[[int], str], spares: int) -> None:
+    """What is not a kill: an exception in the user's code, a stopped process, a long pause that is no failure."""
+    job = start(3, "--spares", spares, steps=STEPS, settings=["elastic.progress_timeout_min_s=1.5"])
+    job.fill(spares=spares)
+    job.advance(2)
+    job.fault(1, "slot.forward", "raise")
+    job.fill(spares=spares)
+    job.fault(0, "slot.backward", "stop")
+    job.fill(spares=spares)
+    job.order(0, "exchange.header_sent", "pause:1.0")
+    job.order(1, "apply.optimizer", "pause:0.5")
+    job.play()
+    job.fault(2, "exchange.posted", "stop")
+    job.finish(expected=undisturbed(STEPS))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("spares", [0, 2])
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("victim", ["first", "last"])
+@pytest.mark.parametrize("action", ["kill", "stop"])
+def test_every_place_in_every_group(
+    start: Start, undisturbed: Callable[[int], str], world: int, victim: str, spares: int, action: str
+) -> None:
+    """The whole product: place × victim × number of workers × spares × kind of failure."""
+    steps = 120
+    job = start(world, "--spares", spares, steps=steps, settings=["elastic.progress_timeout_min_s=3"])
+    for place, hit in IN_STEP:
+        job.fill(spares=spares)
+        job.fault(0 if victim == "first" else world - 1, place, action, hit=hit)
+    if world > 2:
+        for place in IN_RECOVERY:
+            job.fill(spares=spares)
+            job.order(1, "slot.backward")
+            job.order(0 if victim == "first" else world - 1, place, action)
+            job.play()
+    job.finish(expected=undisturbed(steps))

@@ -1,0 +1,54 @@
+"""Everything a training script may use: killed in mid-step, joined in mid-run, and not a bit of its state differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from elastic_harness.events import read_events
+from elastic_harness.verify import verify
+
+from integration.script_tools import SCRIPTS, failing, finals, launch, python, said
+
+pytestmark = pytest.mark.slow
+FEATURES = SCRIPTS / "features.py"
+REJOIN_AT = 4
+
+
+@pytest.mark.parametrize(
+    ("case", "first", "second"),
+    [
+        ("plain", "slot.backward member=w1-1 step=1 kill", "exchange.gathered_sent member=w0-1 step=6 kill"),
+        ("convolution", "slot.backward member=w1-1 step=1 kill", "apply.optimizer member=w0-1 step=6 kill"),
+        ("text", "exchange.posted member=w0-1 step=1 kill", "exchange.gathered_sent member=w1-1 step=6 kill"),
+        ("scaled", "slot.backward member=w1-1 step=1 kill", "exchange.gathered_sent member=w0-1 step=6 kill"),
+        ("mixed", "slot.backward member=w1-1 step=2 kill", "apply.gradients member=w0-1 step=6 kill"),
+    ],
+)
+def test_state_after_kills_and_joins_is_that_of_one_worker(
+    tmp_path: Path, case: str, first: str, second: str
+) -> None:
+    alone = python(FEATURES, case, "--run-dir", tmp_path / "alone")
+    assert alone.returncode == 0, said(alone)
+    expected = finals(alone.stdout)
+    assert len(expected) == 2
+
+    run_dir = tmp_path / "launched"
+    ended = launch(
+        run_dir,
+        FEATURES,
+        *(case, "--rejoin-at", REJOIN_AT),
+        options=("--nproc-per-node", 3, "--spares", 1),
+        **failing(f"{first}; {second}"),
+    )
+    assert ended.returncode == 0, said(ended)
+    events = read_events(run_dir / "events.jsonl")
+    assert [e["signal"] for e in events if e["event"] == "failure_detected"] == ["SIGKILL", "SIGKILL"]
+    joined = [e for e in events if e["event"] == "worker_joined" and e.get("source") == "state"]
+    assert any(e["version"] > REJOIN_AT for e in joined), "nobody took over the state of a running job"
+    worlds = [e["world_size"] for e in events if e["event"] == "generation"]
+    assert worlds[:4] == [3, 2, 3, 2], worlds
+    reached = finals(ended.stdout)
+    assert len(reached) >= 2 * 2 and set(reached) == set(expected), said(ended)
+    for folder in (run_dir, tmp_path / "alone"):
+        assert verify(folder).ok, verify(folder)
