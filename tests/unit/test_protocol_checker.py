@@ -19,7 +19,6 @@ EXHAUSTED = {
     "a join and a crash": Size(workers=2, target=3, faults=Faults(crashes=1, joins=1)),
     "a zombie": Size(workers=2, faults=Faults(zombies=1)),
     "a link breaks, two needed": Size(workers=2, min_workers=2, faults=Faults(breaks=2)),
-    "one crash and its resets": Size(resets=True, faults=Faults(crashes=1)),
     "two that can never talk": Size(cut=((0, 1),)),
     "two blocks": Size(lanes=3, blocks=2, faults=Faults(crashes=1)),
     "everybody dies, with checkpoints": Size(
@@ -28,6 +27,7 @@ EXHAUSTED = {
     "below the minimum and back": Size(workers=2, min_workers=2, faults=Faults(crashes=1, joins=1)),
 }
 LARGE = {
+    "one crash and its resets": Size(resets=True, faults=Faults(crashes=1)),
     "one of three computes wrongly": Size(lanes=3, bad=(2,)),
     "a wrong joiner": Size(workers=2, target=3, lanes=3, bad=(2,), faults=Faults(joins=2)),
     "a link breaks three times": Size(workers=2, faults=Faults(breaks=3)),

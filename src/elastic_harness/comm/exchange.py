@@ -129,22 +129,26 @@ class Exchange:
         """Finish the tree for the owned elements. Additions go into received buffers: of two siblings at most one is
         this member's own partial sum, which must stay as it is."""
         cover = {node for node, _ in self._plan.cover}
+        self._result[lo:hi].copy_(self._value((0, self._lanes), lo, hi, cover, add, left)[0])
 
-        def value(node: Node) -> tuple[torch.Tensor, bool]:
-            if node in self._own:
-                return self._own[node][lo:hi], False
-            if node in cover:
-                return self._partials[node].wait(left()), True
-            first, second = split(node)
-            (a, a_is_free), (b, b_is_free) = value(first), value(second)
-            assert a_is_free or b_is_free, f"{first} and {second} are both this member's and should have been one"
-            if a_is_free:
-                add(first, a, second, b, lo)
-                return a, True
-            add(second, b, first, a, lo)
-            return b, True
-
-        self._result[lo:hi].copy_(value((0, self._lanes))[0])
+    def _value(
+        self, node: Node, lo: int, hi: int, cover: set[Node], add: Add, left: Callable[[], float]
+    ) -> tuple[torch.Tensor, bool]:
+        """The owned elements of a node, and whether they may be added into. A method, because a function that calls
+        itself through a closure would keep this object, and all it received, until the next garbage collection."""
+        if node in self._own:
+            return self._own[node][lo:hi], False
+        if node in cover:
+            return self._partials[node].wait(left()), True
+        first, second = split(node)
+        a, a_is_free = self._value(first, lo, hi, cover, add, left)
+        b, b_is_free = self._value(second, lo, hi, cover, add, left)
+        assert a_is_free or b_is_free, f"{first} and {second} are both this member's and should have been one"
+        if a_is_free:
+            add(first, a, second, b, lo)
+            return a, True
+        add(second, b, first, a, lo)
+        return b, True
 
     def waiting_for(self) -> tuple[int, ...]:
         """Ranks whose part has not arrived, for the report of a broken exchange."""

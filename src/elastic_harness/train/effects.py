@@ -12,6 +12,7 @@ from dataclasses import replace
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.board import Phase
 from elastic_harness.train.commit import Verdict
+from elastic_harness.train.export import write_atomically
 from elastic_harness.train.link import Left
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Formed, Progress, Sent
@@ -34,7 +35,7 @@ def committed(parts: Parts, progress: Progress, record: Record, metrics: Metrics
         verified=True,
         committed_at=now,
     )
-    if work.rank == 0:
+    if work.rank == 0 or parts.config.elastic.exactness == "relaxed":  # then nobody can repeat it from a record
         tell_commit(parts, progress, step_s)
     return progress
 
@@ -100,6 +101,9 @@ def recovered(parts: Parts, progress: Progress, started_at: float, stages: dict[
                 "source": source.kind,
             },
         )
+    if source.kind in ("init", "restore"):
+        write_atomically(parts.run_dir / "config.yaml", parts.config.to_yaml().encode())
+        parts.link.send("event", event="run_configured", fields=parts.configured)
     if formed.rank != 0:
         return
     if progress.record is not None and progress.metrics is not None:

@@ -50,7 +50,8 @@ def compute(parts: Parts, progress: Progress, work: Work) -> Iterator[Any]:
     """Run the slots of this worker's lanes; each finished partial sum starts to travel at once."""
     partials = progress.partials
     assert partials is not None and progress.formed is not None
-    for unit in parts.shape.units(work.lanes):
+    begun = parts.slots.begun()  # left half-way when the generation changed; first, before p.grad is needed for others
+    for unit in sorted(parts.shape.units(work.lanes), key=lambda unit: unit != begun):
         yield from run_slots(parts, progress, unit)
         node = partials.add(unit, *parts.slots.take())
         failpoint("lane.finished", partials.step)

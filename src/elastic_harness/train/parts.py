@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from elastic_harness.comm.group import Group
 from elastic_harness.comm.rendezvous import KeyValue
@@ -25,7 +26,7 @@ from elastic_harness.train.state import Registry
 @dataclass(frozen=True)
 class Parts:
     """canary: whether joiners have to prove their arithmetic. connect: builds a generation's transport from (its
-    key-value space, rank, world, cancelled)."""
+    key-value space, rank, world, cancelled). configured: what the run is made of, as `verify` needs to know it."""
 
     config: Config
     run_dir: Path
@@ -42,6 +43,7 @@ class Parts:
     saver: Saver
     canary: bool
     connect: Callable[[KeyValue, int, int, Callable[[float], None]], Group]
+    configured: dict[str, Any]
     tokens_per_sample: int
 
     def new_partials(self, step: int) -> Partials:

@@ -27,7 +27,7 @@ from elastic_harness.train.accept import check_trainable
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.board import Board, Phase
 from elastic_harness.train.deadlines import Deadlines
-from elastic_harness.train.export import export_weights, write_atomically
+from elastic_harness.train.export import export_weights
 from elastic_harness.train.fingerprint import fingerprint
 from elastic_harness.train.flats import FlatPool
 from elastic_harness.train.layout import averaged_buffers, make_layout
@@ -219,6 +219,7 @@ def start(
     cuda = device.type == "cuda"
     connect, wire_device = _transport(config, device)
     if cuda and config.elastic.exactness == "strict":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, at the first matmul
         torch.use_deterministic_algorithms(True)
     parts = Parts(
         config=config,
@@ -251,6 +252,16 @@ def start(
         ),
         canary=config.elastic.canary and config.elastic.exactness == "strict",
         connect=connect,
+        configured={
+            "seed": config.seed,
+            "n_samples": len(source),
+            "slots": shape.slots,
+            "lanes": shape.lanes,
+            "micro_batch_samples": training.micro_batch_samples,
+            "global_batch_samples": training.global_batch_samples,
+            "dataset": source.fingerprint(),
+            "parameters": sum(e.hi - e.lo for e in layout.entries),
+        },
         tokens_per_sample=int(getattr(source, "seq_length", 1)),
     )
     link.hello(fingerprint(config, model, optimizer, source.fingerprint(), layout, shape))
@@ -259,22 +270,6 @@ def start(
     except Left as left:
         print(f"elastic-harness: {left.reason}", file=sys.stderr, flush=True)
         _leave(0)
-    if progress.formed is not None and progress.formed.rank == 0:
-        write_atomically(folder / "config.yaml", config.to_yaml().encode())
-        link.send(
-            "event",
-            event="run_configured",
-            fields={
-                "seed": config.seed,
-                "n_samples": len(source),
-                "slots": shape.slots,
-                "lanes": shape.lanes,
-                "micro_batch_samples": training.micro_batch_samples,
-                "global_batch_samples": training.global_batch_samples,
-                "dataset": source.fingerprint(),
-                "parameters": sum(e.hi - e.lo for e in layout.entries),
-            },
-        )
     return Run(parts, progress)
 
 

@@ -130,7 +130,7 @@ class StandaloneLink:
         elif type == "event":
             self._events.emit(fields["event"], **fields["fields"])
         elif type == "finished":
-            self._events.emit("run_finished", status="success", exit_code=0, **fields)
+            self._events.emit("run_finished", status="finished", exit_code=0, **fields)
 
     def left_out(self, generation: Generation) -> None:
         raise AssertionError("a fixed set of workers leaves nobody out")
