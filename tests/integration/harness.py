@@ -119,14 +119,6 @@ class TrainingJob(Job):
         """Living workers that have said hello."""
         return sum(row["state"] != "starting" and not row["leaving"] for row in self.status().get("workers", ()))
 
-    def formed(self, world: int) -> bool:
-        """Whether the newest generation has `world` members, is formed, and nobody is still on the way to it."""
-        generations = self.events("generation")
-        if not generations or generations[-1]["world_size"] != world:
-            return False
-        status = self.status()
-        return bool(status.get("formed")) and status["generation"] == generations[-1]["number"]
-
     # ---- steering
 
     def allow(self, limit: int) -> None:
@@ -152,15 +144,22 @@ class TrainingJob(Job):
         world = self.workers if world is None else world
         self.until(lambda: self.ready() >= world + spares, f"{world + spares} ready workers")
         self.until(lambda: self.events("generation"), "the first generation")
-        while not self.formed(world):
-            newest = self.events("generation")[-1]["number"]
-            if self.status().get("formed"):
-                self.until(lambda n=newest: self.events("generation")[-1]["number"] > n, f"{world} members")
+        while True:
+            status = self.status()
+            number, formed = status.get("generation") or 0, bool(status.get("formed"))
+            if formed and len(status["members"]) == world:
+                return
+            if formed or number <= 1:  # what the agent is about to do needs no step
+                self.until(lambda old=(number, formed): old != self._generation(), f"{world} members")
                 continue
             assert self.limit < self.steps - 1, f"no steps are left to form a group of {world}\n{self.shown()}"
             self.advance()
             end = time.monotonic() + SWITCH_S
-            self.until(lambda n=newest, e=end: self.recovered(n) or time.monotonic() > e, f"generation {newest}")
+            self.until(lambda n=number, e=end: self.recovered(n) or time.monotonic() > e, f"generation {number}")
+
+    def _generation(self) -> tuple[int, bool]:
+        status = self.status()
+        return status.get("generation") or 0, bool(status.get("formed"))
 
     def recovered(self, number: int) -> bool:
         """Whether generation `number`, or a later one, has completed its recovery."""

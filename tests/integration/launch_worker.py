@@ -148,6 +148,9 @@ class Worker:
         digest = self.digests[number]
         self.version, self.lineage = digest["version"], digest["lineage"]
         self.from_step = digest["from_step"]
+        kind, _ = digest["sources"][self.member]
+        if kind in ("keep", "replay") and members[0] == self.member and self.version > 0:
+            self.commit(self.version - 1, members)  # whoever was to report it may have died before it did
         ms = (time.monotonic() - began) * 1000
         self.send(
             "event",
@@ -193,38 +196,42 @@ class Worker:
         self.show(APPLY, step)
         self.version += 1
         if rank == 0:
-            lanes = [[m, i * 12 // len(members), (i + 1) * 12 // len(members)] for i, m in enumerate(members)]
-            self.send(
-                "commit",
-                lineage=self.lineage,
-                step=step,
-                generation=number,
-                world_size=len(members),
-                loss=1.0 / (step + 1),
-                tokens=12,
-                lr=0.1,
-                grad_norm=None,
-                step_s=options.step_s,
-                ledger={
-                    "step": step,
-                    "generation": number,
-                    "world_size": len(members),
-                    "epoch": 0,
-                    "position": step * 12,
-                    "count": 12,
-                    "slots": 12,
-                    "lanes": 12,
-                    "computed_by": [x for x in lanes if x[1] < x[2]],
-                    "slot_samples": ["0" * 16] * 12,
-                    "slot_weight": [1.0] * 12,
-                    "loss": 1.0 / (step + 1),
-                    "from_step": self.from_step,
-                },
-            )
+            self.commit(step, members)
             if options.save_every and self.version % options.save_every == 0:
                 self.save()
             print(f"step {step} of {options.steps} on {len(members)}")
         self.show(IDLE, step)
+
+    def commit(self, step: int, members: list[str]) -> None:
+        number = self.generation["number"]
+        lanes = [[m, i * 12 // len(members), (i + 1) * 12 // len(members)] for i, m in enumerate(members)]
+        self.send(
+            "commit",
+            lineage=self.lineage,
+            step=step,
+            generation=number,
+            world_size=len(members),
+            loss=1.0 / (step + 1),
+            tokens=12,
+            lr=0.1,
+            grad_norm=None,
+            step_s=self.options.step_s,
+            ledger={
+                "step": step,
+                "generation": number,
+                "world_size": len(members),
+                "epoch": 0,
+                "position": step * 12,
+                "count": 12,
+                "slots": 12,
+                "lanes": 12,
+                "computed_by": [x for x in lanes if x[1] < x[2]],
+                "slot_samples": ["0" * 16] * 12,
+                "slot_weight": [1.0] * 12,
+                "loss": 1.0 / (step + 1),
+                "from_step": self.from_step,
+            },
+        )
 
     def misbehave(self, step: int) -> None:
         options = self.options

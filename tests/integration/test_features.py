@@ -42,7 +42,7 @@ def test_state_after_kills_and_joins_is_that_of_one_worker(
         **failing(f"{first}; {second}"),
     )
     assert ended.returncode == 0, said(ended)
-    events = read_events(run_dir / "events.jsonl")
+    events = list(read_events(run_dir / "events.jsonl"))
     assert [e["signal"] for e in events if e["event"] == "failure_detected"] == ["SIGKILL", "SIGKILL"]
     joined = [e for e in events if e["event"] == "worker_joined" and e.get("source") == "state"]
     assert any(e["version"] > REJOIN_AT for e in joined), "nobody took over the state of a running job"

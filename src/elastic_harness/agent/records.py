@@ -7,8 +7,8 @@ from typing import Any
 
 from elastic_harness.agent.folder import RunFolder
 from elastic_harness.errors import InfrastructureError
-from elastic_harness.events import EventLog
-from elastic_harness.ledger import LedgerError, LedgerWriter, read_ledger
+from elastic_harness.events import EventLog, read_events
+from elastic_harness.ledger import LedgerError, LedgerLine, LedgerWriter, read_ledger
 
 EVENTS = "events.jsonl"
 LEDGER = "ledger.jsonl"
@@ -45,6 +45,27 @@ class Records:
         self.number = max(self.number, *(line.generation for line in lines))
         self.committed = max(line.step for line in lines if line.lineage == newest)
         self.born = True
+        self._complete_events(lines[-1])
+
+    def _complete_events(self, last: LedgerLine) -> None:
+        """A commit goes to the ledger first: an agent that died right then left its event unwritten."""
+        wanted = {"event": "step_committed", "lineage": last.lineage, "step": last.step}
+        for event in read_events(self.folder.path / EVENTS):
+            if wanted.items() <= event.items():
+                return
+        self.event(
+            "step_committed",
+            lineage=last.lineage,
+            step=last.step,
+            generation=last.generation,
+            world_size=last.world_size,
+            loss=last.loss,
+            tokens=None,
+            lr=None,
+            grad_norm=None,
+            step_s=None,
+            reason="written again from the ledger",
+        )
 
     def event(self, event: str, **fields: Any) -> None:
         """Write one event; `lineage` is filled in."""

@@ -120,14 +120,15 @@ class AgentLink:
         return max(current, generation.number if generation else 0)
 
     def next_generation(self, after: int, *, planned: bool = False) -> Generation:
-        """The newest generation beyond `after`; blocks, without limit, until the coordinator announces one. With
-        `planned`, also one that is not urgent (the caller is at a step boundary). Raises `Left` when the job is done or
-        was asked to stop."""
+        """The newest generation beyond `after`; blocks, without limit, until the coordinator announces one. One that is
+        not urgent counts with `planned` (the caller is at a step boundary), or when it leaves this member out, or when
+        an urgent one was announced in between. Raises `Left` when the job is done or was asked to stop."""
         with self._changed:
             while True:
                 generation = self._generation
                 if generation is not None and generation.number > after and not self._paused:
-                    if generation.urgent or planned:
+                    left_out = self.member not in generation.members
+                    if generation.urgent or planned or left_out or self._urgent_number > after:
                         self._values = {k: v for k, v in self._values.items() if k[0] >= generation.number}
                         return generation
                 if self._done:

@@ -2,10 +2,10 @@
 
 Stages, each named, timed and ended by any newer urgent generation:
 
-    release    break the old group's connections, throw away what they were receiving
     generation wait until the coordinator announces who goes on
     rebuild    connect to the members, while the leader gathers everyone's report
     reconcile  the digest: the version to resume at, and where each member's state comes from
+    release    let go of the old group and of what it was still receiving
     repair     replay the record, take the state, initialise or restore; serve those who need it
 """
 
@@ -48,15 +48,13 @@ class Stages:
 
 def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Progress:
     """Take part in the next generation, and return how far this worker is in it. `failure` None: a planned change at
-    a step boundary; the old group then lives until the new one is up, for peers still receiving. Collective among
+    a step boundary. The old group lives until the new one is up, for peers that are still receiving. Collective among
     the next generation's members; blocks until one is formed. Raises `Left` if this worker is no longer wanted."""
     stages = Stages()
     while True:
         try:
-            if failure is not None:
-                with stages.timed("release"):
-                    progress = _release(parts, progress, failure)
-                failpoint("recovery.released", progress.version)
+            if isinstance(failure, PeerFailed) and not parts.link.urgent(progress.announced):
+                _report_trouble(parts, progress, failure)
             with stages.timed("generation"):
                 parts.board.show(Phase.WAITING, progress.version)
                 generation = parts.link.next_generation(progress.announced, planned=failure is None)
@@ -67,8 +65,10 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
             parts.link.report(report)
             failpoint("recovery.reported", progress.version)
             formed = _meet(parts, generation, stages)
-            if progress.formed is not None and progress.formed.group is not None:
-                progress.formed.group.close()
+            with stages.timed("release"):
+                if progress.formed is not None and progress.formed.group is not None:
+                    progress.formed.group.close()
+            failpoint("recovery.released", progress.version)
             progress = replace(progress, formed=formed, sent=None)
             failpoint("recovery.reconciled", progress.version)
             with stages.timed("repair"):
@@ -81,15 +81,10 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
             failure = error
 
 
-def _release(parts: Parts, progress: Progress, failure: Recoverable) -> Progress:
-    """Give up the old group. A failure nobody has announced yet is reported, with the peers that were waited for."""
-    formed = progress.formed
-    if isinstance(failure, PeerFailed) and not parts.link.urgent(progress.announced):
-        parts.link.send("trouble", generation=progress.announced, peers=list(failure.peers), error=str(failure)[:2000])
-    parts.link.wake = lambda: None
-    if formed is not None and formed.group is not None:
-        formed.group.close()
-    return replace(progress, formed=None, sent=None)
+def _report_trouble(parts: Parts, progress: Progress, failure: PeerFailed) -> None:
+    """Tell of a failure that nobody has announced yet, with the peers that were waited for. The group stays open until
+    the next one is up: closing it now would make innocent members look guilty to others."""
+    parts.link.send("trouble", generation=progress.announced, peers=list(failure.peers), error=str(failure)[:2000])
 
 
 def _meet(parts: Parts, generation: Generation, stages: Stages) -> Formed:

@@ -20,7 +20,7 @@ from elastic_harness.comm.rendezvous import KeyValue
 from elastic_harness.config import Config
 from elastic_harness.data.mapstyle import MapStyle
 from elastic_harness.data.schedule import Schedule
-from elastic_harness.errors import EXIT_USER_CODE, ConfigError, HarnessError
+from elastic_harness.errors import EXIT_CONFIG, EXIT_USER_CODE, ConfigError, HarnessError, UserCodeError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train import standalone
 from elastic_harness.train.accept import check_trainable
@@ -142,7 +142,7 @@ class Step:
         there may be more or fewer than last time, or none. Collective: the step is committed at the end."""
         run = self._run
         if run._progress.version != self.index:
-            raise ConfigError(f"step {self.index} is already committed; iterate over micro_batches() once per step")
+            raise UserCodeError(f"step {self.index} is already committed; iterate over micro_batches() once per step")
         try:
             run._progress = yield from commit_step(run._parts, run._progress)
         except Left as left:
@@ -158,7 +158,7 @@ class Step:
 
     def check_committed(self) -> None:
         if self._run._progress.version == self.index:
-            raise ConfigError(
+            raise UserCodeError(
                 f"step {self.index} was not finished: iterate over all of step.micro_batches(), without break"
             )
 
@@ -209,6 +209,7 @@ def start(
     schedule = Schedule(len(source), training.global_batch_samples)
     given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
     registry = Registry(model, {k: v for k, v in given.items() if v is not None} | dict(extra or {}), averaged)
+    registry.capture()  # refuses now what could not be saved later
     deadlines = Deadlines(config.elastic, board)
 
     def reading(step: int, slot: int, sample_ids: list[int]) -> None:
@@ -311,9 +312,13 @@ def _coordinator(run_dir: str | Path | None) -> tuple[Link, Path, Board]:
 
 def _report_errors(link: AgentLink, board: Board) -> None:
     """An uncaught exception is told to the agent, with the slot it happened in, and ends the process at once: a normal
-    interpreter exit would take most of a second."""
+    interpreter exit would take most of a second. Of a wrong configuration only the message is shown: its exit code
+    says that another start would fail in the same way."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, HarnessError) and error.exit_code == EXIT_CONFIG:
+            print(f"error: {error}", file=sys.stderr)
+            _leave(error.exit_code)
         text = "".join(traceback.format_exception(kind, error, trace))
         print(text, file=sys.stderr, flush=True)
         summary = "".join(traceback.format_exception_only(kind, error)).strip()

@@ -1,0 +1,92 @@
+"""What the agent writes down survives its own death at any point."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_harness.agent.folder import RunFolder
+from elastic_harness.agent.records import Records
+from elastic_harness.errors import InfrastructureError
+from elastic_harness.events import read_events
+
+
+def commit(step: int, lineage: int = 0, generation: int = 4, **ledger: Any) -> dict[str, Any]:
+    return {
+        "type": "commit", "lineage": lineage, "step": step, "generation": generation, "world_size": 1, "loss": 0.5,
+        "tokens": 8, "lr": 0.1, "grad_norm": None, "step_s": 0.2,
+        "ledger": {
+            "epoch": 0, "position": step, "count": 1, "slots": 1, "lanes": 1, "computed_by": [["w0-1", 0, 1]],
+            "slot_samples": ["00"], "slot_weight": [1.0], **ledger,
+        },
+    }  # fmt: skip
+
+
+def opened(path: Path) -> Records:
+    return Records(RunFolder(path))
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    return list(read_events(path / "events.jsonl"))
+
+
+def test_a_commit_is_written_once_whoever_repeats_it(tmp_path: Path) -> None:
+    records = opened(tmp_path)
+    assert not records.born
+    assert records.commit(commit(0)) and not records.commit(commit(0, generation=5)) and records.commit(commit(1))
+    records.close()
+    assert [e["step"] for e in events(tmp_path)] == [0, 1]
+    again = opened(tmp_path)
+    assert not again.commit(commit(1)) and again.commit(commit(1, lineage=1))
+    again.close()
+    assert len((tmp_path / "ledger.jsonl").read_text().splitlines()) == 3
+
+
+def test_what_a_relaunch_has_to_know(tmp_path: Path) -> None:
+    records = opened(tmp_path)
+    records.remember(lineage=2, from_step=7)
+    records.use_number(9)
+    records.commit(commit(7, lineage=2))
+    records.close()
+    again = opened(tmp_path)
+    assert (again.number, again.lineage, again.from_step, again.born, again.committed) == (9, 2, 7, True, 7)
+    again.close()
+
+
+def test_the_ledger_alone_is_enough(tmp_path: Path) -> None:
+    records = opened(tmp_path)
+    records.remember(lineage=1, from_step=3)
+    records.commit(commit(3, lineage=1, generation=12))
+    records.close()
+    for name in ("run.json", "generation"):
+        (tmp_path / name).unlink()
+    again = opened(tmp_path)
+    assert (again.number, again.lineage, again.from_step, again.born) == (12, 1, 3, True)
+    again.close()
+
+
+def test_an_event_lost_between_ledger_and_log_is_written_again(tmp_path: Path) -> None:
+    records = opened(tmp_path)
+    for step in range(3):
+        records.commit(commit(step))
+    records.close()
+    log = tmp_path / "events.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+    opened(tmp_path).close()
+    opened(tmp_path).close()
+    assert [e["step"] for e in events(tmp_path)] == [0, 1, 2]
+    assert events(tmp_path)[-1]["reason"]
+
+
+def test_a_commit_that_is_no_ledger_line_is_refused(tmp_path: Path) -> None:
+    records = opened(tmp_path)
+    broken = commit(0)
+    del broken["ledger"]["slots"]
+    with pytest.raises(InfrastructureError, match="slots"):
+        records.commit(broken)
+    records.close()
+    assert events(tmp_path) == []
+    assert json.loads((tmp_path / "run.json").read_text() if (tmp_path / "run.json").exists() else "{}") == {}
