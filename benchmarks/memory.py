@@ -42,8 +42,9 @@ def computed(workers: int, slots: int) -> dict[str, float]:
     """What the design should add, in bytes per parameter (fp32): the buffers of the harness less those of DDP."""
     local = max(1, slots // workers)
     held = {
-        "partial sums of the tree while the slots run": 4.0 * (math.floor(math.log2(local)) + 1),
-        "flat vectors: sum sent, sum sent a step ago, result, record of the step before": 4.0 * 4,
+        "partial sums of the tree, just before the last slot ends": 4.0 * (math.floor(math.log2(local)) + 1),
+        "flat vectors: result of this step, record of the step before": 8.0,
+        "flat vector: sum sent in the step before": 4.0 if workers > 1 else 0.0,
         "received parts of the other members' sums": 4.0 * (workers - 1) / workers,
         "DDP: gradients and buckets": -8.0,
     }

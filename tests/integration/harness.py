@@ -23,7 +23,6 @@ from elastic_harness.agent.control import request
 from elastic_harness.errors import HarnessError
 from elastic_harness.ledger import read_ledger
 from elastic_harness.verify import verify
-
 from integration.launch_tools import Job, run
 
 TRAINER = Path(__file__).with_name("observed_trainer.py")
@@ -81,15 +80,18 @@ class TrainingJob(Job):
         self.tests = folder / "orders"
         self.tests.mkdir(parents=True)
         self._write("limit", "0")
+        self._arguments = (self.tests, *TINY, f"training.max_steps={steps}", *settings)
+        self._script = script
         super().__init__(
-            folder / "run",
-            self.tests,
-            *TINY,
-            f"training.max_steps={steps}",
-            *settings,
-            script=script,
-            options=("--nproc-per-node", workers, *options),
+            folder / "run", *self._arguments, script=script, options=("--nproc-per-node", workers, *options)
         )
+
+    def relaunch(self, workers: int) -> None:
+        """Launch the same run folder again, after it ended."""
+        assert self.process.poll() is not None
+        self._file.close()
+        self.workers = workers
+        super().__init__(self.run_dir, *self._arguments, script=self._script, options=("--nproc-per-node", workers))
 
     # ---- waiting
 
@@ -165,7 +167,9 @@ class TrainingJob(Job):
         """Whether generation `number`, or a later one, has completed its recovery."""
         return any(e["generation"] >= number for e in self.events("recovery"))
 
-    def order(self, rank: int | None, place: str, action: str = "kill", *, hit: int = 1, step: int | None = None) -> Fault:
+    def order(
+        self, rank: int | None, place: str, action: str = "kill", *, hit: int = 1, step: int | None = None
+    ) -> Fault:
         """Plan a fault for the next step, or a later one; it happens to the member that has this rank then."""
         step = self.limit if step is None else step
         assert step >= self.limit, "that step may have begun already"
@@ -311,7 +315,7 @@ class TrainingJob(Job):
             holder = next(m for m, lo, hi in lines[step].computed_by if lo <= lane < hi)
             assert holder in members
             # a victim that was killed later had lived through this step
-            assert not alive or holder == alive[0] or holder in failed, f"lane {lane} of step {step}: {members}, {holder}"
+            assert holder in (alive or [holder]) or holder in failed, f"lane {lane} of step {step}: {holder}, {members}"
 
     def check_leaks(self) -> None:
         """No process (see `wait`), thread, socket, shared memory or temporary file is left."""

@@ -256,6 +256,8 @@ class Worker:
         self.show(FINISHED)
         self.send("finished", version=self.version, weights_sha256="ab" * 32, final_loss=0.5)
         while not self.done:
+            if self.newest is not None and self.newest["number"] > self.generation["number"]:
+                raise Changed  # a planned one too: there is no step any more at whose end it could happen
             self.take()
         raise Left("done")
 

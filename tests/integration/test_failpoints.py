@@ -8,8 +8,7 @@ fault, then new workers fill it up again.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -54,45 +53,15 @@ ELSEWHERE = (
 )
 
 
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache_home: Path) -> Callable[[int], str]:
-    """The hash of the weights after a number of steps in a world of one where nothing fails."""
-    known: dict[int, str] = {}
-
-    def weights(steps: int) -> str:
-        if steps not in known:
-            job = TrainingJob(tmp_path_factory.mktemp(f"undisturbed-{steps}"), 1, steps=steps)
-            try:
-                known[steps] = job.finish()["weights_sha256"]
-            finally:
-                job.close()
-        return known[steps]
-
-    return weights
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    jobs: list[TrainingJob] = []
-
-    def begin(*arguments: object, **settings: object) -> TrainingJob:
-        jobs.append(TrainingJob(tmp_path / str(len(jobs)), *arguments, **settings))  # type: ignore[arg-type]
-        return jobs[-1]
-
-    yield begin
-    for job in jobs:
-        job.close()
-
-
 def test_the_lists_name_every_place() -> None:
     assert {p for p, _ in IN_STEP} | {*IN_RECOVERY, *ELSEWHERE} == set(failpoints.PLACES)
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["rank0", "last"])
-def test_a_kill_anywhere_in_a_step(start: Start, undisturbed: Callable[[int], str], first: int) -> None:
+def test_a_kill_anywhere_in_a_step(train: Start, undisturbed: Callable[[int], str], first: int) -> None:
     """Groups of four, three and two, in turn; the victim is rank 0 or the last one, in turn."""
     faults = list(zip(IN_STEP, itertools.cycle([first == 0, first != 0]), strict=False))
-    job = start(4, steps=STEPS)
+    job = train(4, steps=STEPS)
     while faults:
         job.fill(4)
         for world in (4, 3, 2):
@@ -102,9 +71,9 @@ def test_a_kill_anywhere_in_a_step(start: Start, undisturbed: Callable[[int], st
     job.finish(expected=undisturbed(STEPS))
 
 
-def test_a_second_kill_anywhere_in_a_recovery(start: Start, undisturbed: Callable[[int], str]) -> None:
+def test_a_second_kill_anywhere_in_a_recovery(train: Start, undisturbed: Callable[[int], str]) -> None:
     """One worker dies while computing, another one on the way to the next generation."""
-    job = start(4, steps=STEPS)
+    job = train(4, steps=STEPS)
     for turn, place in enumerate(IN_RECOVERY):
         job.fill(4)
         first, second = [(0, 3), (2, 0)][turn % 2]
@@ -114,8 +83,8 @@ def test_a_second_kill_anywhere_in_a_recovery(start: Start, undisturbed: Callabl
     job.finish(expected=undisturbed(STEPS))
 
 
-def test_a_joiner_and_its_donor_die_during_the_transfer(start: Start, undisturbed: Callable[[int], str]) -> None:
-    job = start(2, steps=STEPS)
+def test_a_joiner_and_its_donor_die_during_the_transfer(train: Start, undisturbed: Callable[[int], str]) -> None:
+    job = train(2, steps=STEPS)
     job.fill()
     job.fault(1, "slot.forward")
     job.order_for_joiner("recovery.receiving")
@@ -129,8 +98,8 @@ def test_a_joiner_and_its_donor_die_during_the_transfer(start: Start, undisturbe
     job.finish(expected=undisturbed(STEPS))
 
 
-def test_rank_0_dies_while_saving(start: Start, undisturbed: Callable[[int], str]) -> None:
-    job = start(2, "--spares", 1, steps=STEPS, settings=["checkpoint.interval_steps=2"])
+def test_rank_0_dies_while_saving(train: Start, undisturbed: Callable[[int], str]) -> None:
+    job = train(2, "--spares", 1, steps=STEPS, settings=["checkpoint.interval_steps=2"])
     job.fill(spares=1)
     for place in ("checkpoint.copied", "checkpoint.written"):
         job.fill(spares=1)
@@ -139,9 +108,9 @@ def test_rank_0_dies_while_saving(start: Start, undisturbed: Callable[[int], str
     assert len(list((job.run_dir / "checkpoints").iterdir())) == 3
 
 
-def test_kills_after_the_last_step(start: Start, undisturbed: Callable[[int], str]) -> None:
+def test_kills_after_the_last_step(train: Start, undisturbed: Callable[[int], str]) -> None:
     """Rank 0 dies before it says that it has finished, another one right after."""
-    job = start(4, steps=6)
+    job = train(4, steps=6)
     job.fill()
     job.order(0, "finish.saved", step=5)
     job.order(2, "finish.sent", step=5)
@@ -149,9 +118,9 @@ def test_kills_after_the_last_step(start: Start, undisturbed: Callable[[int], st
 
 
 @pytest.mark.parametrize("spares", [0, 2])
-def test_errors_stops_and_pauses(start: Start, undisturbed: Callable[[int], str], spares: int) -> None:
+def test_errors_stops_and_pauses(train: Start, undisturbed: Callable[[int], str], spares: int) -> None:
     """What is not a kill: an exception in the user's code, a stopped process, a long pause that is no failure."""
-    job = start(3, "--spares", spares, steps=STEPS, settings=["elastic.progress_timeout_min_s=1.5"])
+    job = train(3, "--spares", spares, steps=STEPS, settings=["elastic.progress_timeout_min_s=1.5"])
     job.fill(spares=spares)
     job.advance(2)
     job.fault(1, "slot.forward", "raise")
@@ -171,11 +140,11 @@ def test_errors_stops_and_pauses(start: Start, undisturbed: Callable[[int], str]
 @pytest.mark.parametrize("victim", ["first", "last"])
 @pytest.mark.parametrize("action", ["kill", "stop"])
 def test_every_place_in_every_group(
-    start: Start, undisturbed: Callable[[int], str], world: int, victim: str, spares: int, action: str
+    train: Start, undisturbed: Callable[[int], str], world: int, victim: str, spares: int, action: str
 ) -> None:
     """The whole product: place × victim × number of workers × spares × kind of failure."""
     steps = 120
-    job = start(world, "--spares", spares, steps=steps, settings=["elastic.progress_timeout_min_s=3"])
+    job = train(world, "--spares", spares, steps=steps, settings=["elastic.progress_timeout_min_s=3"])
     for place, hit in IN_STEP:
         job.fill(spares=spares)
         job.fault(0 if victim == "first" else world - 1, place, action, hit=hit)

@@ -23,6 +23,7 @@ class Facts:
     exit_code: int | None
     error: str
     hang: str
+    requested: bool
     oom_kills: int | None
     tail: tuple[str, ...]
     log: str
@@ -78,7 +79,9 @@ def build(facts: Facts, done: str, advice: str = "") -> Incident:
         advice = advice or "fix the error in the training script; the traceback is in the log"
     else:
         what = f"worker {facts.member} {describe_exit(facts.exit_code)}"
-    if not facts.hang and facts.exit_code is not None and facts.exit_code < 0:
+    if facts.requested:
+        evidence.append("`elastic-harness kill` asked for it")
+    elif not facts.hang and facts.exit_code is not None and facts.exit_code < 0:
         evidence.append(_signal_evidence(-facts.exit_code, facts.oom_kills))
         if facts.oom_kills:
             advice = advice or "use less memory per worker (fewer workers, smaller micro-batch), or raise the limit"

@@ -8,14 +8,13 @@ import itertools
 import os
 import selectors
 import signal
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elastic_harness import wire
-from elastic_harness.agent import incident
+from elastic_harness.agent import remote
 from elastic_harness.agent import worker as workers
 from elastic_harness.agent.console import Console
 from elastic_harness.agent.control import ControlServer
@@ -23,11 +22,11 @@ from elastic_harness.agent.folder import RunFolder, newest_checkpoint
 from elastic_harness.agent.hangs import HangWatch
 from elastic_harness.agent.options import LaunchOptions
 from elastic_harness.agent.records import Records
+from elastic_harness.agent.reporting import Reporter
 from elastic_harness.agent.worker import Worker
 from elastic_harness.errors import (
     EXIT_INTERRUPTED,
     EXIT_TERMINATED,
-    ConfigError,
     HarnessError,
     InfrastructureError,
 )
@@ -75,10 +74,10 @@ class Agent:
         self.folder = folder
         self.options = options
         self.console = console
-        self.host = socket.gethostname()
         self.workers: dict[str, Worker] = {}
         self.outcome: Outcome | None = None
         self.records = Records(folder)
+        self.report = Reporter(self.records, console)
         if not self.records.born:
             folder.record.pop("fingerprint", None)  # nothing was trained with it: a corrected configuration may follow
         self.supervisor: Supervisor
@@ -91,8 +90,7 @@ class Agent:
         self._cpu_at, self._cpu_s = time.monotonic(), time.process_time()
         self._hangs = HangWatch()
         self._signals_seen = 0
-        self._oom_kills = incident.oom_kill_counter()
-        self._control = ControlServer(folder.path, self._selector, self._on_control)
+        self._control = ControlServer(folder.path, self._selector, lambda request: remote.answer(self, request))
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     # ---- life
@@ -206,7 +204,7 @@ class Agent:
             local_index=index,
             rank=worker.rank,
             spare=spare,
-            host=self.host,
+            host=self.report.host,
         )
         return worker
 
@@ -218,53 +216,6 @@ class Agent:
                 selectors.EVENT_READ | selectors.EVENT_WRITE,
                 lambda mask: self._on_link(worker, mask),
             )
-
-    def report_failure(self, worker: Worker) -> None:
-        """Write `failure_detected`, once per worker."""
-        if worker.failure_reported:
-            return
-        worker.failure_reported = True
-        code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
-        self.records.event(
-            "failure_detected",
-            member=worker.member,
-            rank=worker.rank,
-            pid=worker.pid,
-            host=self.host,
-            what=worker.hang or (worker.error or {}).get("error") or incident.describe_exit(code),
-            signal=incident.signal_name(-code) if code is not None and code < 0 else None,
-            exit_code=code if code is not None and code >= 0 else None,
-            detected_by=worker.detected_by,
-            t_detected=worker.detected_at,
-        )
-
-    def report_incident(self, worker: Worker, done: str, advice: str = "") -> None:
-        """Show and write the block about a worker that failed; it has been reaped."""
-        self.report_failure(worker)
-        oom_kills = incident.oom_kill_counter()
-        risen = None if oom_kills is None or self._oom_kills is None else oom_kills - self._oom_kills
-        self._oom_kills = oom_kills
-        reading = worker.last_reading
-        block = incident.build(
-            incident.Facts(
-                member=worker.member,
-                rank=worker.rank,
-                host=self.host,
-                pid=worker.pid,
-                lived_s=time.monotonic() - worker.started_at,
-                where=reading.where if reading and worker.hello else "before elastic_harness.start()",
-                exit_code=worker.exit_code,
-                error=(worker.error or {}).get("error", ""),
-                hang=worker.hang,
-                oom_kills=risen,
-                tail=tuple(worker.log.tail()),
-                log=str(worker.log.path),
-            ),
-            done,
-            advice,
-        )
-        self.records.event("incident", **block.to_json())
-        self.console.block(block.render())
 
     # ---- time
 
@@ -386,9 +337,9 @@ class Agent:
         worker.lost = True
         self.supervisor.on_gone(worker)
         if not worker.released and (worker.hang or worker.exit_code_early()):
-            self.report_failure(worker)
+            self.report.failure(worker)
 
-    # ---- signals and control
+    # ---- signals
 
     def _catch_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -425,58 +376,6 @@ class Agent:
         resume = f"resume with: elastic-harness resume {self.folder.path}"
         self.folder.update(status="stopping")
         self.finish(Outcome(exit_code, "stopped", f"{why}; {resume}"), graceful=True)
-
-    def _on_control(self, request: wire.Message) -> wire.Message:
-        match request.get("command"):
-            case "status":
-                return self.status()
-            case "stop":
-                self.stop(EXIT_TERMINATED, "on request")
-                return {"stopping": True}
-            case "scale":
-                if self.outcome is not None:
-                    raise ConfigError("the run is ending; it cannot be scaled any more")
-                self.supervisor.scale(int(request["workers"]))
-                return self.status()
-            case "kill":
-                return self._kill(str(request["worker"]))
-            case other:
-                raise ConfigError(f"unknown command {other!r}; this agent knows status, stop, scale and kill")
-
-    def _kill(self, name: str) -> wire.Message:
-        for worker in self.workers.values():
-            if worker.running and name in (worker.member, f"w{worker.index}", f"rank{worker.rank}"):
-                worker.signal(signal.SIGKILL)
-                return {"killed": worker.member, "pid": worker.pid, "rank": worker.rank}
-        raise ConfigError(f"no worker {name!r} is running; `elastic-harness status` lists them")
-
-    def status(self) -> dict[str, Any]:
-        """The run as `elastic-harness status` shows it."""
-        now = time.monotonic()
-        rows = []
-        for worker in self.workers.values():
-            if worker.running:
-                reading = worker.board.read()
-                rows.append(
-                    {
-                        "member": worker.member,
-                        "index": worker.index,
-                        "rank": worker.rank,
-                        "pid": worker.pid,
-                        "state": reading.where if worker.hello else "starting",
-                        "leaving": worker.released,
-                        "age_s": round(now - worker.started_at, 1),
-                        "log": str(worker.log.path),
-                    }
-                )
-        return {
-            "run_id": self.folder.record["run_id"],
-            "run_dir": str(self.folder.path),
-            "status": self.folder.record.get("status"),
-            "agent_pid": os.getpid(),
-            "workers": rows,
-            **self.supervisor.status(),
-        }
 
 
 def spawn_error(error: OSError) -> InfrastructureError:

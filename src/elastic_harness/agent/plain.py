@@ -115,12 +115,12 @@ class PlainRun:
         if worker is not self._culprit:
             return
         if code == EXIT_CONFIG:
-            self.agent.report_incident(worker, "the job ends: another start would fail the same way")
+            self.agent.report.incident(worker, "the job ends: another start would fail the same way")
             self.agent.finish(Outcome(EXIT_CONFIG, "failed", self._last_error(worker)), graceful=False)
             return
         left = self.agent.options.plain_restarts - self._restarts
         done = "all workers are stopped and started again as a whole" if left else "all workers are stopped"
-        self.agent.report_incident(worker, f"{done} (restarts left: {left})")
+        self.agent.report.incident(worker, f"{done} (restarts left: {left})")
         wait_s = SAME_ERROR_WAIT_S if code > 0 else 0.0
         self.agent.after(wait_s, lambda: self._stop_others(worker))
 

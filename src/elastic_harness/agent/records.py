@@ -75,6 +75,13 @@ class Records:
         except OSError as error:
             raise self._disk(error, self.folder.path / EVENTS) from error
 
+    def sync(self) -> None:
+        """Make the ledger durable: a checkpoint that survives a power cut must not be ahead of it."""
+        try:
+            self._ledger.fsync()
+        except OSError as error:
+            raise self._disk(error, self.folder.path / LEDGER) from error
+
     def use_number(self, number: int) -> None:
         """Note that a generation number is used up, before anybody hears of it.
 

@@ -52,6 +52,7 @@ class Worker:
     niced: bool = False
     lost: bool = False
     released: str = ""
+    killed_on_request: bool = False
     hang: str = ""
     failure_reported: bool = False
     finished: dict[str, Any] | None = None

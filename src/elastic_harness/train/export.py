@@ -10,13 +10,16 @@ from torch import nn
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a small file in one step."""
+    for stale in path.parent.glob(f".{path.name}.*"):
+        stale.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(content)
     os.replace(temporary, path)
 
 
 def export_weights(model: nn.Module, path: Path) -> None:
-    """Write parameters and persistent buffers under their state_dict names, tied ones once; replaces atomically."""
+    """Write parameters and persistent buffers under their state_dict names, tied ones once; replaces atomically, and
+    removes what a writer that was killed has left."""
     from safetensors.torch import save_file
 
     tensors, seen = {}, set()
@@ -25,6 +28,8 @@ def export_weights(model: nn.Module, path: Path) -> None:
         if id(state[name]) not in seen:
             seen.add(id(state[name]))
             tensors[name] = state[name].detach().cpu().contiguous().clone()
+    for stale in path.parent.glob(f".{path.name}.*"):
+        stale.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         save_file(tensors, temporary)

@@ -167,7 +167,13 @@ def connect(run_dir: str | Path | None, program: str) -> tuple[StandaloneLink, P
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    tcp = dist.TCPStore(address, port, world, rank == 0 and not agent_store, timedelta(minutes=10))
+    try:
+        tcp = dist.TCPStore(address, port, world, rank == 0 and not agent_store, timedelta(minutes=10))
+    except RuntimeError as error:
+        raise InfrastructureError(
+            f"the workers cannot meet at MASTER_ADDR:MASTER_PORT = {address}:{port}: {str(error).splitlines()[0]}; "
+            "choose a port that is free on that host"
+        ) from error
     store = dist.PrefixStore(f"elastic_harness/{attempt}", tcp)
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")
     folder = Path(run_dir) if run_dir is not None else Path("runs") / f"{program}-{run_id}"

@@ -153,5 +153,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--config", help="a YAML file; without it, the defaults")
     parser.add_argument("--run-dir", help="where to write events, ledger and checkpoints when run without a launcher")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     train(load_config(TrainerConfig, arguments.config, arguments.overrides), arguments.run_dir)

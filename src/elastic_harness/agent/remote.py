@@ -1,0 +1,69 @@
+"""What the control socket offers: status, stop, scale, kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+from elastic_harness import wire
+from elastic_harness.errors import EXIT_TERMINATED, ConfigError
+
+if TYPE_CHECKING:
+    from elastic_harness.agent.loop import Agent
+
+
+def answer(agent: Agent, request: wire.Message) -> wire.Message:
+    """Carry out one request. What is refused raises a HarnessError, which travels back as a message."""
+    match request.get("command"):
+        case "status":
+            return status(agent)
+        case "stop":
+            agent.stop(EXIT_TERMINATED, "on request")
+            return {"stopping": True}
+        case "scale":
+            if agent.outcome is not None:
+                raise ConfigError("the run is ending; it cannot be scaled any more")
+            agent.supervisor.scale(int(request["workers"]))
+            return status(agent)
+        case "kill":
+            return _kill(agent, str(request["worker"]))
+        case other:
+            raise ConfigError(f"unknown command {other!r}; this agent knows status, stop, scale and kill")
+
+
+def status(agent: Agent) -> dict[str, Any]:
+    """The run as `elastic-harness status` shows it."""
+    now = time.monotonic()
+    rows = [
+        {
+            "member": worker.member,
+            "index": worker.index,
+            "rank": worker.rank,
+            "pid": worker.pid,
+            "state": worker.board.read().where if worker.hello else "starting",
+            "leaving": worker.released,
+            "age_s": round(now - worker.started_at, 1),
+            "log": str(worker.log.path),
+        }
+        for worker in agent.workers.values()
+        if worker.running
+    ]
+    return {
+        "run_id": agent.folder.record["run_id"],
+        "run_dir": str(agent.folder.path),
+        "status": agent.folder.record.get("status"),
+        "agent_pid": os.getpid(),
+        "workers": rows,
+        **agent.supervisor.status(),
+    }
+
+
+def _kill(agent: Agent, name: str) -> wire.Message:
+    for worker in agent.workers.values():
+        if worker.running and name in (worker.member, f"w{worker.index}", f"rank{worker.rank}"):
+            worker.killed_on_request = True
+            worker.signal(signal.SIGKILL)
+            return {"killed": worker.member, "pid": worker.pid, "rank": worker.rank}
+    raise ConfigError(f"no worker {name!r} is running; `elastic-harness status` lists them")

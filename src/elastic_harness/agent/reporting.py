@@ -1,0 +1,69 @@
+"""Failures and incidents: what is written to the event log and shown to the user about a worker that failed."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from elastic_harness.agent import incident
+from elastic_harness.agent.console import Console
+from elastic_harness.agent.records import Records
+from elastic_harness.agent.worker import Worker
+
+
+class Reporter:
+    """Writes each failure once, and one block per incident."""
+
+    def __init__(self, records: Records, console: Console) -> None:
+        self.host = socket.gethostname()
+        self._records = records
+        self._console = console
+        self._oom_kills = incident.oom_kill_counter()
+
+    def failure(self, worker: Worker) -> None:
+        """Write `failure_detected`, once per worker."""
+        if worker.failure_reported:
+            return
+        worker.failure_reported = True
+        code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
+        self._records.event(
+            "failure_detected",
+            member=worker.member,
+            rank=worker.rank,
+            pid=worker.pid,
+            host=self.host,
+            what=worker.hang or (worker.error or {}).get("error") or incident.describe_exit(code),
+            signal=incident.signal_name(-code) if code is not None and code < 0 else None,
+            exit_code=code if code is not None and code >= 0 else None,
+            detected_by=worker.detected_by,
+            t_detected=worker.detected_at,
+        )
+
+    def incident(self, worker: Worker, done: str, advice: str = "") -> None:
+        """Show and write the block about a worker that failed; it has been reaped."""
+        self.failure(worker)
+        oom_kills = incident.oom_kill_counter()
+        risen = None if oom_kills is None or self._oom_kills is None else oom_kills - self._oom_kills
+        self._oom_kills = oom_kills
+        reading = worker.last_reading
+        block = incident.build(
+            incident.Facts(
+                member=worker.member,
+                rank=worker.rank,
+                host=self.host,
+                pid=worker.pid,
+                lived_s=time.monotonic() - worker.started_at,
+                where=reading.where if reading and worker.hello else "before elastic_harness.start()",
+                exit_code=worker.exit_code,
+                error=(worker.error or {}).get("error", ""),
+                hang=worker.hang,
+                requested=worker.killed_on_request,
+                oom_kills=risen,
+                tail=tuple(worker.log.tail()),
+                log=str(worker.log.path),
+            ),
+            done,
+            advice,
+        )
+        self._records.event("incident", **block.to_json())
+        self._console.block(block.render())

@@ -1,0 +1,135 @@
+"""The observed trainer with one promise broken on purpose: `broken_trainer.py DIR [trainer arguments]`, and the name
+of the defect in the environment as BROKEN. Every one of them has to be caught by a check that the other tests rely on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import observed_trainer
+import torch
+
+from elastic_harness.comm import exchange, tree
+from elastic_harness.config import TrainerConfig
+from elastic_harness.train import apply, commit, loop, recovery, slots, trainer
+from elastic_harness.train.state import Registry
+
+IS_SECOND = os.environ.get("LOCAL_RANK") == "1"
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def order_of_additions_depends_on_the_number_of_workers() -> None:
+    """With three workers the twelve lanes are summed as 4 + (4 + 4), not as (4 + 4) + 4."""
+    split = tree.split
+
+    def other(node: tree.Node) -> tuple[tree.Node, tree.Node]:
+        return ((0, 4), (4, 12)) if node == (0, 12) else split(node)
+
+    if WORLD == 3:
+        tree.split = exchange.split = other
+
+
+def two_threads() -> None:
+    """The second worker computes with two threads."""
+    if IS_SECOND:
+        load = trainer.load_config
+
+        def loaded(*arguments: Any) -> TrainerConfig:
+            config = load(*arguments)
+            return dataclasses.replace(config, training=dataclasses.replace(config.training, threads=2))
+
+        trainer.load_config = loaded
+
+
+def _wrong_arithmetic() -> None:
+    """The second worker's gradients are off by one part in a million."""
+    take = slots.SlotComputer.take
+
+    def off(computer: slots.SlotComputer) -> Any:
+        gradients, contributions = take(computer)
+        return [g if g is None else g * (1 + 1e-6) for g in gradients], contributions
+
+    if IS_SECOND:
+        slots.SlotComputer.take = off  # type: ignore[method-assign]
+
+
+def wrong_arithmetic() -> None:
+    _wrong_arithmetic()
+
+
+def wrong_arithmetic_and_no_gate() -> None:
+    """… and nobody compares canaries."""
+    _wrong_arithmetic()
+    gate = commit.gate
+    loop.gate = lambda headers, reference: gate([dataclasses.replace(h, canary=0) for h in headers], reference)
+
+
+def torn_update() -> None:
+    """The second worker's first tensor misses the update of one step."""
+    whole = apply.Applier._apply
+
+    def torn(applier: apply.Applier, record: apply.Record) -> Any:
+        kept = applier._parameters[0].detach().clone()
+        metrics = whole(applier, record)
+        if record.step == 3:
+            with torch.no_grad():
+                applier._parameters[0].copy_(kept)
+        return metrics
+
+    if IS_SECOND:
+        apply.Applier._apply = torn  # type: ignore[method-assign]
+
+
+def joiner_without_the_optimizer() -> None:
+    """Who joins takes over the model only."""
+    restore = Registry.restore
+
+    def partly(registry: Registry, skeleton: Any, tensors: Any) -> None:
+        before = registry.parts["optimizer"].state_dict()
+        restore(registry, skeleton, tensors)
+        registry.parts["optimizer"].load_state_dict(before)
+
+    Registry.restore = partly  # type: ignore[method-assign]
+
+
+def everything_again() -> None:
+    """A failure throws away the lanes that are finished."""
+    recover = recovery.recover
+
+    def forgetful(parts: Any, progress: Any, failure: Any) -> Any:
+        return recover(parts, progress.dropped(), failure)
+
+    loop.recover = forgetful
+
+
+def other_samples() -> None:
+    """The second worker reads the samples of the slot after its own."""
+    own = slots.slot_sample_ids
+
+    def next_ones(schedule: Any, seed: int, step: int, slot: int, size: int) -> Any:
+        return own(schedule, seed, step, (slot + 1) % 12, size)
+
+    if IS_SECOND:
+        slots.slot_sample_ids = next_ones
+
+
+DEFECTS: dict[str, Callable[[], None]] = {
+    defect.__name__: defect
+    for defect in (
+        order_of_additions_depends_on_the_number_of_workers,
+        two_threads,
+        wrong_arithmetic,
+        wrong_arithmetic_and_no_gate,
+        torn_update,
+        joiner_without_the_optimizer,
+        everything_again,
+        other_samples,
+    )
+}
+
+if __name__ == "__main__":
+    DEFECTS[os.environ["BROKEN"]]()
+    observed_trainer.main()

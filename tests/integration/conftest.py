@@ -1,0 +1,40 @@
+"""What the tests with real training jobs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.harness import TrainingJob
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache_home: Path) -> Callable[[int], str]:
+    """The hash of the weights after a number of steps in a world of one where nothing fails."""
+    known: dict[int, str] = {}
+
+    def weights(steps: int) -> str:
+        if steps not in known:
+            job = TrainingJob(tmp_path_factory.mktemp(f"undisturbed-{steps}"), 1, steps=steps)
+            try:
+                known[steps] = job.finish()["weights_sha256"]
+            finally:
+                job.close()
+        return known[steps]
+
+    return weights
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Iterator[Callable[..., TrainingJob]]:
+    jobs: list[TrainingJob] = []
+
+    def begin(*arguments: object, **settings: object) -> TrainingJob:
+        jobs.append(TrainingJob(tmp_path / str(len(jobs)), *arguments, **settings))  # type: ignore[arg-type]
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.close()

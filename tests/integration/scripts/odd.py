@@ -1,0 +1,66 @@
+"""A small training in which one worker is odd: another number of threads, instruction set or model, or arithmetic
+that differs without any setting that would tell.
+
+python odd.py KIND LOCAL_RANK [--run-dir DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+from pathlib import Path
+
+
+def after_the_others(run_dir: str) -> None:
+    """Until the run has a fingerprint: that of a worker which is not odd."""
+    for _ in range(6000):
+        if "fingerprint" in json.loads(Path(run_dir, "run.json").read_text()):
+            return
+        threading.Event().wait(0.02)
+    raise TimeoutError("no worker has said hello")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=("none", "threads", "isa", "model", "arithmetic", "data", "raise", "raise-slot"))
+    parser.add_argument("local_rank")
+    parser.add_argument("--run-dir")
+    arguments = parser.parse_args()
+    odd = arguments.local_rank in ("all", os.environ.get("LOCAL_RANK", "0"))
+    kind = arguments.kind if odd else "none"
+    if kind == "isa":
+        os.environ["ATEN_CPU_CAPABILITY"] = "default"
+
+    if kind in ("threads", "isa", "model") and "ELASTIC_HARNESS_RUN_DIR" in os.environ:
+        after_the_others(os.environ["ELASTIC_HARNESS_RUN_DIR"])
+
+    import elastic_harness
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3 if kind == "model" else 1))
+    if kind == "arithmetic":
+        model[0].weight.register_hook(lambda gradient: gradient * (1 + 2**-20))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = elastic_harness.Config.from_dict(
+        {
+            "training": {"max_steps": 20, "global_batch_samples": 8, "threads": 2 if kind == "threads" else 1},
+            "checkpoint": {"interval_steps": 5},
+        }
+    )
+    dataset = torch.randn(41 if kind == "data" else 40, 8)
+    run = elastic_harness.start(model, optimizer, dataset, config, run_dir=arguments.run_dir)
+    for step in run.steps():
+        if kind == "raise" and step.index == 7:
+            raise ValueError("planted at step 7")
+        for batch in step.micro_batches():
+            if kind == "raise-slot" and step.index == 7 and bool((batch == dataset[3]).all()):
+                raise ValueError("planted in sample 3")
+            step.backward((model(batch).sum(1) - batch.sum(1)).pow(2).mean())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""One script, three ways to start it, and the same weights at the end of each, whatever is killed on the way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_harness.events import read_events
+from elastic_harness.verify import verify
+
+from integration.script_tools import SCRIPTS, execute, failing, launch, one_message, python, said
+
+pytestmark = pytest.mark.slow
+OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
+STEPS = ("--steps", 30)
+
+
+def finished(run_dir: Path) -> dict[str, Any]:
+    return [e for e in read_events(run_dir / "events.jsonl") if e["event"] == "run_finished"][-1]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """The run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("alone")
+    ended = python(OWN_LOOP, *STEPS, "--run-dir", folder)
+    assert ended.returncode == 0, said(ended)
+    assert "accuracy" in ended.stdout
+    assert verify(folder).ok
+    yield finished(folder)
+
+
+def test_plain_python_resumes_where_the_last_checkpoint_was(tmp_path: Path, alone: dict[str, Any]) -> None:
+    killed = python(OWN_LOOP, *STEPS, "--run-dir", tmp_path, **failing("apply.finished step=26 kill"))
+    assert killed.returncode == -9, said(killed)
+    again = python(OWN_LOOP, *STEPS, "--run-dir", tmp_path)
+    assert again.returncode == 0, said(again)
+    loaded, = [e for e in read_events(tmp_path / "events.jsonl") if e["event"] == "checkpoint_loaded"]
+    assert loaded["step"] in (10, 20), "the checkpoint of step 20 may not have been durable yet"
+    assert finished(tmp_path)["weights_sha256"] == alone["weights_sha256"]
+    verdict = verify(tmp_path)
+    assert verdict.ok and verdict.lineage == 1, verdict
+
+
+def test_plain_python_refuses_another_program_in_the_same_folder(tmp_path: Path) -> None:
+    first = python(OWN_LOOP, "--steps", 2, "--run-dir", tmp_path)
+    assert first.returncode == 0, said(first)
+    known = json.loads((tmp_path / "fingerprint.json").read_text())
+    (tmp_path / "fingerprint.json").write_text(json.dumps({**known, "run.seed": 99}))
+    other = python(OWN_LOOP, "--steps", 2, "--run-dir", tmp_path)
+    assert other.returncode == 2
+    assert "run.seed: the run has 99, this process 1337" in one_message(other)
+
+
+def test_our_launcher_recovers_in_place(tmp_path: Path, alone: dict[str, Any]) -> None:
+    ended = launch(
+        tmp_path / "run",
+        OWN_LOOP,
+        *STEPS,
+        options=("--nproc-per-node", 2),
+        **failing("slot.backward member=w1-1 step=12 kill"),
+    )
+    assert ended.returncode == 0, said(ended)
+    assert finished(tmp_path / "run")["weights_sha256"] == alone["weights_sha256"]
+    verdict = verify(tmp_path / "run")
+    assert verdict.ok and verdict.lineage == 0, verdict
+
+
+def test_all_workers_at_once_begin_again_at_the_checkpoint(tmp_path: Path, alone: dict[str, Any]) -> None:
+    rules = "slot.backward member=w0-1 step=25 kill; slot.backward member=w1-1 step=25 kill"
+    ended = launch(tmp_path / "run", OWN_LOOP, *STEPS, options=("--nproc-per-node", 2), **failing(rules))
+    assert ended.returncode == 0, said(ended)
+    assert finished(tmp_path / "run")["weights_sha256"] == alone["weights_sha256"]
+    verdict = verify(tmp_path / "run")
+    assert verdict.ok and verdict.lineage == 1, verdict
+
+
+@pytest.mark.parametrize("place", ["slot.backward", "apply.finished"])
+def test_torchrun_restarts_and_resumes(tmp_path: Path, alone: dict[str, Any], place: str) -> None:
+    torchrun = Path(sys.executable).with_name("torchrun")
+    assert torchrun.exists(), shutil.which("torchrun")
+    ended = execute(
+        [
+            *(torchrun, "--standalone", "--nproc-per-node", 2, "--max-restarts", 3),
+            *(SCRIPTS / "once.py", f"{place} step=24 kill", 1, OWN_LOOP, *STEPS, "--run-dir", tmp_path),
+        ],
+        {},
+    )
+    assert ended.returncode == 0, said(ended)
+    assert finished(tmp_path)["weights_sha256"] == alone["weights_sha256"], said(ended)
+    verdict = verify(tmp_path)
+    assert verdict.ok and verdict.lineage == 1, verdict

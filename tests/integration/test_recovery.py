@@ -1,0 +1,152 @@
+"""Losses of many workers at once, of those that others depend on, and changes of the group's size: the weights are
+always those of the undisturbed run."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from integration.harness import TrainingJob
+
+pytestmark = pytest.mark.slow
+Train = Callable[..., TrainingJob]
+Weights = Callable[[int], str]
+STEPS = 24
+
+
+def worlds(job: TrainingJob) -> list[int]:
+    """The number of members of every generation in which a step was committed, in order."""
+    sizes = {e["number"]: e["world_size"] for e in job.events("generation")}
+    used = dict.fromkeys(e["generation"] for e in job.events("step_committed"))
+    return [sizes[number] for number in used]
+
+
+def test_two_at_once_and_all_but_one(train: Train, undisturbed: Weights) -> None:
+    job = train(4, steps=STEPS)
+    job.fill()
+    job.order(0, "apply.finished")
+    job.order(3, "exchange.header_sent")
+    job.play()
+    job.fill()
+    for rank in (0, 1, 3):
+        job.order(rank, "slot.backward", hit=2)
+    job.play()
+    job.finish(expected=undisturbed(STEPS))
+    assert {2, 4, 1} <= set(worlds(job))
+
+
+def test_all_at_once_go_back_to_the_checkpoint(train: Train, undisturbed: Weights) -> None:
+    job = train(3, steps=STEPS, settings=["checkpoint.interval_steps=2"])
+    job.fill()
+    job.advance(5)
+    job.until_event("checkpoint_saved")
+    for rank in range(3):
+        job.order(rank, "slot.backward", hit=rank + 1)
+    job.play()
+    job.finish(expected=undisturbed(STEPS))
+    assert {e["lineage"] for e in job.events("step_committed")} == {0, 1}
+    loaded = job.events("checkpoint_loaded")[0]["step"]
+    assert loaded > 0 and loaded % 2 == 0
+    assert min(e["step"] for e in job.events("step_committed") if e["lineage"] == 1) == loaded
+
+
+def test_whoever_is_one_step_behind_replays_it(train: Train, undisturbed: Weights) -> None:
+    """Rank 0 dies having sent its part of the sum to rank 1 alone, so rank 1 commits and rank 2 cannot."""
+    job = train(3, steps=STEPS)
+    job.fill()
+    job.advance()
+    half_sent(job, 0)
+    job.play()
+    job.finish(expected=undisturbed(STEPS))
+    assert "1 keep, 1 replay, 0 take the state" in job.output
+
+
+def test_the_only_one_ahead_dies_while_serving_the_others(train: Train, undisturbed: Weights) -> None:
+    """Rank 0 alone commits, and even says so; its record dies with it. The others finish the step from their lanes."""
+    job = train(4, steps=STEPS)
+    job.fill()
+    job.advance()
+    half_sent(job, 1)
+    job.order(0, "recovery.serving")
+    job.play()
+    job.fill()
+    half_sent(job, 0)
+    job.order(3, "recovery.receiving")
+    job.play()
+    job.finish(expected=undisturbed(STEPS))
+    assert "1 keep, 2 replay, 0 take the state" in job.output
+
+
+def half_sent(job: TrainingJob, rank: int) -> None:
+    """Let a rank die when its first message of the finished sum has arrived, and no other has left."""
+    job.order(rank, "exchange.gathered_sent", "pause:1.0")
+    job.order(rank, "exchange.gathered_sent", "kill")
+
+
+def test_below_the_minimum_the_survivors_wait_with_their_state(train: Train, undisturbed: Weights) -> None:
+    job = train(3, "--min-workers", 3, steps=STEPS)
+    job.fill()
+    job.advance(3)
+    before = job.members()
+    fault = job.fault(1, "slot.backward")
+    after = job.members()
+    victim = job.victim(fault)
+    assert [m for m in before if m != victim] == after[:2]
+    assert len(after) == 3
+    job.finish(expected=undisturbed(STEPS))
+    assert {e["world_size"] for e in job.events("generation")} == {3}
+    assert {e["lineage"] for e in job.events("step_committed")} == {0}
+    assert not job.events("checkpoint_loaded")
+
+
+def test_the_group_grows_and_shrinks(train: Train, undisturbed: Weights) -> None:
+    job = train(2, steps=STEPS)
+    job.fill()
+    job.advance(2)
+    job.scale(4)
+    job.fill()
+    job.advance(2)
+    job.scale(1)
+    job.fill()
+    job.advance(2)
+    job.scale(3)
+    job.fill()
+    job.finish(expected=undisturbed(STEPS))
+    sizes = worlds(job)
+    assert [n for n in (2, 4, 1, 3) if n in sizes] == [2, 4, 1, 3] and sizes[-1] == 3
+    assert not any(e["urgent"] for e in job.events("generation")[1:])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_process_is_lost_within_its_deadline(train: Train, undisturbed: Weights, rank: int) -> None:
+    job = train(3, steps=STEPS, settings=["elastic.progress_timeout_min_s=1"])
+    job.fill()
+    job.advance(3)
+    stopped_at = time.time()
+    member = job.signal_rank(rank, signal.SIGSTOP)
+    job.allow(job.limit + 2)
+    job.until(lambda: member in job.failed(), "the stopped process to be noticed")
+    failure = job.failed()[member]
+    deadline = re.search(r"deadline ([\d.]+) s", failure["what"])
+    assert deadline and "SIGSTOP" in failure["what"], failure
+    assert failure["t_detected"] - stopped_at < float(deadline[1]) + 1.5
+    job.finish(expected=undisturbed(STEPS), victims=[member])
+
+
+def test_a_run_that_was_stopped_resumes_to_the_same_weights(train: Train, undisturbed: Weights) -> None:
+    """All that is on disk is enough: the second launch has another number of workers."""
+    from integration.launch_tools import run
+
+    job = train(2, steps=STEPS)
+    job.fill()
+    job.advance(4)
+    assert run("stop", job.run_dir).returncode == 0
+    job.allow(job.limit + 2)
+    assert job.wait() == 143
+    job.relaunch(3)
+    job.finish(expected=undisturbed(STEPS))
+    assert {e["lineage"] for e in job.events("step_committed")} == {0, 1}
