@@ -40,8 +40,6 @@ TINY = (
     "elastic.progress_timeout_min_s=30",
 )
 FOREVER = 1 << 30
-SWITCH_S = 3.0
-"""A planned generation that a member had not heard of at one boundary is switched to at the next."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +75,7 @@ class TrainingJob(Job):
         self.steps = steps
         self.limit = 0
         self.faults: list[Fault] = []
+        self._planned: dict[int, list[Fault]] = {}
         self.tests = folder / "orders"
         self.tests.mkdir(parents=True)
         self._write("limit", "0")
@@ -103,7 +102,7 @@ class TrainingJob(Job):
             if value:
                 return value
             assert not ended, f"the job ended with {self.process.returncode} before {what}:\n{self.shown()}"
-            time.sleep(0.005)
+            time.sleep(0.01)
         raise AssertionError(f"waited {PATIENCE_S} s for {what}; orders {self._orders()}:\n{self.shown()}")
 
     def wait(self) -> int:
@@ -155,28 +154,31 @@ class TrainingJob(Job):
                 self.until(lambda old=(number, formed): old != self._generation(), f"{world} members")
                 continue
             assert self.limit < self.steps - 1, f"no steps are left to form a group of {world}\n{self.shown()}"
-            self.advance()
-            end = time.monotonic() + SWITCH_S
-            self.until(lambda n=number, e=end: self.recovered(n) or time.monotonic() > e, f"generation {number}")
+            self.advance()  # a planned change begins with the step after one that everybody did knowing of it
 
     def _generation(self) -> tuple[int, bool]:
         status = self.status()
         return status.get("generation") or 0, bool(status.get("formed"))
 
-    def recovered(self, number: int) -> bool:
-        """Whether generation `number`, or a later one, has completed its recovery."""
-        return any(e["generation"] >= number for e in self.events("recovery"))
-
     def order(
-        self, rank: int | None, place: str, action: str = "kill", *, hit: int = 1, step: int | None = None
+        self,
+        rank: int | None,
+        place: str,
+        action: str = "kill",
+        *,
+        hit: int = 1,
+        step: int | None = None,
+        lasting: int = 1,
     ) -> Fault:
-        """Plan a fault for the next step, or a later one; it happens to the member that has this rank then."""
+        """Plan a fault for the next step, or a later one, and as many as it is `lasting`; it happens once, to the
+        member that has this rank when the step begins."""
         step = self.limit if step is None else step
         assert step >= self.limit, "that step may have begun already"
         fault = Fault(f"f{len(self.faults)}", step, rank, place, hit, action)
         self.faults.append(fault)
-        same = [vars(f) for f in self.faults if f.step == step and not f.id.startswith("j")]
-        self._write(f"faults-{step}.json", json.dumps(same))
+        for affected in range(step, step + lasting):
+            self._planned.setdefault(affected, []).append(fault)
+            self._write(f"faults-{affected}.json", json.dumps([vars(f) for f in self._planned[affected]]))
         return fault
 
     def order_for_joiner(self, place: str, action: str = "kill", *, hit: int = 1) -> Fault:
@@ -193,9 +195,9 @@ class TrainingJob(Job):
         self.play()
         return fault
 
-    def play(self) -> None:
-        """Do the next step, in which everything ordered for it happens, and one more."""
-        self.advance(2)
+    def play(self, steps: int = 2) -> None:
+        """Do the next step, in which everything ordered for it happens, and one more or several."""
+        self.advance(steps)
         self.settle()
 
     def settle(self) -> None:
@@ -208,11 +210,13 @@ class TrainingJob(Job):
         self.until(self._on_its_way, "the recovery")
 
     def _on_its_way(self) -> bool:
-        """Whether all members of the newest generation live and know it, or the job is over."""
+        """Whether all members of the newest generation live and take part in it, or will from the next step on."""
         if self.process.poll() is not None or self.events("run_finished"):
             return True
         generation, failed = self.events("generation")[-1], self.failed()
-        return not set(generation["members"]) & set(failed) and bool(self.status().get("formed"))
+        if set(generation["members"]) & set(failed):
+            return False
+        return not generation["urgent"] or bool(self.status().get("formed"))
 
     def victim(self, fault: Fault) -> str | None:
         """Who suffered the fault; None if it has not happened."""

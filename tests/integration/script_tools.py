@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from elastic_harness.failpoints import VARIABLE
-
 from integration.launch_tools import environment, processes_of
 
 SCRIPTS = Path(__file__).with_name("scripts")

@@ -92,18 +92,17 @@ def test_a_joiner_and_its_donor_die_during_the_transfer(train: Start, undisturbe
     job.fault(0, "slot.forward")
     # rank 0 has the state that the next joiner waits for, and dies when it is to hand it over
     job.until(lambda: job.ready() >= 2, "the joiner")
-    job.order(0, "recovery.serving")
-    job.advance(2)
-    job.settle()
+    job.order(0, "recovery.serving", lasting=3)
+    job.play(3)
     job.finish(expected=undisturbed(STEPS))
 
 
 def test_rank_0_dies_while_saving(train: Start, undisturbed: Callable[[int], str]) -> None:
     job = train(2, "--spares", 1, steps=STEPS, settings=["checkpoint.interval_steps=2"])
-    job.fill(spares=1)
     for place in ("checkpoint.copied", "checkpoint.written"):
         job.fill(spares=1)
-        job.fault(0, place)
+        job.order(0, place)
+        job.play(4)
     job.finish(expected=undisturbed(STEPS))
     assert len(list((job.run_dir / "checkpoints").iterdir())) == 3
 
@@ -120,7 +119,7 @@ def test_kills_after_the_last_step(train: Start, undisturbed: Callable[[int], st
 @pytest.mark.parametrize("spares", [0, 2])
 def test_errors_stops_and_pauses(train: Start, undisturbed: Callable[[int], str], spares: int) -> None:
     """What is not a kill: an exception in the user's code, a stopped process, a long pause that is no failure."""
-    job = train(3, "--spares", spares, steps=STEPS, settings=["elastic.progress_timeout_min_s=1.5"])
+    job = train(3, "--spares", spares, steps=STEPS, settings=["elastic.progress_timeout_min_s=4"])
     job.fill(spares=spares)
     job.advance(2)
     job.fault(1, "slot.forward", "raise")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from elastic_harness.events import read_events
 from elastic_harness.verify import verify
-
 from integration.script_tools import SCRIPTS, failing, finals, launch, python, said
 
 pytestmark = pytest.mark.slow
@@ -52,3 +52,20 @@ def test_state_after_kills_and_joins_is_that_of_one_worker(
     assert len(reached) >= 2 * 2 and set(reached) == set(expected), said(ended)
     for folder in (run_dir, tmp_path / "alone"):
         assert verify(folder).ok, verify(folder)
+
+
+@pytest.mark.parametrize("case", ["convolution", "scaled"])
+def test_state_after_a_restored_checkpoint_is_that_of_one_worker(tmp_path: Path, case: str) -> None:
+    """All die at once; what user code changed between the steps is in the checkpoint as well."""
+    alone = python(FEATURES, case, "--run-dir", tmp_path / "alone")
+    ended = launch(
+        tmp_path / "launched",
+        FEATURES,
+        *(case, "--checkpoint-every", 3),
+        options=("--nproc-per-node", 2),
+        **failing("apply.gradients member=w0-1 step=7 kill; apply.gradients member=w1-1 step=7 kill"),
+    )
+    assert ended.returncode == 0, said(ended)
+    assert set(finals(ended.stdout)) == set(finals(alone.stdout)), said(ended)
+    verdict = verify(tmp_path / "launched")
+    assert verdict.ok and verdict.lineage == 1, verdict

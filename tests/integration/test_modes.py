@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
 from elastic_harness.events import read_events
 from elastic_harness.verify import verify
-
+from integration.launch_tools import Job
 from integration.script_tools import SCRIPTS, execute, failing, launch, one_message, python, said
 
 pytestmark = pytest.mark.slow
@@ -83,7 +84,7 @@ def test_all_workers_at_once_begin_again_at_the_checkpoint(tmp_path: Path, alone
 @pytest.mark.parametrize("place", ["slot.backward", "apply.finished"])
 def test_torchrun_restarts_and_resumes(tmp_path: Path, alone: dict[str, Any], place: str) -> None:
     torchrun = Path(sys.executable).with_name("torchrun")
-    assert torchrun.exists(), shutil.which("torchrun")
+    assert torchrun.exists()
     ended = execute(
         [
             *(torchrun, "--standalone", "--nproc-per-node", 2, "--max-restarts", 3),
@@ -95,3 +96,22 @@ def test_torchrun_restarts_and_resumes(tmp_path: Path, alone: dict[str, Any], pl
     assert finished(tmp_path)["weights_sha256"] == alone["weights_sha256"], said(ended)
     verdict = verify(tmp_path)
     assert verdict.ok and verdict.lineage == 1, verdict
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    steps = ("--steps", 400)
+    job = Job(tmp_path / "run", *steps, script=OWN_LOOP, options=("--nproc-per-node", 2))
+    try:
+        job.until_step(20)
+        job.send(signal.SIGINT)
+        assert job.wait() == 130, job.output
+        assert "Traceback" not in job.output and "accuracy" not in job.output
+        saved = job.events("checkpoint_saved")[-1]["step"]
+        assert saved == job.events("step_committed")[-1]["step"] + 1, "nothing is lost by an interrupt"
+    finally:
+        job.close()
+    again = launch(tmp_path / "run", OWN_LOOP, *steps, options=("--nproc-per-node", 2))
+    assert again.returncode == 0, said(again)
+    alone = python(OWN_LOOP, *steps, "--run-dir", tmp_path / "alone")
+    assert alone.returncode == 0, said(alone)
+    assert finished(tmp_path / "run")["weights_sha256"] == finished(tmp_path / "alone")["weights_sha256"]

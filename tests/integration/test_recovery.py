@@ -71,11 +71,11 @@ def test_the_only_one_ahead_dies_while_serving_the_others(train: Train, undistur
     job.fill()
     job.advance()
     half_sent(job, 1)
-    job.order(0, "recovery.serving")
+    job.order(0, "recovery.serving", lasting=2)
     job.play()
     job.fill()
     half_sent(job, 0)
-    job.order(3, "recovery.receiving")
+    job.order(3, "recovery.receiving", lasting=2)
     job.play()
     job.finish(expected=undisturbed(STEPS))
     assert "1 keep, 2 replay, 0 take the state" in job.output
@@ -123,7 +123,7 @@ def test_the_group_grows_and_shrinks(train: Train, undisturbed: Weights) -> None
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_process_is_lost_within_its_deadline(train: Train, undisturbed: Weights, rank: int) -> None:
-    job = train(3, steps=STEPS, settings=["elastic.progress_timeout_min_s=1"])
+    job = train(3, steps=STEPS, settings=["elastic.progress_timeout_min_s=2"])
     job.fill()
     job.advance(3)
     stopped_at = time.time()

@@ -18,7 +18,7 @@ from elastic_harness.data.corpus import Corpus, CorpusDataset, cache_folder
 from elastic_harness.data.mapstyle import MapStyle
 from elastic_harness.data.order import TINY, Permutation, epoch_order, order_key
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
-from elastic_harness.errors import ConfigError
+from elastic_harness.errors import ConfigError, InfrastructureError
 
 FROZEN_TINY = [6, 2, 8, 7, 3, 4, 0, 1, 9, 5]
 FROZEN_LARGE = [780744, 643989, 310177, 37411, 539592]
@@ -211,7 +211,7 @@ def test_missing_and_empty_texts_are_named(tmp_path: Path) -> None:
 
 def test_an_unusable_cache_is_named_with_the_way_out(tmp_path: Path) -> None:
     path = write(tmp_path, text=b"hello\n") / "text"
-    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+    with pytest.raises(InfrastructureError, match="XDG_CACHE_HOME"):
         Corpus.open(path, path / "cache")
 
 

@@ -14,6 +14,7 @@ import torch
 
 from elastic_harness.comm.group import Group, Work
 from elastic_harness.comm.plan import Plan
+from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.tree import Node, key, split
 from elastic_harness.errors import PeerFailed
 from elastic_harness.failpoints import failpoint
@@ -21,8 +22,9 @@ from elastic_harness.failpoints import failpoint
 HEADER, PARTIAL, GATHERED, TRANSFER = range(4)
 """Kinds of messages, in the order in which a step needs them."""
 
-Add = Callable[[Node, torch.Tensor, Node, torch.Tensor, int], None]
-"""add(target_node, target, node, other, lo): add a neighbouring node's elements, from `lo` on, into `target`."""
+Add = Callable[[torch.Tensor, Node, torch.Tensor, Node, torch.Tensor, int], None]
+"""add(out, first, a, second, b, lo): the sum of two sibling nodes' elements, from `lo` on, into `out`, which may be one
+of the two."""
 
 
 def tag(kind: int, step: int, number: int) -> int:
@@ -33,7 +35,8 @@ def tag(kind: int, step: int, number: int) -> int:
 class Exchange:
     """One step's exchange for one member. Local object; `finish` is the collective part.
 
-    result: where the finished sum goes. header_words: the length of a header, equal for all members.
+    result: where the finished sum goes. header_words: the length of a header, equal for all members. pool: lends the
+    vectors that partial sums are received into.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Exchange:
         rank: int,
         result: torch.Tensor,
         header_words: int,
+        pool: Pool,
     ) -> None:
         self._group = group
         self._plan = plan
@@ -52,6 +56,7 @@ class Exchange:
         self._step = step
         self._rank = rank
         self._result = result
+        self._pool = pool
         self._sends: list[Work] = []
         self._own: dict[Node, torch.Tensor] = {}
         self._partials: dict[Node, Work] = {}
@@ -65,7 +70,7 @@ class Exchange:
                 self._headers[rank_] = group.receive(words, rank_, tag(HEADER, step, 0))
         for t in plan.reduce:
             if t.target == rank and t.node is not None:
-                buffer = torch.empty(t.hi - t.lo, dtype=result.dtype, device=group.device)
+                buffer = pool.take(t.hi - t.lo)
                 self._partials[t.node] = group.receive(buffer, t.source, tag(PARTIAL, step, key(t.node, lanes)))
         for t in plan.gather:
             if t.target == rank:
@@ -123,32 +128,34 @@ class Exchange:
         self._group.flush()
         for work in self._gathered:
             work.wait(left())
+        self._pool.give_back(*(work.tensor for work in self._partials.values()))
         return headers
 
     def _reduce(self, lo: int, hi: int, add: Add, left: Callable[[], float]) -> None:
-        """Finish the tree for the owned elements. Additions go into received buffers: of two siblings at most one is
-        this member's own partial sum, which must stay as it is."""
-        cover = {node for node, _ in self._plan.cover}
-        self._result[lo:hi].copy_(self._value((0, self._lanes), lo, hi, cover, add, left)[0])
+        """Finish the tree for the owned elements."""
+        result = self._result[lo:hi]
+        total, _ = self._value((0, self._lanes), result, lo, add, left)
+        if total is not result:
+            result.copy_(total)
 
     def _value(
-        self, node: Node, lo: int, hi: int, cover: set[Node], add: Add, left: Callable[[], float]
+        self, node: Node, result: torch.Tensor, lo: int, add: Add, left: Callable[[], float]
     ) -> tuple[torch.Tensor, bool]:
-        """The owned elements of a node, and whether they may be added into. A method, because a function that calls
-        itself through a closure would keep this object, and all it received, until the next garbage collection."""
+        """The owned elements of a node, and whether they may be added into. Additions go into received vectors, the
+        last one into the result: of two siblings at most one is this member's own partial sum, which must stay as it
+        is. A method, because a function that calls itself through a closure would keep this object, and all it
+        received, until the next garbage collection."""
         if node in self._own:
-            return self._own[node][lo:hi], False
-        if node in cover:
+            return self._own[node][lo : lo + result.numel()], False
+        if node in self._partials:
             return self._partials[node].wait(left()), True
         first, second = split(node)
-        a, a_is_free = self._value(first, lo, hi, cover, add, left)
-        b, b_is_free = self._value(second, lo, hi, cover, add, left)
+        a, a_is_free = self._value(first, result, lo, add, left)
+        b, b_is_free = self._value(second, result, lo, add, left)
         assert a_is_free or b_is_free, f"{first} and {second} are both this member's and should have been one"
-        if a_is_free:
-            add(first, a, second, b, lo)
-            return a, True
-        add(second, b, first, a, lo)
-        return b, True
+        out = result if node == (0, self._lanes) else a if a_is_free else b
+        add(out, first, a, second, b, lo)
+        return out, True
 
     def waiting_for(self) -> tuple[int, ...]:
         """Ranks whose part has not arrived, for the report of a broken exchange."""

@@ -71,7 +71,7 @@ def in_background(connect: Callable[[], AnyGroup], cancelled: Callable[[float], 
             if abandoned.is_set():
                 group.close()
         except BaseException as error:  # thread boundary: handed to the caller
-            outcome.append(error)
+            outcome.append(error.with_traceback(None))  # its frames would keep the half-built group open
         finally:
             finished.set()
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_harness.data.order import Permutation, order_key
-from elastic_harness.errors import ConfigError
+from elastic_harness.errors import ConfigError, InfrastructureError
 
 if TYPE_CHECKING:
     import torch
@@ -203,7 +203,7 @@ def _cached(files: list[Path], folder: Path, name: str) -> tuple[str, int]:
                 index, json.dumps({"version": INDEX_VERSION, "sha256": sha256, "bytes": size}).encode()
             )
     except OSError as error:
-        raise ConfigError(
+        raise InfrastructureError(
             f"The corpus {name} cannot be copied into the cache {folder}: {error}; "
             "free space there, or set XDG_CACHE_HOME to a writable folder."
         ) from error

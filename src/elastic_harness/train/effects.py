@@ -24,9 +24,9 @@ def committed(parts: Parts, progress: Progress, record: Record, metrics: Metrics
     assert progress.formed is not None
     if progress.sent is not None:
         progress.sent.exchange.sent(parts.config.elastic.exchange_timeout_s)
-        parts.flats.give_back(*progress.sent.buffers)
+        parts.pool.give_back(*progress.sent.buffers)
     retired = (progress.record.flat,) if progress.record is not None and progress.sent is not None else ()
-    parts.flats.give_back(*retired)
+    parts.pool.give_back(*retired)
     now = time.time()
     step_s = now - progress.committed_at if progress.committed_at else None
     progress = replace(

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness.comm.group import Group
+from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.rendezvous import KeyValue
 from elastic_harness.config import Config
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.board import Board
 from elastic_harness.train.deadlines import Deadlines
-from elastic_harness.train.flats import FlatPool
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.link import Link
 from elastic_harness.train.partials import Partials, SlotTable
@@ -39,7 +39,7 @@ class Parts:
     slots: SlotComputer
     applier: Applier
     registry: Registry
-    flats: FlatPool
+    pool: Pool
     saver: Saver
     canary: bool
     connect: Callable[[KeyValue, int, int, Callable[[float], None]], Group]

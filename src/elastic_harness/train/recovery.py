@@ -68,6 +68,7 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
             with stages.timed("release"):
                 if progress.formed is not None and progress.formed.group is not None:
                     progress.formed.group.close()
+                parts.pool.clear()
             failpoint("recovery.released", progress.version)
             progress = replace(progress, formed=formed, sent=None)
             failpoint("recovery.reconciled", progress.version)
@@ -78,7 +79,7 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
             failpoint("recovery.finished", progress.version)
             return progress
         except Recoverable as error:
-            failure = error
+            failure = error.with_traceback(None)  # its frames, this one too, would keep state and sockets alive
 
 
 def _report_trouble(parts: Parts, progress: Progress, failure: PeerFailed) -> None:

@@ -16,11 +16,19 @@ from torch import Tensor, nn
 
 from elastic_harness.comm import gloo, nccl
 from elastic_harness.comm.group import Group
+from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.rendezvous import KeyValue
 from elastic_harness.config import Config
 from elastic_harness.data.mapstyle import MapStyle
 from elastic_harness.data.schedule import Schedule
-from elastic_harness.errors import EXIT_CONFIG, EXIT_USER_CODE, ConfigError, HarnessError, UserCodeError
+from elastic_harness.errors import (
+    EXIT_CONFIG,
+    EXIT_INFRASTRUCTURE,
+    EXIT_USER_CODE,
+    ConfigError,
+    HarnessError,
+    UserCodeError,
+)
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train import standalone
 from elastic_harness.train.accept import check_trainable
@@ -29,7 +37,6 @@ from elastic_harness.train.board import Board, Phase
 from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.export import export_weights
 from elastic_harness.train.fingerprint import fingerprint
-from elastic_harness.train.flats import FlatPool
 from elastic_harness.train.layout import averaged_buffers, make_layout
 from elastic_harness.train.link import AgentLink, Left, Link
 from elastic_harness.train.loop import commit_step, settle
@@ -244,7 +251,7 @@ def start(
             ema=ema,
         ),
         registry=registry,
-        flats=FlatPool(layout, wire_device, pin=cuda and wire_device.type == "cpu"),
+        pool=Pool(layout.dtype, wire_device, pin=cuda and wire_device.type == "cpu"),
         saver=Saver(
             folder / "checkpoints",
             registry,
@@ -312,11 +319,11 @@ def _coordinator(run_dir: str | Path | None) -> tuple[Link, Path, Board]:
 
 def _report_errors(link: AgentLink, board: Board) -> None:
     """An uncaught exception is told to the agent, with the slot it happened in, and ends the process at once: a normal
-    interpreter exit would take most of a second. Of a wrong configuration only the message is shown: its exit code
-    says that another start would fail in the same way."""
+    interpreter exit would take most of a second. Of a wrong configuration or a failing machine only the message is
+    shown, and the exit code says which."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if isinstance(error, HarnessError) and error.exit_code == EXIT_CONFIG:
+        if isinstance(error, HarnessError) and error.exit_code in (EXIT_CONFIG, EXIT_INFRASTRUCTURE):
             print(f"error: {error}", file=sys.stderr)
             _leave(error.exit_code)
         text = "".join(traceback.format_exception(kind, error, trace))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -51,6 +52,7 @@ class Saver:
             failpoint("checkpoint.written", version)
             local.prune(self._folder, self._keep_last)
         except (InfrastructureError, OSError) as error:
+            print(f"elastic-harness: {error}", file=sys.stderr, flush=True)
             self._report("checkpoint_failed", {"step": version, "error": str(error)})
             return
         self._report(

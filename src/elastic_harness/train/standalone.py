@@ -38,7 +38,7 @@ class StandaloneLink:
         self._writes = rank == 0
         self._events: EventLog | None = None
         self._ledger: LedgerWriter | None = None
-        self._version = 0
+        self._held_lock: int | None = None
 
     # ---- what the coordinator says
 
@@ -53,6 +53,9 @@ class StandaloneLink:
             if self._store is not None:
                 for member in self._generation.members:
                     self._get(f"finished/{member}")
+            if self._held_lock is not None:
+                os.close(self._held_lock)
+                self._held_lock = None
             raise Left("done")
         if after >= self._generation.number:
             raise InfrastructureError(
@@ -86,8 +89,13 @@ class StandaloneLink:
 
     def hello(self, fingerprint: dict[str, Any]) -> None:
         if self._writes:
-            self._run_dir.mkdir(parents=True, exist_ok=True)
-            self._lock()
+            try:
+                self._run_dir.mkdir(parents=True, exist_ok=True)
+                self._lock()
+            except OSError as error:
+                raise InfrastructureError(
+                    f"the run folder {self._run_dir} cannot be written: {error.strerror}; give another run_dir"
+                ) from error
             known = self._run_dir / "fingerprint.json"
             if known.exists():
                 _same(json.loads(known.read_text()), fingerprint, self._run_dir)
@@ -103,13 +111,15 @@ class StandaloneLink:
             self._events.emit("generation", **self._generation.to_json(), world_size=world)
 
     def _lock(self) -> None:
-        self._lock_file = open(self._run_dir / "lock", "a+")
+        lock = os.open(self._run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            os.close(lock)
             raise ConfigError(
                 f"the run folder {self._run_dir} belongs to a live job; choose another run_dir or stop that job"
             ) from None
+        self._held_lock = lock
 
     def report(self, report: Report) -> None:
         if self._store is None:
@@ -119,7 +129,6 @@ class StandaloneLink:
     def send(self, type: str, **fields: Any) -> None:
         if type == "finished":
             self._finished = True
-            self._version = fields["version"]
             self._store.set(f"finished/{self.member}", b"1")
         if self._events is None or self._ledger is None:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from elastic_harness.comm.exchange import Add, Exchange
@@ -41,7 +42,7 @@ class Work:
     def send_if_finished(self, node: Node, partials: Partials) -> None:
         """If `node` is one of this member's partial sums on the wire, flatten it and let it go."""
         if (node, self.rank) in self.plan.cover:
-            flat = self.result if self.exchange.alone else self.parts.flats.take()
+            flat = self.result if self.exchange.alone else self.parts.pool.take(self.layout.elements)
             if flat is not self.result:
                 self.buffers.append(flat)
             self.layout.flatten(partials.nodes[node], flat)
@@ -58,7 +59,7 @@ def place(parts: Parts, progress: Progress) -> Work:
     dealt = deal(lanes, members, held)
     placed = {m: merge_ranges(held.get(m, ()), dealt[m]) for m in members}
     plan = make_plan(members, lanes, placed, parts.layout.elements)
-    result = parts.flats.take()
+    result = parts.pool.take(parts.layout.elements)
     exchange = Exchange(
         formed.group,
         plan,
@@ -67,6 +68,7 @@ def place(parts: Parts, progress: Progress) -> Work:
         formed.rank,
         result,
         FIXED_WORDS + SlotTable.size(parts.shape.slots, lanes, len(parts.layout.entries)),
+        parts.pool,
     )
     done = {lane for lo, hi in partials.held() for lane in range(lo, hi)}
     me = members[formed.rank]
@@ -126,16 +128,18 @@ class Adder:
             (table.present_in((0, 1)).all()) and (table.presence == table.presence[0]).all()
         )
 
-    def __call__(self, target_node: Node, target: Tensor, node: Node, other: Tensor, lo: int) -> None:
+    def __call__(self, out: Tensor, first: Node, a: Tensor, second: Node, b: Tensor, lo: int) -> None:
         if self._all_present:
-            target.add_(other)
+            torch.add(a, b, out=out)
             return
-        in_target, in_other = self._table.present_in(target_node), self._table.present_in(node)
+        in_first, in_second = self._table.present_in(first), self._table.present_in(second)
         for index, entry in enumerate(self._layout.entries):
-            first, last = max(entry.lo, lo) - lo, min(entry.hi, lo + target.numel()) - lo
-            if first >= last or not in_other[index]:
+            at = slice(max(entry.lo, lo) - lo, min(entry.hi, lo + out.numel()) - lo)
+            if at.start >= at.stop:
                 continue
-            if in_target[index]:
-                target[first:last].add_(other[first:last])
+            if in_first[index] and in_second[index]:
+                torch.add(a[at], b[at], out=out[at])
+            elif in_first[index] or in_second[index]:
+                out[at].copy_((a if in_first[index] else b)[at])
             else:
-                target[first:last].copy_(other[first:last])
+                out[at].zero_()

@@ -1,6 +1,6 @@
 """Own model, own loop: one case per group of features. Prints the hash of the whole training state at the end.
 
-    python features.py CASE [--run-dir DIR] [--steps N] [--rejoin-at STEP]
+    python features.py CASE [--run-dir DIR] [--steps N] [--rejoin-at STEP] [--checkpoint-every STEPS]
 
 `--rejoin-at`: before this step, wait until the coordinator has announced a generation with a member that was not there
 at the start, so that a joiner takes over the state of a run in full swing.
@@ -89,9 +89,12 @@ def classify(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 def plain() -> Case:
     """Dropout, a frozen layer, Nesterov, a step schedule, random augmentation, epochs with a short tail."""
     model = nn.Sequential(
-        nn.Linear(12, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 128), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 4)
+        nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Dropout(0.3)),
+        nn.Linear(16, 128),
+        nn.Sequential(nn.Linear(128, 128), nn.Tanh()),
+        nn.Linear(128, 4),
     )
-    model[3].requires_grad_(False)
+    model[1].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
     return Case(
@@ -283,6 +286,7 @@ def main() -> None:
     parser.add_argument("--run-dir")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rejoin-at", type=int)
+    parser.add_argument("--checkpoint-every", type=int, default=0)
     arguments = parser.parse_args()
     torch.manual_seed(11)
     case = CASES[arguments.case]()
@@ -290,7 +294,7 @@ def main() -> None:
         {
             "seed": 3,
             "training": {"max_steps": arguments.steps, **case.training},
-            "checkpoint": {"interval_steps": 0},
+            "checkpoint": {"interval_steps": arguments.checkpoint_every},
         }
     )
     parts = dict(case.more)
@@ -308,7 +312,7 @@ def main() -> None:
     registry = Registry(case.model, {"optimizer": case.optimizer, **stateful, **parts.get("extra", {})})
     skeleton, tensors = registry.capture()
     print("final-weights", weights_sha256(case.model), flush=True)
-    values = hashlib.sha256(json.dumps(skeleton).encode()).hexdigest()
+    values = hashlib.sha256(json.dumps(skeleton, sort_keys=True).encode()).hexdigest()
     print("final-state", fingerprint_tensors(tensors), values, flush=True)
 
 

@@ -24,7 +24,7 @@ def after_the_others(run_dir: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("none", "threads", "isa", "model", "arithmetic", "data", "raise", "raise-slot"))
+    parser.add_argument("kind", choices=("none", "threads", "isa", "model", "arithmetic", "raise", "raise-slot"))
     parser.add_argument("local_rank")
     parser.add_argument("--run-dir")
     arguments = parser.parse_args()
@@ -36,9 +36,10 @@ def main() -> None:
     if kind in ("threads", "isa", "model") and "ELASTIC_HARNESS_RUN_DIR" in os.environ:
         after_the_others(os.environ["ELASTIC_HARNESS_RUN_DIR"])
 
-    import elastic_harness
     import torch
     from torch import nn
+
+    import elastic_harness
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3 if kind == "model" else 1))
@@ -51,13 +52,13 @@ def main() -> None:
             "checkpoint": {"interval_steps": 5},
         }
     )
-    dataset = torch.randn(41 if kind == "data" else 40, 8)
+    dataset = torch.randn(40, 8)
     run = elastic_harness.start(model, optimizer, dataset, config, run_dir=arguments.run_dir)
     for step in run.steps():
         if kind == "raise" and step.index == 7:
             raise ValueError("planted at step 7")
         for batch in step.micro_batches():
-            if kind == "raise-slot" and step.index == 7 and bool((batch == dataset[3]).all()):
+            if kind == "raise-slot" and step.index == 9 and bool((batch == dataset[3]).all()):
                 raise ValueError("planted in sample 3")
             step.backward((model(batch).sum(1) - batch.sum(1)).pow(2).mean())
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import elastic_harness
 import torch
 from torch import Tensor, nn
+
+import elastic_harness
 
 
 class Changing(nn.Module):

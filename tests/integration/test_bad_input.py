@@ -1,0 +1,176 @@
+"""Bad input, bad places and bad workers, with the real trainer and real scripts: a clear message and the right code."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_harness.events import read_events
+from elastic_harness.verify import verify
+from integration.launch_tools import environment
+from integration.script_tools import SCRIPTS, execute, launch, one_message, python, said
+
+pytestmark = pytest.mark.slow
+CONFIGS = Path(__file__).parents[2] / "configs"
+ODD, REFUSED = SCRIPTS / "odd.py", SCRIPTS / "refused.py"
+
+
+# ---- configuration and data
+
+
+def trainer(*settings: object) -> subprocess.CompletedProcess[str]:
+    module = (sys.executable, "-m", "elastic_harness.train", "--config", CONFIGS / "small.yaml")
+    return execute([*module, "training.max_steps=6", *settings], {})
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("training.max_step=3", "Did you mean training.max_steps?"),
+        ("data.path={}/missing", "missing does not exist"),
+        ("data.path={}/empty.txt", "holds no text"),
+        ("data.path={}/short.txt", "one window needs data.seq_length + 1 = 129"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_exit_2(tmp_path: Path, setting: str, named: str) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("too short")
+    ended = trainer("--run-dir", tmp_path / "run", setting.format(tmp_path))
+    assert ended.returncode == 2, said(ended)
+    assert named in one_message(ended) and len(ended.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_launcher_gives_the_configuration_s_exit_code(tmp_path: Path) -> None:
+    ended = execute(
+        [
+            *(sys.executable, "-m", "elastic_harness", "launch", "--standalone", "--nproc-per-node", 2),
+            *("--run-dir", tmp_path / "run", "-m", "elastic_harness.train", f"data.path={tmp_path}/missing"),
+        ],
+        {},
+    )
+    assert ended.returncode == 2, said(ended)
+    assert "missing does not exist" in one_message(ended)
+    assert ended.stdout.count("┌─ incident") == 1
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ended = python(ODD, "none", 0, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert ended.returncode == 4, said(ended)
+    assert port in one_message(ended).splitlines()[-1]
+
+
+# ---- the run folder
+
+
+def test_a_full_disk_costs_checkpoints_first_and_the_job_last(tmp_path: Path) -> None:
+    def small_files_only() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+
+    module = (sys.executable, "-m", "elastic_harness.train", "--config", str(CONFIGS / "small.yaml"))
+    (tmp_path / "text.txt").write_text("a line of text\n" * 1000)
+    settings = ("training.max_steps=5", "model.n_layer=1", "checkpoint.interval_steps=2")
+    ended = subprocess.run(
+        [*module, "--run-dir", str(tmp_path / "run"), *settings, f"data.path={tmp_path}/text.txt"],
+        preexec_fn=small_files_only,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 4, said(ended)
+    text = one_message(ended)
+    assert "The checkpoint of step 2 cannot be written" in text and "The trained weights cannot be written" in text
+    committed = [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "step_committed"]
+    assert len(committed) == 5
+    left = [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert not left, "a partial checkpoint was left behind"
+
+
+def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ended = python(ODD, "none", 0, "--run-dir", tmp_path / "file" / "run")
+    assert ended.returncode == 4, said(ended)
+    assert str(tmp_path / "file" / "run") in one_message(ended)
+
+
+# ---- what cannot be trained exactly
+
+
+@pytest.mark.parametrize(("case", "code", "named"), [("lbfgs", 2, "LBFGS"), ("buffer-assigned", 1, "Buffer running")])
+def test_what_cannot_be_exact_is_refused_under_the_launcher(tmp_path: Path, case: str, code: int, named: str) -> None:
+    ended = launch(tmp_path / "run", REFUSED, case, options=("--nproc-per-node", 2))
+    assert ended.returncode == code, said(ended)
+    assert named in ended.stdout and "was not refused" not in ended.stdout
+
+
+# ---- a worker that is not like the others
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights when nobody is odd."""
+    folder = tmp_path_factory.mktemp("usual")
+    ended = python(ODD, "none", 0, "--run-dir", folder)
+    assert ended.returncode == 0, said(ended)
+    return weights(folder)
+
+
+def weights(run_dir: Path) -> str:
+    assert verify(run_dir).ok, verify(run_dir)
+    return str([e for e in read_events(run_dir / "events.jsonl") if e["event"] == "run_finished"][-1]["weights_sha256"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("threads", "threads: the run has 1, this worker 2"),
+        ("isa", "this worker 'DEFAULT'"),
+        ("model", "model.layout: the run has"),
+        ("arithmetic", "the canary of ranks"),
+    ],
+)
+def test_an_odd_worker_is_refused_and_the_others_stay_exact(
+    tmp_path: Path, usual: str, kind: str, named: str
+) -> None:
+    workers = 3 if kind == "arithmetic" else 2
+    ended = launch(tmp_path / "run", ODD, kind, 1, options=("--nproc-per-node", workers))
+    assert ended.returncode == 0, said(ended)
+    assert named in ended.stdout, said(ended)
+    assert weights(tmp_path / "run") == usual
+    commits = [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "step_committed"]
+    assert {e["world_size"] for e in commits} == {workers - 1}
+
+
+def test_an_odd_joiner_is_caught_by_the_canary(tmp_path: Path, usual: str) -> None:
+    """Two workers agree, so the third, and whoever takes its place, is told apart; the run's weights stay exact."""
+    ended = launch(tmp_path / "run", ODD, "arithmetic", 0, options=("--nproc-per-node", 3))
+    assert ended.returncode == 0, said(ended)
+    assert weights(tmp_path / "run") == usual
+
+
+# ---- user code
+
+
+def test_an_error_on_one_worker_costs_only_that_worker(tmp_path: Path, usual: str) -> None:
+    ended = launch(tmp_path / "run", ODD, "raise", 1, options=("--nproc-per-node", 2))
+    assert ended.returncode == 0, said(ended)
+    assert "ValueError: planted at step 7" in ended.stdout
+    assert weights(tmp_path / "run") == usual
+
+
+def test_a_sample_that_always_fails_is_named(tmp_path: Path) -> None:
+    ended = launch(tmp_path / "run", ODD, "raise-slot", "all", options=("--nproc-per-node", 3))
+    if "planted in sample 3" not in ended.stdout:
+        pytest.fail(f"sample 3 is not in step 9: choose another step\n{said(ended)}")
+    assert ended.returncode == 1, said(ended)
+    assert "failed on 2 workers" in ended.stdout and "its samples are [3]" in ended.stdout

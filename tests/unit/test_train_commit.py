@@ -1,0 +1,69 @@
+"""The gate: what follows from everybody's headers, alike everywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elastic_harness.train.commit import Header, combine, gate
+from elastic_harness.train.partials import Contribution, SlotTable
+
+
+def header(*, switch: int = 0, stop: bool = False, canary: int = 0, version: int = 5) -> Header:
+    return Header(3, version, switch, stop, canary, SlotTable.empty(4, 2, 70))
+
+
+def test_a_header_survives_the_wire() -> None:
+    sent = header(switch=9, stop=True, canary=2**63 - 1)
+    sent.table.enter((0, 1), [None] * 70, {0: Contribution(1.25, 0.5, 2**64 - 1)})
+    got = Header.unpack(sent.pack(), sent.table)
+    assert (got.generation, got.version, got.switch, got.stop, got.canary) == (3, 5, 9, True, 2**63 - 1)
+    assert (got.table.words == sent.table.words).all()
+    assert got.table.samples_N[0] == 2**64 - 1
+
+
+def test_all_move_to_the_oldest_generation_that_everybody_has_heard_of() -> None:
+    assert gate([header(switch=4), header(switch=5)], None)[0].switch == 4
+    assert gate([header(switch=3), header(switch=5)], None)[0].switch == 0
+    assert gate([header(), header()], None)[0].commit
+
+
+def test_nobody_stops_before_all_were_asked_to() -> None:
+    assert not gate([header(stop=True), header()], None)[0].stop
+    assert gate([header(stop=True), header(stop=True)], None)[0].stop
+
+
+@pytest.mark.parametrize(
+    ("canaries", "reference", "unfit"),
+    [
+        ((7, 7, 8), None, (2,)),
+        ((8, 7, 7), None, (0,)),
+        ((7, 8), None, (1,)),
+        ((0, 7, 8), 1, (2,)),
+        ((0, 8, 7, 8), 2, (1, 3)),
+        ((7, 7, 0), None, ()),
+    ],
+)
+def test_a_canary_that_differs_holds_up_the_commit(
+    canaries: tuple[int, ...], reference: int | None, unfit: tuple[int, ...]
+) -> None:
+    verdict, reason = gate([header(canary=c) for c in canaries], reference)
+    assert verdict.unfit == unfit and verdict.commit == (not unfit)
+    assert not unfit or str(unfit) in reason
+
+
+def test_headers_of_different_steps_are_our_bug() -> None:
+    with pytest.raises(AssertionError, match="version 6"):
+        gate([header(), header(version=6)], None)
+
+
+def test_tables_of_disjoint_lanes_add_up() -> None:
+    one, other = header(), header()
+    here = torch.ones(1)
+    one.table.enter((0, 1), [here] * 69 + [None], {0: Contribution(1.0, 1.0, 11), 1: Contribution(2.0, 0.5, 12)})
+    other.table.enter((1, 2), [None] * 69 + [here], {2: Contribution(3.0, 1.0, 13), 3: Contribution(0.0, 0.0, 14)})
+    table = combine([one, other])
+    assert table.loss_N.tolist() == [1.0, 2.0, 3.0, 0.0] and table.weight_N.tolist() == [1.0, 0.5, 1.0, 0.0]
+    assert table.samples_N.tolist() == [11, 12, 13, 14]
+    assert table.present_in((0, 2)).all()
+    assert table.present_in((0, 1)).tolist() == [True] * 69 + [False]
