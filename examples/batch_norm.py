@@ -49,7 +49,7 @@ def main() -> None:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=arguments.steps + 1)
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98), use_buffers=True)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     config = elastic_harness.Config.from_dict(
         {"training": {"max_steps": arguments.steps, "global_batch_samples": 128, "micro_batch_samples": 16}}
     )

@@ -26,7 +26,7 @@ from elastic_harness.verify import verify
 from integration.launch_tools import Job, run
 
 TRAINER = Path(__file__).with_name("observed_trainer.py")
-PATIENCE_S = float(os.environ.get("PATIENCE", 150))
+PATIENCE_S = 240.0
 LANES = 12
 TINY = (
     "training.global_batch_samples=12",

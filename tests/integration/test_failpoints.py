@@ -57,7 +57,7 @@ def test_the_lists_name_every_place() -> None:
     assert {p for p, _ in IN_STEP} | {*IN_RECOVERY, *ELSEWHERE} == set(failpoints.PLACES)
 
 
-@pytest.mark.parametrize("first", [0, 1], ids=["rank0", "last"])
+@pytest.mark.parametrize("first", [pytest.param(0, id="rank0"), pytest.param(1, id="last", marks=pytest.mark.soak)])
 def test_a_kill_anywhere_in_a_step(train: Start, undisturbed: Callable[[int], str], first: int) -> None:
     """Groups of four, three and two, in turn; the victim is rank 0 or the last one, in turn."""
     faults = list(zip(IN_STEP, itertools.cycle([first == 0, first != 0]), strict=False))
@@ -116,7 +116,7 @@ def test_kills_after_the_last_step(train: Start, undisturbed: Callable[[int], st
     job.finish(expected=undisturbed(6))
 
 
-@pytest.mark.parametrize("spares", [0, 2])
+@pytest.mark.parametrize("spares", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_errors_stops_and_pauses(train: Start, undisturbed: Callable[[int], str], spares: int) -> None:
     """What is not a kill: an exception in the user's code, a stopped process, a long pause that is no failure."""
     job = train(3, "--spares", spares, steps=STEPS, settings=["elastic.progress_timeout_min_s=4"])
@@ -143,7 +143,8 @@ def test_every_place_in_every_group(
 ) -> None:
     """The whole product: place × victim × number of workers × spares × kind of failure."""
     steps = 120
-    job = train(world, "--spares", spares, steps=steps, settings=["elastic.progress_timeout_min_s=3"])
+    settings = ["elastic.progress_timeout_min_s=3", "elastic.first_step_timeout_s=20"]
+    job = train(world, "--spares", spares, steps=steps, settings=settings)
     for place, hit in IN_STEP:
         job.fill(spares=spares)
         job.fault(0 if victim == "first" else world - 1, place, action, hit=hit)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from integration.harness import TrainingJob
+from integration.launch_tools import run
 
 pytestmark = pytest.mark.slow
 Train = Callable[..., TrainingJob]
@@ -121,7 +122,7 @@ def test_the_group_grows_and_shrinks(train: Train, undisturbed: Weights) -> None
     assert not any(e["urgent"] for e in job.events("generation")[1:])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_stopped_process_is_lost_within_its_deadline(train: Train, undisturbed: Weights, rank: int) -> None:
     job = train(3, steps=STEPS, settings=["elastic.progress_timeout_min_s=2"])
     job.fill()
@@ -139,8 +140,6 @@ def test_a_stopped_process_is_lost_within_its_deadline(train: Train, undisturbed
 
 def test_a_run_that_was_stopped_resumes_to_the_same_weights(train: Train, undisturbed: Weights) -> None:
     """All that is on disk is enough: the second launch has another number of workers."""
-    from integration.launch_tools import run
-
     job = train(2, steps=STEPS)
     job.fill()
     job.advance(4)

@@ -38,7 +38,11 @@ def test_storm(
     assert rounds
 
 
-SETTINGS = ["elastic.progress_timeout_min_s=3", "checkpoint.interval_steps=5"]
+SETTINGS = [
+    "elastic.progress_timeout_min_s=3",
+    "elastic.first_step_timeout_s=20",
+    "checkpoint.interval_steps=5",
+]
 
 
 def storm(job: TrainingJob, rng: random.Random, expected: str) -> None:
