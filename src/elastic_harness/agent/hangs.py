@@ -15,8 +15,8 @@ OWN_PAUSE_S = 1.0
 class HangWatch:
     """Finds workers whose beat has stood still beyond their deadline, or that are stopped (SIGSTOP).
 
-    A pause of the agent itself (a suspended machine) counts for nobody's deadline. A stopped worker without a deadline
-    in its phase is given the newest deadline that it, or a peer, had for computing.
+    A pause of the agent itself (a suspended machine) counts for nobody's deadline. A stopped worker is given the
+    newest deadline that it, or a peer, had for computing, but not more than STOPPED_DEADLINE_MS: it cannot be working.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class HangWatch:
         for worker in living:
             if worker.member not in stopped:
                 continue
-            deadline_s = (worker.compute_deadline_ms or common_ms or STOPPED_DEADLINE_MS) / 1000
+            deadline_s = min(worker.compute_deadline_ms or common_ms or STOPPED_DEADLINE_MS, STOPPED_DEADLINE_MS) / 1000
             stopped_s = now - self._stopped_since[worker.member]
             if stopped_s > deadline_s:
                 evidence = f"the process was stopped (SIGSTOP) for {stopped_s:.1f} s (deadline {deadline_s:g} s)"

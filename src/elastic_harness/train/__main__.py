@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from elastic_harness.errors import HarnessError
@@ -12,3 +13,6 @@ try:
 except HarnessError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)  # everything is written; an orderly end of the interpreter would take a second with torch
