@@ -2,9 +2,10 @@
 
 gloo has no way to cancel a pending receive from a peer that is alive but silent: `abort()` leaves it waiting for its
 timeout. Shutting down the group's own TCP connections does it within a millisecond, on both sides. (Nor does it always
-notice by itself that a peer died in the middle of a message; the agent's announcement does not depend on it.) This module is the
-only place that knows about it, and the one to look at when a new PyTorch changes something. The connections are told
-from all other sockets of the process by gloo's own listening ports, which pass through the rendezvous.
+notice by itself that a peer died in the middle of a message; the agent's announcement does not depend on it.) This
+module is the only place that knows about it, and the one to look at when a new PyTorch changes something. The
+connections are told from all other sockets of the process by gloo's own listening ports, which pass through the
+rendezvous.
 """
 
 from __future__ import annotations
