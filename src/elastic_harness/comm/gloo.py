@@ -39,6 +39,7 @@ class GlooGroup:
         self.rank = rank
         self.world = world
         self.device = torch.device("cpu")
+        self.concurrent = True
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Work:
         """Start sending a contiguous CPU tensor; it must not change until the work is done."""

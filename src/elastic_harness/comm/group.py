@@ -36,13 +36,14 @@ class Group(Protocol):
 
     device: where sent and received tensors must lie; they are contiguous, and a sent one must not change until its
     work is done. flush: everything sent or received so far may now be issued (a transport may collect until then);
-    with `below` only tags smaller than that kind's first.
+    with `below` only tags smaller than that kind's first. concurrent: whether several threads may use it at once.
     abort: all pending work fails at once, here and at the peers; any thread may call it, any number of times.
     """
 
     rank: int
     world: int
     device: torch.device
+    concurrent: bool
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Work: ...
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Work: ...

@@ -44,6 +44,7 @@ class NcclGroup:
         self.rank = rank
         self.world = world
         self.device = device
+        self.concurrent = False
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Work:
         return self._later(tensor, rank, tag, sends=True)

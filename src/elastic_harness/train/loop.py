@@ -83,6 +83,8 @@ def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress
     record = record_of(parts, formed, work, headers)
     failpoint("exchange.finished", record.step)
     parts.deadlines.enter(Phase.APPLY, record.step)
+    if progress.serving is not None:
+        progress.serving.join()
     metrics = parts.applier.apply(record)
     failpoint("apply.finished", record.step)
     return replace(committed(parts, progress, record, metrics, work), verdict=verdict)

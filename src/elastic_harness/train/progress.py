@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,7 @@ class Progress:
     formed: Formed | None = None
     verified: bool = False
     sent: Sent | None = None
+    serving: threading.Thread | None = None  # sends state that must not change: to be joined before the next commit
     verdict: Verdict | None = None  # of the last commit, as long as it was not settled
     announced: int = 0  # newest generation number this worker has reacted to
     committed_at: float = 0.0

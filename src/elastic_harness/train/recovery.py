@@ -11,6 +11,8 @@ Stages, each named, timed and ended by any newer urgent generation:
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,13 +70,15 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
             with stages.timed("release"):
                 if progress.formed is not None and progress.formed.group is not None:
                     progress.formed.group.close()
+                if progress.serving is not None:
+                    progress.serving.join()
                 parts.pool.clear()
             failpoint("recovery.released", progress.version)
-            progress = replace(progress, formed=formed, sent=None)
+            progress = replace(progress, formed=formed, sent=None, serving=None)
             failpoint("recovery.reconciled", progress.version)
             with stages.timed("repair"):
                 progress = _repair(parts, progress, report)
-                _serve(parts, progress)
+                progress = replace(progress, serving=_serve(parts, progress))
             recovered(parts, progress, stages.started_at, stages.ms, planned=failure is None)
             failpoint("recovery.finished", progress.version)
             return progress
@@ -169,19 +173,31 @@ def _repair(parts: Parts, progress: Progress, report: Report) -> Progress:
     return progress.at(digest.version, record=None, metrics=None)
 
 
-def _serve(parts: Parts, progress: Progress) -> None:
-    """Send the record or the state to whoever is to have it from here."""
+def _serve(parts: Parts, progress: Progress) -> threading.Thread | None:
+    """Send the record or the state to those who are to have it from here, beside the training where the transport
+    allows it: what is sent does not change before the next commit, which waits for the thread."""
     formed = progress.formed
     assert formed is not None
     me = formed.generation.members[formed.rank]
-    for rank, member in enumerate(formed.generation.members):
-        source = formed.digest.sources[member]
-        if source.donor != me or formed.group is None:
-            continue
-        failpoint("recovery.serving", progress.version)
-        if source.kind == "replay":
-            assert progress.record is not None
-            payload = progress.record.payload()
-        else:
-            payload = parts.registry.capture()
-        send_payload(formed.group, rank, *payload, parts.config.elastic.exchange_timeout_s)
+    needy = [rank for rank, m in enumerate(formed.generation.members) if formed.digest.sources[m].donor == me]
+    if not needy or formed.group is None:
+        return None
+    failpoint("recovery.serving", progress.version)
+    group, timeout_s = formed.group, parts.config.elastic.exchange_timeout_s
+    state = parts.registry.capture()
+    record = progress.record.payload() if progress.record else None
+    sources = [formed.digest.sources[formed.generation.members[rank]] for rank in needy]
+
+    def send_all() -> None:
+        for rank, source in zip(needy, sources, strict=True):
+            payload = record if source.kind == "replay" else state
+            assert payload is not None
+            with contextlib.suppress(PeerFailed):  # its death, or the group's end, is noticed elsewhere
+                send_payload(group, rank, *payload, timeout_s)
+
+    thread = threading.Thread(target=send_all, name="serve-state", daemon=True)
+    thread.start()
+    if not group.concurrent:
+        thread.join()
+        return None
+    return thread

@@ -43,8 +43,10 @@ class Registry:
         return own | dict(model_tensors(self.model))
 
     def capture(self) -> tuple[Skeleton, dict[str, Tensor]]:
-        """The state as a JSON-able skeleton and the live tensors it refers to (not copies). Local, does not block."""
+        """The state as a JSON-able skeleton and the live tensors it refers to, which stay as they are until the next
+        commit. Not copies, except of the buffers that forward changes. Local, does not block."""
         tensors = self._own()
+        tensors.update({f"model.{name}": buffer.clone() for name, buffer in self._changing.items()})
         skeleton: Skeleton = {}
         for name, part in self.parts.items():
             skeleton[name] = _encode(part.state_dict(), name, tensors)

@@ -23,12 +23,13 @@ def send_payload(group: Group, rank: int, meta: dict[str, Any], tensors: dict[st
         {
             "meta": meta,
             "tensors": [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in host.items()],
-            "sha256": fingerprint_tensors(host),
         }
     ).encode()
     messages = [torch.tensor([len(description)]), torch.frombuffer(bytearray(description), dtype=torch.uint8)]
     messages += [t.reshape(-1).view(torch.uint8) for t in host.values() if t.numel()]
     works = [group.send(m.to(group.device), rank, tag(TRANSFER, 0, i)) for i, m in enumerate(messages)]
+    sha256 = torch.frombuffer(bytearray.fromhex(fingerprint_tensors(host)), dtype=torch.uint8).to(group.device)
+    works.append(group.send(sha256, rank, tag(TRANSFER, 0, len(messages))))
     group.flush()
     for work in works:
         work.wait(timeout_s)
@@ -53,8 +54,9 @@ def receive_payload(group: Group, rank: int, timeout_s: float) -> Payload:
         tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
         if tensors[name].numel():
             works[name] = receive(2 + len(works), tensors[name].nbytes, torch.uint8)
+    sha256 = receive(2 + len(works), 32, torch.uint8)
     for name, work in works.items():
         tensors[name] = arrived(work).view(tensors[name].dtype).reshape(tensors[name].shape)
-    if fingerprint_tensors(tensors) != description["sha256"]:
+    if fingerprint_tensors(tensors) != bytes(arrived(sha256).numpy()).hex():
         raise PeerFailed(f"what rank {rank} sent arrived damaged: its sha256 is not the announced one")
     return description["meta"], tensors
