@@ -60,9 +60,7 @@ class TrainingConfig(Section):
             f"must be at most the number of slots, {slots} (global_batch_samples / micro_batch_samples)",
             "leave it out to have it chosen",
         )
-        self._require(
-            self.ema_decay is None or 0 < self.ema_decay < 1, "ema_decay", "must lie between 0 and 1"
-        )
+        self._require(self.ema_decay is None or 0 < self.ema_decay < 1, "ema_decay", "must lie between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,7 @@ class ElasticConfig(Section):
     exactness: Literal["strict", "relaxed"] = "strict"
     max_workers: int = 8
     canary: bool = True  # a joiner proves with one micro-batch that it computes the same bits
-    progress_timeout_factor: float = (
-        8.0  # hang deadline = factor * measured time of the phase, in the bounds below
-    )
+    progress_timeout_factor: float = 8.0  # hang deadline = factor * measured time of the phase, in the bounds below
     progress_timeout_min_s: float = 2.0
     progress_timeout_max_s: float = 300.0
     first_step_timeout_s: float = 300.0
@@ -90,9 +86,7 @@ class ElasticConfig(Section):
             "must be greater than 1",
             "a deadline shorter than the measured time would kill healthy workers",
         )
-        self._positive(
-            "progress_timeout_min_s", "first_step_timeout_s", "exchange_timeout_s"
-        )
+        self._positive("progress_timeout_min_s", "first_step_timeout_s", "exchange_timeout_s")
         self._require(
             self.progress_timeout_min_s < self.progress_timeout_max_s,
             "progress_timeout_min_s",
@@ -168,9 +162,7 @@ class DataConfig(Section):
 
     def check(self) -> None:
         self._at_least(1, "seq_length")
-        self._require(
-            0 <= self.validation_fraction < 1, "validation_fraction", "must be at least 0 and below 1"
-        )
+        self._require(0 <= self.validation_fraction < 1, "validation_fraction", "must be at least 0 and below 1")
         self._require(self.path != "", "path", "must name a file or a folder", "or leave it out")
 
 
@@ -219,9 +211,7 @@ class OptimizerConfig(Section):
         self._at_least(0, "weight_decay")
         self._require(all(0 <= b < 1 for b in self.betas), "betas", "must both be at least 0 and below 1")
         self._require(0 <= self.momentum < 1, "momentum", "must be at least 0 and below 1")
-        self._require(
-            not self.nesterov or self.momentum > 0, "nesterov", "needs optimizer.momentum greater than 0"
-        )
+        self._require(not self.nesterov or self.momentum > 0, "nesterov", "needs optimizer.momentum greater than 0")
 
 
 @dataclass(frozen=True)
@@ -262,9 +252,7 @@ class TrainerConfig(Config):
                 "leave it out to have it follow data.seq_length",
             )
         if self.model.vocab_size < 256:
-            raise setting_error(
-                "model.vocab_size", self.model.vocab_size, "must be at least 256: the tokens are bytes"
-            )
+            raise setting_error("model.vocab_size", self.model.vocab_size, "must be at least 256: the tokens are bytes")
         if self.scheduler.warmup_steps > self.training.max_steps:
             raise setting_error(
                 "scheduler.warmup_steps",

@@ -97,9 +97,7 @@ def _construct_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[An
         if not isinstance(key, str):
             raise ConfigError(f"The key {key!r} in line {key_node.start_mark.line + 1} is not text.")
         if key in mapping:
-            raise ConfigError(
-                f"The key {key} is given twice, the second time in line {key_node.start_mark.line + 1}."
-            )
+            raise ConfigError(f"The key {key} is given twice, the second time in line {key_node.start_mark.line + 1}.")
         mapping[key] = loader.construct_object(value_node, deep=True)
     return mapping
 
@@ -112,23 +110,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"Configuration file {path} does not exist; check the path given to --config."
-        ) from error
+        raise ConfigError(f"Configuration file {path} does not exist; check the path given to --config.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"Configuration file {path} cannot be read as UTF-8 text: {error}.") from error
     try:
         values = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
-        raise ConfigError(
-            f"Configuration file {path} is not valid YAML: {' '.join(str(error).split())}."
-        ) from error
+        raise ConfigError(f"Configuration file {path} is not valid YAML: {' '.join(str(error).split())}.") from error
     except ConfigError as error:
         raise ConfigError(f"Configuration file {path}: {error}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"Configuration file {path} holds {type(values).__name__}, but must hold sections with keys."
-        )
+        raise ConfigError(f"Configuration file {path} holds {type(values).__name__}, but must hold sections with keys.")
     return values

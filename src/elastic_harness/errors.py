@@ -1,15 +1,15 @@
 """Exceptions, grouped by what the caller does about them, and the exit codes they map to.
 
-    HarnessError
-    ├── ConfigError            fix the configuration            exit 2
-    ├── UserCodeError          fix the training script          exit 1
-    ├── TooFewWorkers          add machines or lower the minimum exit 3
-    ├── InfrastructureError    look at the machine              exit 4
-    │   └── CheckpointCorrupt  load an older checkpoint
-    ├── Refused                this worker does not fit the run exit 2
-    └── Recoverable            handled inside the training loop, never seen by user code
-        ├── PeerFailed         a peer or the link to it broke during a collective
-        └── GenerationChanged  the membership moved on
+HarnessError
+├── ConfigError            fix the configuration            exit 2
+├── UserCodeError          fix the training script          exit 1
+├── TooFewWorkers          add machines or lower the minimum exit 3
+├── InfrastructureError    look at the machine              exit 4
+│   └── CheckpointCorrupt  load an older checkpoint
+├── Refused                this worker does not fit the run exit 2
+└── Recoverable            handled inside the training loop, never seen by user code
+    ├── PeerFailed         a peer or the link to it broke during a collective
+    └── GenerationChanged  the membership moved on
 """
 
 from __future__ import annotations

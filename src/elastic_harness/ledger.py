@@ -65,9 +65,7 @@ class LedgerLine:
         try:
             return LedgerLine(
                 **integers,
-                computed_by=tuple(
-                    (str(member), int(low), int(high)) for member, low, high in record["computed_by"]
-                ),
+                computed_by=tuple((str(member), int(low), int(high)) for member, low, high in record["computed_by"]),
                 slot_samples=tuple(str(digest) for digest in record["slot_samples"]),
                 slot_weight=tuple(float(weight) for weight in record["slot_weight"]),
                 loss=float("nan") if record["loss"] is None else float(record["loss"]),
@@ -164,9 +162,7 @@ def read_ledger(path: str | Path) -> Ledger:
     if file.is_dir():
         file = file / FILE_NAME
     if not file.exists():
-        raise LedgerError(
-            f"{file}: there is no ledger here; give the folder of a run that has committed steps"
-        )
+        raise LedgerError(f"{file}: there is no ledger here; give the folder of a run that has committed steps")
     lines, _, torn = _scan(file)
     return Ledger(file, tuple(lines), torn)
 
@@ -218,9 +214,7 @@ def _scan(path: Path) -> tuple[list[LedgerLine], int, bool]:
         except ValueError as error:
             if end + 1 == len(data):
                 return lines, position, True
-            raise LedgerError(
-                f"{where}: not JSON ({error}); the file was damaged after it was written"
-            ) from error
+            raise LedgerError(f"{where}: not JSON ({error}); the file was damaged after it was written") from error
         if not isinstance(record, dict):
             raise LedgerError(f"{where}: holds {type(record).__name__}, it must be a JSON object")
         lines.append(LedgerLine.from_json(record, where))

@@ -14,14 +14,13 @@ from elastic_harness.agent.kv import KeyValues
 from elastic_harness.agent.loop import Agent, Outcome, spawn_error
 from elastic_harness.agent.places import Places
 from elastic_harness.agent.restarts import Cause, Ending, failure_exit_code
-from elastic_harness.agent.worker import Worker
+from elastic_harness.agent.worker import LEFT_OUT, Worker
 from elastic_harness.errors import EXIT_CONFIG, EXIT_INFRASTRUCTURE, EXIT_SUCCESS, EXIT_USER_CODE, ConfigError
 from elastic_harness.membership import leader
 from elastic_harness.membership.store import EmbeddedStore, Put
 from elastic_harness.membership.types import Limits, Report
 
 TICK_S = 0.05
-LEFT_OUT = "left out of generation"
 WAITING_NOTICE_S = 5.0
 
 
@@ -138,10 +137,12 @@ class ElasticRun:
         self._check_hopeless()
 
     def on_tick(self, now: float) -> None:
-        if now - self._ticked_at < TICK_S or self.agent.outcome is not None:
+        if now - self._ticked_at < TICK_S:
             return
         self._ticked_at = now
         self._feed(leader.Tick())
+        if self.agent.outcome is not None:  # ending: members may still have to re-form to reach the last boundary
+            return
         self._spawn_due()
         if self.state.paused and now - self._waiting_shown_at >= WAITING_NOTICE_S:
             self._waiting_shown_at = now

@@ -30,6 +30,9 @@ def die_with_parent(parent_pid: int, signal_number: int) -> None:
         os._exit(128 + signal_number)
 
 
+LEFT_OUT = "left out of generation"  # how `released` begins for a member that is not in the next generation
+
+
 @dataclass
 class Worker:
     """Everything the agent knows of one member.

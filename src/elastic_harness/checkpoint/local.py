@@ -264,9 +264,7 @@ def _as_json(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise TypeError(
-                    f"{where} has the key {key!r}, but keys must be text; turn it into text first."
-                )
+                raise TypeError(f"{where} has the key {key!r}, but keys must be text; turn it into text first.")
         return {key: _as_json(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_as_json(item, f"{where}[{i}]") for i, item in enumerate(value)]

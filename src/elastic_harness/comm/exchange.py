@@ -1,12 +1,13 @@
 """Carries out one step's exchange: headers to everyone, partial sums to their owners, the finished sum to all.
 
 Messages are keyed by (kind, step, tree node), never by their position in a plan. Receives are posted when the step
-begins, so that a partial sum travels the moment it is finished. Received bytes are thrown away with this object: they
-never touch a cached partial sum.
+begins, so that a partial sum travels the moment it is finished. Received bytes go into vectors of their own: they never
+touch a cached partial sum.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -113,34 +114,32 @@ class Exchange:
             self._sends.append(self._group.send(words, rank, tag(HEADER, self._step, 0)))
             failpoint("exchange.header_sent", self._step)
         self._group.flush(below=GATHERED)
+        self._group.wait(tuple(self._headers.values()), left())
         headers = [
-            header if rank == self._rank else self._headers[rank].wait(left()).cpu()
-            for rank in range(self._group.world)
+            header if rank == self._rank else self._headers[rank].tensor.cpu() for rank in range(self._group.world)
         ]
         failpoint("exchange.headers_received", self._step)
         lo, hi = self._plan.owned[self._rank]
         if hi > lo:
-            self._reduce(lo, hi, adder(headers), left)
+            self._group.wait(tuple(self._partials.values()), left())
+            self._reduce(lo, hi, adder(headers))
             for t in self._plan.gather:
                 if t.source == self._rank:
                     self._sends.append(self._group.send(self._result[lo:hi], t.target, tag(GATHERED, self._step, 0)))
                     failpoint("exchange.gathered_sent", self._step)
         self._group.flush()
-        for work in self._gathered:
-            work.wait(left())
+        self._group.wait(self._gathered, left())
         self._pool.give_back(*(work.tensor for work in self._partials.values()))
         return headers
 
-    def _reduce(self, lo: int, hi: int, add: Add, left: Callable[[], float]) -> None:
+    def _reduce(self, lo: int, hi: int, add: Add) -> None:
         """Finish the tree for the owned elements."""
         result = self._result[lo:hi]
-        total, _ = self._value((0, self._lanes), result, lo, add, left)
+        total, _ = self._value((0, self._lanes), result, lo, add)
         if total is not result:
             result.copy_(total)
 
-    def _value(
-        self, node: Node, result: torch.Tensor, lo: int, add: Add, left: Callable[[], float]
-    ) -> tuple[torch.Tensor, bool]:
+    def _value(self, node: Node, result: torch.Tensor, lo: int, add: Add) -> tuple[torch.Tensor, bool]:
         """The owned elements of a node, and whether they may be added into. Additions go into received vectors, the
         last one into the result: of two siblings at most one is this member's own partial sum, which must stay as it
         is. A method, because a function that calls itself through a closure would keep this object, and all it
@@ -148,10 +147,10 @@ class Exchange:
         if node in self._own:
             return self._own[node][lo : lo + result.numel()], False
         if node in self._partials:
-            return self._partials[node].wait(left()), True
+            return self._partials[node].tensor, True
         first, second = split(node)
-        a, a_is_free = self._value(first, result, lo, add, left)
-        b, b_is_free = self._value(second, result, lo, add, left)
+        a, a_is_free = self._value(first, result, lo, add)
+        b, b_is_free = self._value(second, result, lo, add)
         assert a_is_free or b_is_free, f"{first} and {second} are both this member's and should have been one"
         out = result if node == (0, self._lanes) else a if a_is_free else b
         add(out, first, a, second, b, lo)
@@ -159,14 +158,12 @@ class Exchange:
 
     def waiting_for(self) -> tuple[int, ...]:
         """Ranks whose part has not arrived, for the report of a broken exchange."""
-        pending = [w for w in (*self._headers.values(), *self._partials.values(), *self._gathered) if not w.done()]
+        pending = [w for w in (*self._headers.values(), *self._partials.values(), *self._gathered) if not w.finished]
         return tuple(sorted({w.rank for w in pending}))
 
     def sent(self, timeout_s: float) -> None:
         """Wait until every send has left its buffer; a send that failed is not an error: the receiver will tell."""
-        for work in self._sends:
-            try:
-                work.wait(timeout_s)
-            except PeerFailed:
-                continue
+        if self._group is not None and self._sends:
+            with contextlib.suppress(PeerFailed):
+                self._group.wait(self._sends, timeout_s)
         self._sends.clear()

@@ -1,9 +1,10 @@
 """Point-to-point tensors between the members of one generation, over gloo: built in the background, abortable.
 
 gloo has no way to cancel a pending receive from a peer that is alive but silent: `abort()` leaves it waiting for its
-timeout. Shutting down the group's own TCP connections does it within a millisecond, on both sides. (Nor does it always
-notice by itself that a peer died in the middle of a message; the agent's announcement does not depend on it.) This
-module is the only place that knows about it, and the one to look at when a new PyTorch changes something. The
+timeout. Shutting down the group's own TCP connections does it within a millisecond, on both sides. Only a message that
+a peer's death cut in two is never given up, so the blocking wait happens in a thread that can be left behind.
+
+This module is the only place that knows about it, and the one to look at when a new PyTorch changes something. The
 connections are told from all other sockets of the process by gloo's own listening ports, which pass through the
 rendezvous.
 """
@@ -12,10 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import struct
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +38,9 @@ class GlooGroup:
     def __init__(self, group: Any, connections: list[socket.socket], rank: int, world: int) -> None:
         self._group = group
         self._connections = connections
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._aborted = False
+        self._idle: list[_Waiter] = []
         self.rank = rank
         self.world = world
         self.device = torch.device("cpu")
@@ -44,36 +49,98 @@ class GlooGroup:
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Work:
         """Start sending a contiguous CPU tensor; it must not change until the work is done."""
         try:
-            return Work(self._group.send([tensor], rank, tag), tensor, rank)
+            return Work(self._open().send([tensor], rank, tag), tensor, rank)
         except RuntimeError as error:
             raise PeerFailed(f"could not send to rank {rank}: {error}") from error
 
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Work:
         """Start receiving into a contiguous CPU tensor of exactly the sent size."""
         try:
-            return Work(self._group.recv([tensor], rank, tag), tensor, rank)
+            return Work(self._open().recv([tensor], rank, tag), tensor, rank)
         except RuntimeError as error:
             raise PeerFailed(f"could not receive from rank {rank}: {error}") from error
+
+    def _open(self) -> Any:
+        group = self._group
+        if group is None:
+            raise PeerFailed("the group is closed")
+        return group
 
     def flush(self, below: int | None = None) -> None:
         """Nothing to do: gloo starts everything at once."""
 
+    def wait(self, works: Sequence[Work], timeout_s: float) -> None:
+        """Block until all works are done; at most `timeout_s`, and not beyond `abort`.
+
+        The waiting itself is done by another thread: when a peer dies in the middle of a message, gloo closes the
+        connection but never wakes the one who waits for that message, and nothing else can.
+        """
+        job = _Job(works, timeout_s)
+        with self._changed:
+            if self._aborted:
+                raise PeerFailed("the group was aborted")
+            waiter = self._idle.pop() if self._idle else _Waiter(self._changed)
+        waiter.jobs.put(job)
+        with self._changed:
+            self._changed.wait_for(lambda: job.finished or self._aborted, timeout_s + 1.0)
+            if not job.finished:
+                waiter.jobs.put(None)  # it may stay where it is until its timeout; it holds nothing we use again
+                raise PeerFailed("the group was aborted" if self._aborted else f"no answer within {timeout_s:.0f} s")
+            self._idle.append(waiter)
+        if job.error is not None:
+            raise job.error
+
     def abort(self) -> None:
         """Break every connection: all pending work of this group, here and at the peers, fails at once. Any thread
         may call it, any number of times."""
-        with self._lock:
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
             for connection in self._connections:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of the group; pending work must have ended (or been aborted) before."""
+        """Let go of the group; whatever is still pending is aborted."""
         self.abort()
-        with self._lock:
+        with self._changed:
             for connection in self._connections:
                 connection.close()
-            self._connections = []
+            for waiter in self._idle:
+                waiter.jobs.put(None)
+            self._connections, self._idle = [], []
             self._group = None
+
+
+class _Job:
+    """Some works to wait for, and how it went."""
+
+    def __init__(self, works: Sequence[Work], timeout_s: float) -> None:
+        self.works = works
+        self.deadline = time.monotonic() + timeout_s
+        self.finished = False
+        self.error: PeerFailed | None = None
+
+
+class _Waiter:
+    """A thread that blocks in gloo so that others need not."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._changed = changed
+        threading.Thread(target=self._run, name="gloo-wait", daemon=True).start()
+
+    def _run(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            try:
+                for work in job.works:
+                    work.wait_raw(max(0.001, job.deadline - time.monotonic()))
+            except PeerFailed as error:
+                job.error = error.with_traceback(None)
+            with self._changed:
+                job.finished = True
+                self._changed.notify_all()
+            del job
 
 
 def build(values: KeyValue, rank: int, world: int, *, hostname: str, cancelled: Callable[[float], None]) -> GlooGroup:

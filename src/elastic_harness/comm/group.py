@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -13,22 +13,21 @@ from elastic_harness.errors import PeerFailed
 
 
 class Work:
-    """A pending send or receive. `wait` blocks up to `timeout_s` and raises `PeerFailed` naming the peer's rank."""
+    """A pending send or receive. `finished` once its group has waited for it."""
 
-    def __init__(self, work: Any, tensor: torch.Tensor, rank: int) -> None:
-        self._work = work
+    def __init__(self, raw: Any, tensor: torch.Tensor, rank: int) -> None:
+        self.raw = raw
         self.tensor = tensor
         self.rank = rank
+        self.finished = False
 
-    def wait(self, timeout_s: float) -> torch.Tensor:
+    def wait_raw(self, timeout_s: float) -> None:
+        """Block up to `timeout_s`; raises PeerFailed naming the peer's rank."""
         try:
-            self._work.wait(timedelta(seconds=timeout_s))
+            self.raw.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise PeerFailed(f"the exchange with rank {self.rank} broke: {error}") from error
-        return self.tensor
-
-    def done(self) -> bool:
-        return bool(self._work.is_completed())
+        self.finished = True
 
 
 class Group(Protocol):
@@ -36,8 +35,10 @@ class Group(Protocol):
 
     device: where sent and received tensors must lie; they are contiguous, and a sent one must not change until its
     work is done. flush: everything sent or received so far may now be issued (a transport may collect until then);
-    with `below` only tags smaller than that kind's first. concurrent: whether several threads may use it at once.
-    abort: all pending work fails at once, here and at the peers; any thread may call it, any number of times.
+    with `below` only tags smaller than that kind's first. wait: until all of the works are done; raises PeerFailed when
+    one breaks, when `timeout_s` has passed, or at once when the group is aborted. concurrent: whether several threads
+    may use it at once. abort: all pending work fails at once, here and at the peers; any thread may call it, any number
+    of times.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Group(Protocol):
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Work: ...
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Work: ...
     def flush(self, below: int | None = None) -> None: ...
+    def wait(self, works: Sequence[Work], timeout_s: float) -> None: ...
     def abort(self) -> None: ...
     def close(self) -> None: ...
 

@@ -8,7 +8,7 @@ their tags: both ends sort alike, so the k-th send of a pair meets the k-th rece
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,25 +22,12 @@ from elastic_harness.errors import PeerFailed
 TIMEOUT_S = 1800.0  # NCCL's own, beyond every deadline of ours
 
 
-class GroupedWork(Work):
-    """A send or receive of a group of them; it can be waited for once the group was issued."""
-
-    def __init__(self, tensor: torch.Tensor, rank: int) -> None:
-        super().__init__(None, tensor, rank)
-
-    def issued(self, work: Any) -> None:
-        self._work = work
-
-    def done(self) -> bool:
-        return self._work is not None and bool(self._work.is_completed())
-
-
 class NcclGroup:
     """The transport of one generation between GPUs. Local object."""
 
     def __init__(self, group: Any, rank: int, world: int, device: torch.device) -> None:
         self._group = group
-        self._pending: list[tuple[int, int, bool, GroupedWork]] = []
+        self._pending: list[tuple[int, int, bool, Work]] = []
         self.rank = rank
         self.world = world
         self.device = device
@@ -53,7 +40,7 @@ class NcclGroup:
         return self._later(tensor, rank, tag, sends=False)
 
     def _later(self, tensor: torch.Tensor, rank: int, tag: int, *, sends: bool) -> Work:
-        work = GroupedWork(tensor, rank)
+        work = Work(None, tensor, rank)
         self._pending.append((tag, rank, sends, work))
         return work
 
@@ -72,7 +59,12 @@ class NcclGroup:
         except RuntimeError as error:
             raise PeerFailed(f"NCCL refused a group of {len(pending)} messages: {error}") from error
         for _, _, _, work in pending:
-            work.issued(issued)
+            work.raw = issued
+
+    def wait(self, works: Sequence[Work], timeout_s: float) -> None:
+        """Block until all works are done."""
+        for work in works:
+            work.wait_raw(timeout_s)
 
     def abort(self) -> None:
         """Break the communicator: all pending work fails at once."""

@@ -57,9 +57,7 @@ class Corpus:
         folder = cache if cache is not None else cache_folder()
         sha256, size = _cached(files, folder, name)
         if size == 0:
-            raise ConfigError(
-                f"The corpus {name} holds no text: all its files are empty or binary; give another path."
-            )
+            raise ConfigError(f"The corpus {name} holds no text: all its files are empty or binary; give another path.")
         data = np.memmap(folder / f"{sha256}.u8", dtype=np.uint8, mode="r", shape=(size,))
         return cls(name, sha256, data)
 
@@ -136,13 +134,9 @@ def _given_source(path: Path) -> tuple[str, list[Path]]:
     if path.is_file():
         return str(path), [path]
     if not path.exists():
-        raise ConfigError(
-            f"The corpus data.path={path} does not exist; give an existing text file or folder."
-        )
+        raise ConfigError(f"The corpus data.path={path} does not exist; give an existing text file or folder.")
     if not path.is_dir():
-        raise ConfigError(
-            f"The corpus data.path={path} is neither a file nor a folder; give a text file or folder."
-        )
+        raise ConfigError(f"The corpus data.path={path} is neither a file nor a folder; give a text file or folder.")
     files = [f for f in _walk(path) if _is_text(f)]
     if not files:
         raise ConfigError(f"The folder data.path={path} holds no text file; give a folder with text in it.")
@@ -158,9 +152,7 @@ def _default_source() -> tuple[str, list[Path]]:
         files = [f for f in _walk(folder, DEFAULT_EXCLUDED) if f.suffix == ".py"] if folder.is_dir() else []
         if sum(f.stat().st_size for f in files) >= DEFAULT_MINIMUM_BYTES:
             return str(folder), files
-    raise ConfigError(
-        f"There is no Python source in {stdlib} to train on; set data.path to a text file or folder."
-    )
+    raise ConfigError(f"There is no Python source in {stdlib} to train on; set data.path to a text file or folder.")
 
 
 def _walk(folder: Path, excluded: frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -199,9 +191,7 @@ def _cached(files: list[Path], folder: Path, name: str) -> tuple[str, int]:
         sha256, size = _copy(files, folder)
         # Files that changed while they were read are copied as seen, but not remembered.
         if _listing_key(files) == before:
-            _write_atomically(
-                index, json.dumps({"version": INDEX_VERSION, "sha256": sha256, "bytes": size}).encode()
-            )
+            _write_atomically(index, json.dumps({"version": INDEX_VERSION, "sha256": sha256, "bytes": size}).encode())
     except OSError as error:
         raise InfrastructureError(
             f"The corpus {name} cannot be copied into the cache {folder}: {error}; "
@@ -214,9 +204,7 @@ def _listing_key(files: list[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
         status = file.stat()
-        digest.update(
-            f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode("utf-8", "surrogateescape")
-        )
+        digest.update(f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
 

@@ -50,9 +50,7 @@ class Permutation:
         """The ids at these positions, an int64 array of the same shape. Positions must lie in range(n)."""
         given = np.asarray(positions, dtype=np.int64)
         if given.size and (given.min() < 0 or given.max() >= self.n):
-            raise IndexError(
-                f"positions span {given.min()} … {given.max()}, but must lie in 0 … {self.n - 1}."
-            )
+            raise IndexError(f"positions span {given.min()} … {given.max()}, but must lie in 0 … {self.n - 1}.")
         if self._table is not None:
             return self._table[given]
         ids = self._scramble(given.astype(np.uint64).ravel())

@@ -93,9 +93,7 @@ class GPT(nn.Module):
                 if temperature <= 0:
                     token_B1 = logits_BV.argmax(dim=-1, keepdim=True)
                 else:
-                    token_B1 = torch.multinomial(
-                        (logits_BV / temperature).softmax(-1), 1, generator=generator
-                    )
+                    token_B1 = torch.multinomial((logits_BV / temperature).softmax(-1), 1, generator=generator)
                 idx = torch.cat((idx, token_B1), dim=1)
         finally:
             self.train(was_training)
@@ -128,6 +126,4 @@ def _rotary_angles(length: int, width: int, like: Tensor) -> tuple[Tensor, Tenso
 
 def _rotate(x_BHTD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     first, second = x_BHTD.chunk(2, dim=-1)
-    return torch.cat((first * cos_TR - second * sin_TR, first * sin_TR + second * cos_TR), dim=-1).type_as(
-        x_BHTD
-    )
+    return torch.cat((first * cos_TR - second * sin_TR, first * sin_TR + second * cos_TR), dim=-1).type_as(x_BHTD)

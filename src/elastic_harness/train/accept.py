@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -37,3 +38,18 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, schedule
         )
     if not any(p.requires_grad for p in given):
         raise ConfigError("The optimizer has no parameter with requires_grad=True, so there is nothing to train.")
+
+
+def check_extra(extra: Collection[str], taken: Collection[str], exactness: str) -> None:
+    """Raise ConfigError for names of extra objects that would hide other state, and where they cannot be kept alike."""
+    wrong = sorted(name for name in extra if name == "model" or name in taken or "." in name or not name)
+    if wrong:
+        raise ConfigError(
+            f"extra= has the names {wrong}, but 'model', {', '.join(map(repr, taken))} are taken and a name must not "
+            "contain a dot; give them other names."
+        )
+    if extra and exactness == "relaxed":
+        raise ConfigError(
+            "extra= cannot be combined with elastic.exactness=relaxed: a worker that falls behind takes a peer's state "
+            "there, which may already contain what your code does to these objects after the step."
+        )

@@ -133,7 +133,7 @@ class AgentLink:
                         return generation
                 if self._done:
                     raise Left("done")
-                if self.stop_requested is not None:
+                if self.stop_requested is not None and (planned or self._paused):
                     raise Left(self.stop_requested.get("reason", "asked to stop"))
                 self._changed.wait()
 

@@ -12,18 +12,21 @@ Stages, each named, timed and ended by any newer urgent generation:
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 from elastic_harness.comm.group import Group
 from elastic_harness.comm.placement import Ranges, merge_ranges
-from elastic_harness.errors import CheckpointCorrupt, PeerFailed, Recoverable
+from elastic_harness.errors import EXIT_INFRASTRUCTURE, CheckpointCorrupt, PeerFailed, Recoverable
 from elastic_harness.failpoints import failpoint
-from elastic_harness.membership.types import Generation, Report
-from elastic_harness.train.apply import Record
+from elastic_harness.membership.types import Generation, Report, SourceKind
+from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.board import Phase
 from elastic_harness.train.effects import recovered
 from elastic_harness.train.link import GenerationValues, cancelled_by
@@ -162,7 +165,7 @@ def _repair(parts: Parts, progress: Progress, report: Report) -> Progress:
             assert record.step == progress.version, f"got the record of step {record.step} at {progress.version}"
             return progress.at(digest.version, record=record, metrics=parts.applier.apply(record))
         case "state":
-            parts.registry.restore(*receive())
+            return _take_state(parts, progress, digest.version, receive())
         case "restore":
             try:
                 parts.saver.restore(digest.version)
@@ -184,16 +187,19 @@ def _serve(parts: Parts, progress: Progress) -> threading.Thread | None:
         return None
     failpoint("recovery.serving", progress.version)
     group, timeout_s = formed.group, parts.config.elastic.exchange_timeout_s
-    state = parts.registry.capture()
-    record = progress.record.payload() if progress.record else None
-    sources = [formed.digest.sources[formed.generation.members[rank]] for rank in needy]
+    payloads: dict[SourceKind, Payload] = {"state": _state_payload(parts, progress)}
+    if progress.record is not None:
+        payloads["replay"] = progress.record.payload()
+    kinds = {rank: formed.digest.sources[formed.generation.members[rank]].kind for rank in needy}
 
     def send_all() -> None:
-        for rank, source in zip(needy, sources, strict=True):
-            payload = record if source.kind == "replay" else state
-            assert payload is not None
-            with contextlib.suppress(PeerFailed):  # its death, or the group's end, is noticed elsewhere
-                send_payload(group, rank, *payload, timeout_s)
+        try:
+            for rank in needy:
+                with contextlib.suppress(PeerFailed):  # its death, or the group's end, is noticed elsewhere
+                    send_payload(group, rank, *payloads[kinds[rank]], timeout_s)
+        except BaseException:  # thread boundary: without the state the receiver would wait, and look guilty
+            traceback.print_exc()
+            os._exit(EXIT_INFRASTRUCTURE)
 
     thread = threading.Thread(target=send_all, name="serve-state", daemon=True)
     thread.start()
@@ -201,3 +207,27 @@ def _serve(parts: Parts, progress: Progress) -> threading.Thread | None:
         thread.join()
         return None
     return thread
+
+
+RECORD = "$record."  # no other state has such a name
+
+
+def _state_payload(parts: Parts, progress: Progress) -> Payload:
+    """The whole state, and the last record with it: whoever is at a version can help those one step behind."""
+    skeleton, tensors = parts.registry.capture()
+    meta: dict[str, Any] = {"state": skeleton}
+    if progress.record is not None and progress.metrics is not None:
+        meta["record"], vectors = progress.record.payload()
+        meta["metrics"] = asdict(progress.metrics)
+        tensors |= {f"{RECORD}{name}": vector for name, vector in vectors.items()}
+    return meta, tensors
+
+
+def _take_state(parts: Parts, progress: Progress, version: int, payload: Payload) -> Progress:
+    meta, tensors = payload
+    parts.registry.restore(meta["state"], {n: t for n, t in tensors.items() if not n.startswith(RECORD)})
+    if "record" not in meta:
+        return progress.at(version, record=None, metrics=None)
+    vectors = {n.removeprefix(RECORD): t for n, t in tensors.items() if n.startswith(RECORD)}
+    record = Record.from_payload((meta["record"], vectors), parts.new_partials(0).table)
+    return progress.at(version, record=record, metrics=Metrics(**meta["metrics"]))

@@ -31,7 +31,7 @@ from elastic_harness.errors import (
 )
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train import standalone
-from elastic_harness.train.accept import check_trainable
+from elastic_harness.train.accept import check_extra, check_trainable
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.board import Board, Phase
 from elastic_harness.train.deadlines import Deadlines
@@ -215,6 +215,7 @@ def start(
     shape = Shape(config.slots, config.lanes_resolved, training.micro_batch_samples, pairs=layout.uniform)
     schedule = Schedule(len(source), training.global_batch_samples)
     given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
+    check_extra(extra or {}, given, config.elastic.exactness)
     registry = Registry(model, {k: v for k, v in given.items() if v is not None} | dict(extra or {}), averaged)
     registry.capture()  # refuses now what could not be saved later
     deadlines = Deadlines(config.elastic, board)
@@ -278,6 +279,8 @@ def start(
     except Left as left:
         print(f"elastic-harness: {left.reason}", file=sys.stderr, flush=True)
         _leave(0)
+    if progress.serving is not None:
+        progress.serving.join()  # until the first step begins, the caller may still change what is being sent
     return Run(parts, progress)
 
 

@@ -121,6 +121,7 @@ def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
+        assert path not in tensors, f"two pieces of state are called {path}"
         tensors[path] = value.detach()
         return {"$tensor": path}
     if isinstance(value, np.generic):

@@ -31,8 +31,7 @@ def send_payload(group: Group, rank: int, meta: dict[str, Any], tensors: dict[st
     sha256 = torch.frombuffer(bytearray.fromhex(fingerprint_tensors(host)), dtype=torch.uint8).to(group.device)
     works.append(group.send(sha256, rank, tag(TRANSFER, 0, len(messages))))
     group.flush()
-    for work in works:
-        work.wait(timeout_s)
+    group.wait(works, timeout_s)
 
 
 def receive_payload(group: Group, rank: int, timeout_s: float) -> Payload:
@@ -44,7 +43,8 @@ def receive_payload(group: Group, rank: int, timeout_s: float) -> Payload:
 
     def arrived(work: Work) -> Tensor:
         group.flush()
-        return work.wait(timeout_s).cpu()
+        group.wait((work,), timeout_s)
+        return work.tensor.cpu()
 
     length = int(arrived(receive(0, 1, torch.int64)))
     description = json.loads(bytes(arrived(receive(1, length, torch.uint8)).numpy()))
@@ -55,8 +55,10 @@ def receive_payload(group: Group, rank: int, timeout_s: float) -> Payload:
         if tensors[name].numel():
             works[name] = receive(2 + len(works), tensors[name].nbytes, torch.uint8)
     sha256 = receive(2 + len(works), 32, torch.uint8)
+    group.flush()
+    group.wait((*works.values(), sha256), timeout_s)
     for name, work in works.items():
-        tensors[name] = arrived(work).view(tensors[name].dtype).reshape(tensors[name].shape)
-    if fingerprint_tensors(tensors) != bytes(arrived(sha256).numpy()).hex():
+        tensors[name] = work.tensor.cpu().view(tensors[name].dtype).reshape(tensors[name].shape)
+    if fingerprint_tensors(tensors) != bytes(sha256.tensor.cpu().numpy()).hex():
         raise PeerFailed(f"what rank {rank} sent arrived damaged: its sha256 is not the announced one")
     return description["meta"], tensors
