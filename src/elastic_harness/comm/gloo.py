@@ -87,8 +87,8 @@ class GlooGroup:
                 waiter.jobs.put(None)  # it may stay where it is until its timeout; it holds nothing we use again
                 raise PeerFailed("the group was aborted" if self._aborted else f"no answer within {timeout_s:.0f} s")
             self._idle.append(waiter)
-        if job.error is not None:
-            raise job.error
+        if job.error:
+            raise PeerFailed(job.error)
 
     def abort(self) -> None:
         """Break every connection: all pending work of this group, here and at the peers, fails at once. Any thread
@@ -113,13 +113,14 @@ class GlooGroup:
 
 
 class _Job:
-    """Some works to wait for, and how it went."""
+    """Some works to wait for, and how it went. The error is kept as text: an exception would hold the frames it came
+    through, and they the group and its sockets."""
 
     def __init__(self, works: Sequence[Work], timeout_s: float) -> None:
         self.works = works
         self.deadline = time.monotonic() + timeout_s
         self.finished = False
-        self.error: PeerFailed | None = None
+        self.error = ""
 
 
 class _Waiter:
@@ -131,16 +132,23 @@ class _Waiter:
         threading.Thread(target=self._run, name="gloo-wait", daemon=True).start()
 
     def _run(self) -> None:
-        while (job := self.jobs.get()) is not None:
-            try:
-                for work in job.works:
-                    work.wait_raw(max(0.001, job.deadline - time.monotonic()))
-            except PeerFailed as error:
-                job.error = error.with_traceback(None)
-            with self._changed:
-                job.finished = True
-                self._changed.notify_all()
-            del job
+        while self._wait_for_next():
+            pass
+
+    def _wait_for_next(self) -> bool:
+        """Serve one job; False at the end. A function of its own, so that an idle waiter holds nothing of the group."""
+        job = self.jobs.get()
+        if job is None:
+            return False
+        try:
+            for work in job.works:
+                work.wait_raw(max(0.001, job.deadline - time.monotonic()))
+        except PeerFailed as error:
+            job.error = str(error)
+        with self._changed:
+            job.finished = True
+            self._changed.notify_all()
+        return True
 
 
 def build(values: KeyValue, rank: int, world: int, *, hostname: str, cancelled: Callable[[float], None]) -> GlooGroup:
