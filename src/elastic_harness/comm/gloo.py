@@ -106,10 +106,10 @@ class GlooGroup:
         with self._changed:
             for connection in self._connections:
                 connection.close()
-            for waiter in self._idle:
-                waiter.jobs.put(None)
-            self._connections, self._idle = [], []
+            idle, self._connections, self._idle = self._idle, [], []
             self._group = None
+        for waiter in idle:
+            waiter.end()
 
 
 class _Job:
@@ -129,7 +129,13 @@ class _Waiter:
     def __init__(self, changed: threading.Condition) -> None:
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._changed = changed
-        threading.Thread(target=self._run, name="gloo-wait", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="gloo-wait", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End an idle waiter: an interpreter that exits while a thread is inside gloo would abort."""
+        self.jobs.put(None)
+        self._thread.join()
 
     def _run(self) -> None:
         while self._wait_for_next():
