@@ -129,7 +129,7 @@ def test_demo_interrupted_leaves_no_process(
 
     def interrupt(pressed: str, job: Job, *rest: object) -> None:
         obey(pressed, job, *rest)  # type: ignore[arg-type]
-        if job.story.commits and not seen:
+        if not seen:  # the first time round: on a busy machine there may be no later one
             seen.append(job.run_dir)
             os.kill(os.getpid(), number)
 
