@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-HARDWARE_KEYS = frozenset({"cpu", "cpu_capability", "onednn_max_isa", "device", "torch", "threads", "compile"})
+HARDWARE_KEYS = frozenset(
+    {"cpu", "cpu_capability", "onednn_max_isa", "mkl_cbwr", "device", "torch", "threads", "compile"}
+)
 """What `exactness: relaxed` allows to differ between members: it changes bits, not what is computed."""
 
 

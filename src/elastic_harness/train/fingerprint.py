@@ -48,6 +48,7 @@ def fingerprint(
         "cpu": cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "onednn_max_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
+        "mkl_cbwr": os.environ.get("MKL_CBWR", ""),
     }
     entries.update({f"data.{name}": value for name, value in dataset.items()})
     return entries
