@@ -86,7 +86,7 @@ class GlooGroup:
             if not job.finished:
                 waiter.jobs.put(None)  # it may stay where it is until its timeout; it holds nothing we use again
                 raise PeerFailed("the group was aborted" if self._aborted else f"no answer within {timeout_s:.0f} s")
-            if self._aborted:  # `close` may have been here already and will not come again
+            if self._group is None:  # `close` has been here already and will not come again
                 waiter.jobs.put(None)
             else:
                 self._idle.append(waiter)
