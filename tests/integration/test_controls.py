@@ -42,6 +42,7 @@ def test_plain_ddp_depends_on_the_number_of_workers(tmp_path: Path) -> None:
 
 def test_another_order_of_additions_gives_other_weights(broken: Start, undisturbed: Weights) -> None:
     job = broken("order_of_additions_depends_on_the_number_of_workers", 3)
+    job.fill()
     with pytest.raises(AssertionError, match="not the weights of the undisturbed run"):
         job.finish(expected=undisturbed(STEPS))
 
@@ -57,6 +58,7 @@ def test_other_threads_are_refused(broken: Start) -> None:
 def test_wrong_arithmetic_is_refused(broken: Start, undisturbed: Weights) -> None:
     """The worker whose canary differs is sent away; the others' weights are right."""
     job = broken("wrong_arithmetic", 3)
+    job.until(lambda: job.ready() == 3, "3 ready workers")
     job.allow(1 << 30)
     assert job.wait() == 0, job.output
     assert job.events("run_finished")[-1]["weights_sha256"] == undisturbed(STEPS)
@@ -66,6 +68,7 @@ def test_wrong_arithmetic_is_refused(broken: Start, undisturbed: Weights) -> Non
 
 def test_without_the_gate_wrong_arithmetic_gives_other_weights(broken: Start, undisturbed: Weights) -> None:
     job = broken("wrong_arithmetic_and_no_gate", 3)
+    job.fill()
     with pytest.raises(AssertionError, match="not the weights of the undisturbed run"):
         job.finish(expected=undisturbed(STEPS))
 
@@ -96,6 +99,7 @@ def test_computing_finished_lanes_again_is_noticed(broken: Start) -> None:
 
 def test_other_samples_are_noticed(broken: Start) -> None:
     job = broken("other_samples", 2)
+    job.fill()
     job.allow(1 << 30)
     assert job.wait() == 0, job.output
     verdict = verify(job.run_dir)
