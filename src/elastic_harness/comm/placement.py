@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -11,18 +13,21 @@ Ranges = tuple[tuple[int, int], ...]
 _SEARCH_LIMIT = 16  # members up to which the best cut points are searched; beyond, the bigger ranges come first
 
 
-def deal(lanes: int, members: Sequence[str], held: Mapping[str, Ranges]) -> dict[str, Ranges]:
+def deal(
+    lanes: int, members: Sequence[str], held: Mapping[str, Ranges], handicap: Mapping[str, int] | None = None
+) -> dict[str, Ranges]:
     """The lanes each member still has to compute, given those already finished (`held`).
 
-    The missing lanes are cut into contiguous, balanced runs (`balanced_cuts`). Members take the runs in the
-    order of the lanes they already hold, so that neighbouring lanes meet and can be summed before they travel.
+    The missing lanes are cut into contiguous runs: balanced (`balanced_cuts`), or, where a member has something else
+    to do first that takes as long as `handicap` lanes, such that all come to their end at about the same time.
+    Members take the runs in the order of the lanes they already hold, so that neighbouring lanes meet and can be
+    summed before they travel.
     """
     finished = [False] * lanes
     for ranges in held.values():
         for lo, hi in ranges:
             finished[lo:hi] = [True] * (hi - lo)
     missing = [lane for lane in range(lanes) if not finished[lane]]
-    cuts = balanced_cuts(len(missing), len(members))
 
     def place(item: tuple[int, str]) -> tuple[float, int]:
         rank, member = item
@@ -30,7 +35,22 @@ def deal(lanes: int, members: Sequence[str], held: Mapping[str, Ranges]) -> dict
         return (ranges[0][0] if ranges else rank * lanes / len(members), rank)
 
     order = [member for _, member in sorted(enumerate(members), key=place)]
+    loads = tuple((handicap or {}).get(member, 0) for member in order)
+    cuts = levelled_cuts(len(missing), loads) if any(loads) else balanced_cuts(len(missing), len(members))
     return {m: _ranges(missing[cuts[i] : cuts[i + 1]]) for i, m in enumerate(order)}
+
+
+def levelled_cuts(lanes: int, loads: Sequence[int]) -> tuple[int, ...]:
+    """Cut points of contiguous ranges that level unequal loads: one lane after the other goes to whoever has least,
+    the earliest first."""
+    waiting = [(load, part) for part, load in enumerate(loads)]
+    heapq.heapify(waiting)
+    sizes = [0] * len(loads)
+    for _ in range(lanes):
+        load, part = waiting[0]
+        sizes[part] += 1
+        heapq.heapreplace(waiting, (load + 1, part))
+    return (0, *itertools.accumulate(sizes))
 
 
 @lru_cache(maxsize=256)

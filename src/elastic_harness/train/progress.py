@@ -36,6 +36,13 @@ class Formed:
             return ()
         return tuple(self.generation.members.index(m) for m in self.digest.unverified)
 
+    def late(self, step: int) -> tuple[int, ...]:
+        """Ranks that receive the state before they can begin this step, while others have it."""
+        kinds = [self.digest.sources[m].kind for m in self.generation.members]
+        if step != self.digest.version or all(kind not in ("keep", "replay") for kind in kinds):
+            return ()
+        return tuple(rank for rank, kind in enumerate(kinds) if kind == "state")
+
 
 @dataclass(frozen=True)
 class Sent:
