@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from torch import Tensor, nn
 
 from elastic_harness.comm.tree import Node
@@ -196,8 +197,8 @@ class SlotComputer:
 
 def canary_word(gradients: Gradients) -> int:
     """63 bits of the hash over a lane's gradients, never 0."""
-    digest = hashlib.sha256()
+    digest = xxhash.xxh3_64()
     for gradient in gradients:
         if gradient is not None:
             digest.update(tensor_bytes(gradient))
-    return int.from_bytes(digest.digest()[:8], "big") >> 1 | 1
+    return digest.intdigest() >> 1 | 1

@@ -111,14 +111,6 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
-def fingerprint_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 over all tensors' bytes in name order, to check a transfer."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(tensor_bytes(tensors[name]))
-    return digest.hexdigest()
-
-
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         assert path not in tensors, f"two pieces of state are called {path}"

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elastic_harness
 from elastic_harness.events import read_events
-from elastic_harness.train.state import Registry, fingerprint_tensors, weights_sha256
+from elastic_harness.train.state import Registry, tensor_bytes, weights_sha256
 
 WAIT_S = 120.0
 
@@ -313,7 +313,10 @@ def main() -> None:
     skeleton, tensors = registry.capture()
     print("final-weights", weights_sha256(case.model), flush=True)
     values = hashlib.sha256(json.dumps(skeleton, sort_keys=True).encode()).hexdigest()
-    print("final-state", fingerprint_tensors(tensors), values, flush=True)
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(tensor_bytes(tensors[name]))
+    print("final-state", digest.hexdigest(), values, flush=True)
 
 
 if __name__ == "__main__":
