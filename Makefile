@@ -18,8 +18,8 @@ lint: $(STAMP) ## lint, types and import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-check: lint ## lint, types, import rules and unit tests; under a minute
-	$(BIN)/pytest -q tests/unit
+check: lint ## lint, types, import rules and the fast unit tests; under a minute
+	$(BIN)/pytest -q -m "not slow and not soak" tests/unit
 
 test: $(STAMP) ## every test, with real processes and real signals
 	$(BIN)/pytest

@@ -94,6 +94,7 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["--seed", "4", "--runs-dir", str(tmp_path / "runs"), "--plain", "training.max_steps=40"]
 
 
+@pytest.mark.slow
 def test_demo_passes_leaves_a_report_and_no_process(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +113,7 @@ def test_demo_passes_leaves_a_report_and_no_process(
     assert not _processes_of(storm) and not _processes_of(calm)
 
 
+@pytest.mark.slow
 def test_demo_fails_if_the_weights_differ(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
