@@ -221,7 +221,7 @@ class SchedulerConfig(Section):
     section: ClassVar[str] = "scheduler"
 
     name: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int = 20
+    warmup_steps: int | None = None  # null: 20, or a tenth of training.max_steps if that is less
     min_lr_ratio: float = 0.1  # of optimizer.lr, at the last step
 
     def check(self) -> None:
@@ -253,7 +253,10 @@ class TrainerConfig(Config):
             )
         if self.model.vocab_size < 256:
             raise setting_error("model.vocab_size", self.model.vocab_size, "must be at least 256: the tokens are bytes")
-        if self.scheduler.warmup_steps > self.training.max_steps:
+        if self.scheduler.warmup_steps is None:
+            warmup_steps = min(20, self.training.max_steps // 10)
+            object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler, warmup_steps=warmup_steps))
+        elif self.scheduler.warmup_steps > self.training.max_steps:
             raise setting_error(
                 "scheduler.warmup_steps",
                 self.scheduler.warmup_steps,

@@ -116,6 +116,22 @@ def other_samples() -> None:
         slots.slot_sample_ids = next_ones
 
 
+def messages_keyed_by_position() -> None:
+    """Partial sums are told apart by their place in the order of sending, not by their node."""
+    begin = exchange.Exchange.__init__
+
+    def posted(self: exchange.Exchange, group: Any, plan: Any, *rest: Any) -> None:
+        expected: dict[tree.Node, int] = {}
+        for rank in range(len(plan.owned)):
+            expected |= {node: i for i, node in enumerate(node for node, holder in plan.cover if holder == rank)}
+        exchange.key = lambda node, lanes: expected[node]
+        begin(self, group, plan, *rest)
+        sent: dict[tree.Node, int] = {}
+        exchange.key = lambda node, lanes: sent.setdefault(node, len(sent))
+
+    exchange.Exchange.__init__ = posted  # type: ignore[method-assign]
+
+
 DEFECTS: dict[str, Callable[[], None]] = {
     defect.__name__: defect
     for defect in (
@@ -127,6 +143,7 @@ DEFECTS: dict[str, Callable[[], None]] = {
         joiner_without_the_optimizer,
         everything_again,
         other_samples,
+        messages_keyed_by_position,
     )
 }
 

@@ -104,3 +104,13 @@ def test_other_samples_are_noticed(broken: Start) -> None:
     assert job.wait() == 0, job.output
     verdict = verify(job.run_dir)
     assert not verdict.ok and "slot" in verdict.violations[0]
+
+
+def test_messages_keyed_by_position_give_other_weights(broken: Start, undisturbed: Weights) -> None:
+    """After a loss the survivors send what they had finished before the lanes that were dealt to them anew."""
+    job = broken("messages_keyed_by_position", 3)
+    job.fill()
+    job.order(0, "exchange.header_sent")
+    job.play()
+    with pytest.raises(AssertionError, match="not the weights of the undisturbed run"):
+        job.finish(expected=undisturbed(STEPS))

@@ -21,6 +21,7 @@ from elastic_harness.membership.store import EmbeddedStore, Put
 from elastic_harness.membership.types import Limits, Report
 
 TICK_S = 0.05
+START_S_MIN = 30.0
 WAITING_NOTICE_S = 5.0
 
 
@@ -37,6 +38,7 @@ class ElasticRun:
         self._store = EmbeddedStore(time.monotonic)
         self._values = KeyValues()
         self._places = Places(options.workers, options.spares, options.api_restarts)
+        self._asking: dict[str, dict[str, Any]] = {}  # fingerprints of those who said hello and have no answer yet
         self._refused: dict[str, str] = {}
         self._unfit: dict[str, str] = {}
         self._members: tuple[str, ...] = ()
@@ -49,6 +51,7 @@ class ElasticRun:
         self._errors_shown: set[str] = set()
         self._waiting_shown_at = 0.0
         self._ticked_at = 0.0
+        self._began_at = time.monotonic()
         self._done = False
 
     # ---- what the agent reports
@@ -99,6 +102,8 @@ class ElasticRun:
                 worker.error = message
             case "unfit":
                 self._feed(leader.Unfit(message["member"], message["reason"]))
+            case "unsaved":
+                self.agent.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", message["error"]), graceful=False)
             case "finished":
                 worker.finished = message
                 self._finished[worker.member] = message
@@ -107,6 +112,7 @@ class ElasticRun:
                 self.agent.console.notice(f"worker {worker.member} sent an unknown message {other!r}; it is ignored")
 
     def on_gone(self, worker: Worker) -> None:
+        self._asking.pop(worker.member, None)
         reading = worker.board.read()
         if worker.hello and reading.phase == SLOT and reading.slot >= 0 and not worker.slot_failed:
             code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
@@ -143,11 +149,26 @@ class ElasticRun:
         self._feed(leader.Tick())
         if self.agent.outcome is not None:  # ending: members may still have to re-form to reach the last boundary
             return
+        self._give_up_the_mute(now)
+        if self._asking:
+            self._answer()
         self._spawn_due()
         if self.state.paused and now - self._waiting_shown_at >= WAITING_NOTICE_S:
             self._waiting_shown_at = now
             self.agent.records.event("waiting", reason=self.state.paused)
             self.agent.console.notice(self.state.paused)
+
+    def _give_up_the_mute(self, now: float) -> None:
+        """A worker that never says hello would keep its place for ever: it has as long as the job waits for it."""
+        limit_s = max(self.agent.options.join_timeout_s, START_S_MIN)
+        for worker in list(self.agent.workers.values()):
+            silent_s = now - max(worker.started_at, self._began_at)
+            if worker.running and not (worker.hello or worker.lost or worker.released) and silent_s > limit_s:
+                evidence = (
+                    f"it has not called elastic_harness.start() within {silent_s:.0f} s of its start "
+                    f"(--join-timeout, at least {START_S_MIN:g} s); if it needs longer to get there, raise that"
+                )
+                self.agent.give_up(worker, evidence)
 
     def scale(self, target: int) -> None:
         limits = self.state.limits
@@ -183,8 +204,8 @@ class ElasticRun:
 
     # ---- the leader's decisions
 
-    def _feed(self, event: leader.Event) -> None:
-        self.state, actions = leader.step(self.state, event, time.monotonic())
+    def _feed(self, event: leader.Event, now: float | None = None) -> None:
+        self.state, actions = leader.step(self.state, event, time.monotonic() if now is None else now)
         for action in actions:
             self._carry_out(action)
 
@@ -327,22 +348,37 @@ class ElasticRun:
         worker.hello = True
         worker.beat_seen_at = time.monotonic()
         worker.restore_priority()
-        refusal = ""
         if message.get("protocol") != wire.PROTOCOL:
-            refusal = f"it speaks protocol {message.get('protocol')}, the agent {wire.PROTOCOL}; use the same version"
-        own = message.get("fingerprint") or {}
+            spoken = message.get("protocol")
+            self._refuse(worker, f"it speaks protocol {spoken}, the agent {wire.PROTOCOL}; use the same version")
+            return
+        self._asking[worker.member] = message.get("fingerprint") or {}
+        self._answer()
+
+    def _answer(self) -> None:
+        """Admit or refuse who said hello. A run that has no fingerprint on record takes that of the majority."""
         known = self.agent.folder.record.get("fingerprint") or {}
-        refusal = refusal or fingerprint.difference(known, own)
-        if refusal:
-            self._refused[worker.member] = refusal
-            self.agent.send(worker, {"type": "refuse", "reason": refusal})
-            self.agent.after(2.0, lambda: worker.signal(9))
-            return
-        if own and not known:
-            self.agent.folder.update(fingerprint=own)
-        if self._done or self.agent.outcome is not None:
-            return
-        self._feed(leader.Ready(worker.member))
+        if not known:
+            late = time.monotonic() - self._began_at > self.agent.options.join_timeout_s
+            elected = fingerprint.majority(list(self._asking.values()), self._places.target, complete=late)
+            if elected is None:
+                return
+            known = elected
+            if known:
+                self.agent.folder.update(fingerprint=known)
+        asking, self._asking = self._asking, {}
+        for member, own in asking.items():
+            worker = self.agent.workers.get(member)
+            refusal = fingerprint.difference(known, own)
+            if worker and refusal:
+                self._refuse(worker, refusal)
+            elif worker and not worker.lost and not self._done and self.agent.outcome is None:
+                self._feed(leader.Ready(member), self._began_at if self.state.generation is None else None)
+
+    def _refuse(self, worker: Worker, reason: str) -> None:
+        self._refused[worker.member] = reason
+        self.agent.send(worker, {"type": "refuse", "reason": reason})
+        self.agent.after(2.0, lambda: worker.signal(9))
 
     def _tell(self, member: str, message: wire.Message) -> None:
         worker = self.agent.workers.get(member)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 HARDWARE_KEYS = frozenset(
     {"cpu", "cpu_capability", "onednn_max_isa", "mkl_cbwr", "device", "torch", "threads", "compile"}
 )
 """What `exactness: relaxed` allows to differ between members: it changes bits, not what is computed."""
+
+
+def majority(asking: Sequence[Mapping[str, Any]], target: int, *, complete: bool) -> dict[str, Any] | None:
+    """The fingerprint that a new run of `target` workers gets from those that are `asking`: what more than half of the
+    target have, or, when no more are to be expected, what most have, the earliest if there are several. None: wait."""
+    if not asking:
+        return None
+    counts = [sum(own == other for other in asking) for own in asking]
+    best = max(counts)
+    if 2 * best <= target and len(asking) < target and not complete:
+        return None
+    return dict(asking[counts.index(best)])
 
 
 def difference(run: Mapping[str, Any], worker: Mapping[str, Any]) -> str:

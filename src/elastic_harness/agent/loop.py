@@ -208,6 +208,12 @@ class Agent:
         )
         return worker
 
+    def give_up(self, worker: Worker, evidence: str) -> None:
+        """Treat a worker that hangs as lost, and kill it."""
+        worker.hang = evidence
+        worker.signal(signal.SIGKILL)
+        self._gone(worker, "progress deadline")
+
     def send(self, worker: Worker, message: wire.Message) -> None:
         """Send without ever blocking; the rest follows when the worker reads."""
         if worker.running and worker.link_open and worker.send(message):
@@ -226,9 +232,7 @@ class Agent:
         self.after(TICK_S, self._tick)
         now = time.monotonic()
         for worker, hang in self._hangs.check(self.workers.values(), now):
-            worker.hang = hang
-            worker.signal(signal.SIGKILL)
-            self._gone(worker, "progress deadline")
+            self.give_up(worker, hang)
         if self.outcome is None and os.getppid() != self._parent_pid:
             self._on_signal(signal.SIGHUP)
         if self.console.pending:

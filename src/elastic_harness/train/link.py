@@ -24,9 +24,10 @@ from elastic_harness.membership.types import Digest, Generation, Report
 class Left(BaseException):
     """The coordinator let this worker go: the job is done, it was removed, or asked to stop. Not an error."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, save: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.save = save  # a checkpoint was asked for, and there is no generation whose rank 0 would write it
 
 
 class Link(Protocol):
@@ -134,7 +135,8 @@ class AgentLink:
                 if self._done:
                     raise Left("done")
                 if self.stop_requested is not None and (planned or self._paused):
-                    raise Left(self.stop_requested.get("reason", "asked to stop"))
+                    save = self._paused and bool(self.stop_requested.get("checkpoint"))
+                    raise Left(self.stop_requested.get("reason", "asked to stop"), save=save)
                 self._changed.wait()
 
     def digest(self, generation: int) -> Digest:

@@ -29,7 +29,7 @@ from elastic_harness.membership.types import Generation, Report, SourceKind
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.board import Phase
 from elastic_harness.train.effects import recovered
-from elastic_harness.train.link import GenerationValues, cancelled_by
+from elastic_harness.train.link import GenerationValues, Left, cancelled_by
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Formed, Progress
 from elastic_harness.train.transfer import Payload, receive_payload, send_payload
@@ -85,6 +85,10 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
             recovered(parts, progress, stages.started_at, stages.ms, planned=failure is None)
             failpoint("recovery.finished", progress.version)
             return progress
+        except Left as left:
+            if left.save and progress.formed is not None and progress.version >= 0:
+                parts.saver.save_unless_saved(progress.version, progress.formed.digest.lineage)
+            raise
         except Recoverable as error:
             failure = error.with_traceback(None)  # its frames, this one too, would keep state and sockets alive
 

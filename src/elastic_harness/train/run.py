@@ -27,6 +27,7 @@ from elastic_harness.errors import (
     EXIT_USER_CODE,
     ConfigError,
     HarnessError,
+    InfrastructureError,
     UserCodeError,
 )
 from elastic_harness.failpoints import failpoint
@@ -126,7 +127,11 @@ class Run:
         if formed.rank == 0:
             parts.saver.save(progress.version, formed.digest.lineage)
             parts.saver.wait()
-            export_weights(parts.registry.model, parts.run_dir / "weights.safetensors")
+            try:
+                export_weights(parts.registry.model, parts.run_dir / "weights.safetensors")
+            except InfrastructureError as error:
+                parts.link.send("unsaved", error=str(error))  # the folder is everybody's: nobody else would do better
+                raise
         failpoint("finish.saved", progress.version)
         loss = progress.metrics.loss if progress.metrics else None
         parts.link.send("finished", version=progress.version, weights_sha256=sha256, final_loss=loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import sys
 import threading
 import time
@@ -13,6 +14,8 @@ from elastic_harness.checkpoint import local
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.state import Registry
+
+LOCK = ".saving"
 
 
 class Saver:
@@ -44,6 +47,17 @@ class Saver:
             target=self._write, args=(version, lineage, skeleton, copies), name="checkpoint-writer"
         )
         self._writer.start()
+
+    def save_unless_saved(self, version: int, lineage: int) -> None:
+        """Save where no rank 0 is there to do it: several members may try, one after the other, and one write is
+        enough. Blocks until that is on disk."""
+        self.wait()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with open(self._folder / LOCK, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if version not in self.restorable():
+                self.save(version, lineage)
+                self.wait()
 
     def _write(self, version: int, lineage: int, skeleton: dict[str, Any], tensors: dict[str, Any]) -> None:
         start = time.perf_counter()

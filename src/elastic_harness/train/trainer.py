@@ -97,11 +97,12 @@ def make_optimizer(config: TrainerConfig, model: nn.Module) -> torch.optim.Optim
 def make_scheduler(config: TrainerConfig, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     """Linear warm-up, then cosine or linear decay to `min_lr_ratio`, or constant."""
     s, steps = config.scheduler, config.training.max_steps
+    warmup = s.warmup_steps or 0
 
     def factor(step: int) -> float:
-        if step < s.warmup_steps:
-            return (step + 1) / s.warmup_steps
-        done = (step - s.warmup_steps) / max(1, steps - s.warmup_steps)
+        if step < warmup:
+            return (step + 1) / warmup
+        done = (step - warmup) / max(1, steps - warmup)
         if s.name == "constant":
             return 1.0
         shape = 0.5 * (1 + math.cos(math.pi * done)) if s.name == "cosine" else 1 - done
