@@ -151,6 +151,14 @@ def test_an_odd_worker_is_refused_and_the_others_stay_exact(
     assert {e["world_size"] for e in commits} == {workers - 1}
 
 
+def test_the_majority_decides_who_is_odd(tmp_path: Path, usual: str) -> None:
+    """The worker at the first place has two threads, the two others one."""
+    ended = launch(tmp_path / "run", ODD, "threads", 0, options=("--nproc-per-node", 3))
+    assert ended.returncode == 0, said(ended)
+    assert "threads: the run has 1, this worker 2" in ended.stdout, said(ended)
+    assert weights(tmp_path / "run") == usual
+
+
 def test_an_odd_joiner_is_caught_by_the_canary(tmp_path: Path, usual: str) -> None:
     """Two workers agree, so the third, and whoever takes its place, is told apart; the run's weights stay exact."""
     ended = launch(tmp_path / "run", ODD, "arithmetic", 0, options=("--nproc-per-node", 3))

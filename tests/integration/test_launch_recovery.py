@@ -165,6 +165,16 @@ def test_below_the_minimum_the_job_waits_alive(start: Start) -> None:
     assert job.events("generation")[-1]["members"][0] == survivor
 
 
+@pytest.mark.soak  # nobody is given up within the first half minute
+def test_a_worker_that_never_says_hello_is_replaced(start: Start) -> None:
+    job = start("--steps", 1200, "--step-s", 0.03, "--mute-at-first", 1, options=workers(2, "--join-timeout", 0))
+    job.until_step(5)
+    failure = job.until_event("failure_detected")
+    assert (failure["member"], "has not called elastic_harness.start()" in failure["what"]) == ("w1-1", True), failure
+    job.until(lambda: job.members() == ["w0-1", "w1-2"], "the replacement to join")
+    job.finish()
+
+
 def test_too_few_workers_without_restarts(start: Start) -> None:
     job = start("--steps", 500, options=workers(2, "--min-workers", 2, "--max-restarts", 0))
     job.until_step(3)

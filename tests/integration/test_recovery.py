@@ -104,6 +104,21 @@ def test_below_the_minimum_the_survivors_wait_with_their_state(train: Train, und
     assert not job.events("checkpoint_loaded")
 
 
+def test_a_stop_below_the_minimum_saves_what_the_survivors_hold(train: Train, undisturbed: Weights) -> None:
+    job = train(2, "--min-workers", 2, steps=STEPS)
+    job.fill()
+    job.advance(3)
+    victim = job.signal_rank(1)
+    job.allow(job.limit + 1)
+    job.until(lambda: job.status().get("waiting"), "the job to wait")
+    assert run("stop", job.run_dir).returncode == 0
+    assert job.wait() == 143
+    saved = max(e["step"] for e in job.events("checkpoint_saved"))
+    assert saved == 1 + max(e["step"] for e in job.events("step_committed"))
+    job.relaunch(2)
+    job.finish(expected=undisturbed(STEPS), victims=[victim])
+
+
 def test_the_group_grows_and_shrinks(train: Train, undisturbed: Weights) -> None:
     job = train(2, steps=STEPS)
     job.fill()

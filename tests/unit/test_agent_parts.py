@@ -150,6 +150,29 @@ def test_the_oom_counter_is_read_from_either_kind_of_control_group(tmp_path: Pat
 # ---- fingerprint
 
 
+@pytest.mark.parametrize(
+    ("seeds", "target", "complete", "elected"),
+    [
+        ([], 2, True, None),
+        ([1], 4, False, None),
+        ([1, 2], 4, False, None),
+        ([1, 2, 2], 4, False, None),
+        ([1, 2, 2, 2], 4, False, 2),
+        ([1, 2, 2], 3, False, 2),
+        ([2, 2], 3, False, 2),
+        ([2, 1], 2, False, 2),
+        ([1, 2, 3, 2], 4, False, 2),
+        ([3, 1], 4, True, 3),
+        ([1], 1, False, 1),
+    ],
+)
+def test_the_majority_decides_on_the_fingerprint(
+    seeds: list[int], target: int, complete: bool, elected: int | None
+) -> None:
+    found = fingerprint.majority([{"seed": seed} for seed in seeds], target, complete=complete)
+    assert found == (None if elected is None else {"seed": elected})
+
+
 def test_a_fingerprint_that_fits() -> None:
     assert fingerprint.difference({"seed": 1}, {"seed": 1}) == ""
     assert fingerprint.difference({}, {"seed": 1}) == ""

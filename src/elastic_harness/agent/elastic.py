@@ -360,7 +360,9 @@ class ElasticRun:
         known = self.agent.folder.record.get("fingerprint") or {}
         if not known:
             late = time.monotonic() - self._began_at > self.agent.options.join_timeout_s
-            elected = fingerprint.majority(list(self._asking.values()), self._places.target, complete=late)
+            by_place = sorted(self._asking, key=lambda member: self.agent.workers[member].index)
+            candidates = [self._asking[member] for member in by_place]
+            elected = fingerprint.majority(candidates, self._places.target, complete=late)
             if elected is None:
                 return
             known = elected

@@ -13,7 +13,7 @@ HARDWARE_KEYS = frozenset(
 
 def majority(asking: Sequence[Mapping[str, Any]], target: int, *, complete: bool) -> dict[str, Any] | None:
     """The fingerprint that a new run of `target` workers gets from those that are `asking`: what more than half of the
-    target have, or, when no more are to be expected, what most have, the earliest if there are several. None: wait."""
+    target have, or, when no more are to be expected, what most have, the first of equals. None: wait."""
     if not asking:
         return None
     counts = [sum(own == other for other in asking) for own in asking]

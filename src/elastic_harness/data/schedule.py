@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -55,5 +56,15 @@ class Schedule:
 def slot_sample_ids(schedule: Schedule, seed: int, step: int, slot: int, micro_batch: int) -> npt.NDArray[np.int64]:
     """The sample ids that slot ``slot`` of step ``step`` reads, in order; may be short or empty."""
     span = schedule.at(step)
-    positions = np.arange(*span.slot_range(slot, micro_batch), dtype=np.int64)
-    return epoch_order(schedule.n_samples, seed, span.epoch)(positions)
+    low, high = span.slot_range(slot, micro_batch)
+    return _step_sample_ids(schedule, seed, step)[low - span.first : high - span.first]
+
+
+@lru_cache(maxsize=2)
+def _step_sample_ids(schedule: Schedule, seed: int, step: int) -> npt.NDArray[np.int64]:
+    """All ids of a step at once: the permutation costs as much for one position as for a hundred."""
+    span = schedule.at(step)
+    positions = np.arange(span.first, span.first + span.count, dtype=np.int64)
+    ids = epoch_order(schedule.n_samples, seed, span.epoch)(positions)
+    ids.setflags(write=False)
+    return ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import sys
 import threading
 import time
@@ -14,8 +15,6 @@ from elastic_harness.checkpoint import local
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.state import Registry
-
-LOCK = ".saving"
 
 
 class Saver:
@@ -53,11 +52,14 @@ class Saver:
         enough. Blocks until that is on disk."""
         self.wait()
         self._folder.mkdir(parents=True, exist_ok=True)
-        with open(self._folder / LOCK, "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        descriptor = os.open(self._folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
             if version not in self.restorable():
                 self.save(version, lineage)
                 self.wait()
+        finally:
+            os.close(descriptor)  # and with it goes the lock
 
     def _write(self, version: int, lineage: int, skeleton: dict[str, Any], tensors: dict[str, Any]) -> None:
         start = time.perf_counter()

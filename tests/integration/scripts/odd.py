@@ -7,19 +7,7 @@ python odd.py KIND LOCAL_RANK [--run-dir DIR]
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import threading
-from pathlib import Path
-
-
-def after_the_others(run_dir: str) -> None:
-    """Until the run has a fingerprint: that of a worker which is not odd."""
-    for _ in range(6000):
-        if "fingerprint" in json.loads(Path(run_dir, "run.json").read_text()):
-            return
-        threading.Event().wait(0.02)
-    raise TimeoutError("no worker has said hello")
 
 
 def main() -> None:
@@ -32,9 +20,6 @@ def main() -> None:
     kind = arguments.kind if odd else "none"
     if kind == "isa":
         os.environ["ATEN_CPU_CAPABILITY"] = "default"
-
-    if kind in ("threads", "isa", "model") and "ELASTIC_HARNESS_RUN_DIR" in os.environ:
-        after_the_others(os.environ["ELASTIC_HARNESS_RUN_DIR"])
 
     import torch
     from torch import nn
