@@ -156,9 +156,9 @@ class DataConfig(Section):
 
     section: ClassVar[str] = "data"
 
-    path: str | None = None  # a text file or a folder of them; null: the Python standard library's source
+    path: str | None = None  # a text file, a folder of them, a token index; null: the Python standard library's source
     seq_length: int = 128
-    validation_fraction: float = 0.05  # the tail of the text, held out
+    validation_fraction: float = 0.05  # held out: the tail of a text, whole documents of an index
 
     def check(self) -> None:
         self._at_least(1, "seq_length")

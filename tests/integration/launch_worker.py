@@ -293,11 +293,12 @@ def main() -> None:
     parser.add_argument("--segv-at", type=int)
     parser.add_argument("--leave-at", type=int)
     parser.add_argument("--raise-early", action="store_true")
+    parser.add_argument("--raise-early-from", type=int, default=99, metavar="INDEX")
     parser.add_argument("--mute-at-first", type=int, metavar="INDEX")
     options = parser.parse_args()
     if os.environ["ELASTIC_HARNESS_MEMBER"] == f"w{options.mute_at_first}-1":
         time.sleep(600)
-    if options.raise_early:
+    if options.raise_early or int(os.environ["LOCAL_RANK"]) >= options.raise_early_from:
         raise RuntimeError("planted before start()")
     worker = Worker(options)
     try:

@@ -96,6 +96,17 @@ def test_a_full_disk_costs_checkpoints_first_and_the_job_last(tmp_path: Path) ->
     assert not left, "a partial checkpoint was left behind"
 
 
+def test_weights_that_cannot_be_written_end_the_job_at_once(tmp_path: Path) -> None:
+    """The run folder is everybody's: no other worker tries in turn."""
+    (tmp_path / "run" / "weights.safetensors" / "in the way").mkdir(parents=True)
+    ended = launch(tmp_path / "run", ODD, "none", 0, options=("--nproc-per-node", 2))
+    assert ended.returncode == 4, said(ended)
+    assert "The trained weights cannot be written" in ended.stdout
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert len([e for e in events if e["event"] == "worker_started"]) == 2
+    assert max(e["step"] for e in events if e["event"] == "checkpoint_saved") == 20
+
+
 def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     ended = python(ODD, "none", 0, "--run-dir", tmp_path / "file" / "run")

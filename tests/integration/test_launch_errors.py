@@ -208,6 +208,13 @@ def test_an_error_on_every_worker_before_the_first_step_ends_the_job(start: Star
     assert job.output.count("┌─ incident") == 1
 
 
+def test_half_the_workers_never_get_to_start(start: Start) -> None:
+    """Those that are left decide on the run's fingerprint once the places of the others were given up."""
+    job = start("--steps", 5, "--raise-early-from", 2, options=workers(4, "--min-workers", 1, "--max-restarts", 0))
+    job.finish()
+    assert {e["world_size"] for e in job.events("step_committed")} <= {1, 2}
+
+
 def test_an_error_on_one_worker_gives_up_its_place(start: Start) -> None:
     job = start("--steps", 60, "--raise-at", 20, "--raise-index", 1, options=workers(2))
     job.finish()

@@ -200,3 +200,9 @@ def test_neither_the_package_nor_its_settings_import_torch_or_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("max_steps", "warmup_steps"), [(5, 0), (19, 1), (200, 20), (1000, 20)])
+def test_the_warm_up_fits_short_trainings(max_steps: int, warmup_steps: int) -> None:
+    config = load_config(TrainerConfig, None, [f"training.max_steps={max_steps}"])
+    assert config.scheduler.warmup_steps == warmup_steps

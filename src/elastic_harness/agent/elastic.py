@@ -362,7 +362,7 @@ class ElasticRun:
             late = time.monotonic() - self._began_at > self.agent.options.join_timeout_s
             by_place = sorted(self._asking, key=lambda member: self.agent.workers[member].index)
             candidates = [self._asking[member] for member in by_place]
-            elected = fingerprint.majority(candidates, self._places.target, complete=late)
+            elected = fingerprint.majority(candidates, self.state.limits.target, complete=late)
             if elected is None:
                 return
             known = elected

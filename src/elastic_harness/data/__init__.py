@@ -1,1 +1,16 @@
 """Text, its order and its schedule: which samples a step reads, from (seed, epoch, position) alone."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {"TokenIndexFile": "token_index", "ResumableDataset": "dataset", "ResumableLoader": "dataset"}
+__all__ = ["ResumableDataset", "ResumableLoader", "TokenIndexFile"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imported on first use: the dataset needs torch, which looking into a ledger or an index does not."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -7,11 +7,14 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from elastic_harness.config import TrainerConfig, load_config
+from elastic_harness.data.token_index import TokenIndexFile, is_token_index
+from elastic_harness.data.tokenizers import ByteTokenizer, Tokenizer, restore
 from elastic_harness.errors import EXIT_SUCCESS, CheckpointCorrupt, ConfigError, HarnessError
 from elastic_harness.models.gpt import GPT
 
@@ -46,14 +49,28 @@ def load_model(run_dir: str | Path) -> GPT:
     return model.eval()
 
 
-def generate(model: GPT, prompt: str, tokens: int, temperature: float, seed: int) -> str:
-    """The prompt continued by `tokens` bytes; the same seed on the same machine gives the same text."""
+def load_tokenizer(run_dir: str | Path) -> Tokenizer:
+    """What the run's tokens mean: the tokenizer of its index, or bytes."""
+    path = load_config(TrainerConfig, str(Path(run_dir) / "config.yaml")).data.path
+    if path is None or not is_token_index(path):
+        return ByteTokenizer()
+    index = TokenIndexFile(path)
+    return restore(index.tokenizer, index.tokenizer_file())
+
+
+def generate(
+    model: GPT, prompt: str, tokens: int, temperature: float, seed: int, tokenizer: Tokenizer | None = None
+) -> str:
+    """The prompt continued by `tokens` tokens (default: bytes); the same seed on the same machine gives the same
+    text."""
     if not prompt:
         raise ConfigError("--prompt is empty; the model needs at least one character to continue")
-    ids_1T = torch.tensor([list(prompt.encode())], dtype=torch.int64)
+    tokenizer = tokenizer or ByteTokenizer()
+    (prompt_ids,) = tokenizer.encode([prompt.encode()])
+    ids_1T = torch.from_numpy(prompt_ids.astype(np.int64))[None]
     generator = torch.Generator().manual_seed(seed)
-    continued = model.generate(ids_1T, tokens, temperature, generator)
-    return bytes(byte if byte < 256 else ord("?") for byte in continued[0].tolist()).decode(errors="replace")
+    continued = model.generate(ids_1T, tokens, temperature, generator)[0].numpy()
+    return tokenizer.decode(continued[continued < tokenizer.vocab_size])
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -90,7 +107,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", help="the run's folder")
     parser.add_argument("--prompt", default="def ", help="what to continue (default: %(default)r)")
-    parser.add_argument("--tokens", type=int, default=200, help="how many bytes to add (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=200, help="how many tokens (by default bytes) to add (default: %(default)s)"
+    )
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="fixes the drawing (default: %(default)s)")
     arguments = parser.parse_args(argv)
@@ -104,6 +123,7 @@ def main(argv: list[str] | None = None) -> int:
             arguments.tokens,
             arguments.temperature,
             arguments.seed,
+            load_tokenizer(arguments.run),
         )
     except HarnessError as error:
         print(f"elastic-harness generate: {error}", file=sys.stderr)

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from elastic_harness.config import TrainerConfig, load_config
 from elastic_harness.data.corpus import Corpus, CorpusDataset
+from elastic_harness.data.dataset import ResumableDataset
+from elastic_harness.data.token_index import TokenIndexFile, is_token_index
+from elastic_harness.errors import ConfigError
 from elastic_harness.models.gpt import GPT
 from elastic_harness.train.run import start
 
@@ -24,8 +27,7 @@ def train(config: TrainerConfig, run_dir: str | None = None) -> None:
     """Train until `training.max_steps`; returns when all workers are done."""
     seed_all(config.seed)
     device = choose_device(config.training.device)
-    corpus = Corpus.open(config.data.path)
-    dataset = CorpusDataset(corpus, config.data.seq_length, config.seed, config.data.validation_fraction)
+    dataset, origin = open_dataset(config)
     model = GPT(config.model, seed=config.seed).to(device)
     optimizer = make_optimizer(config, model)
     scheduler = make_scheduler(config, optimizer)
@@ -44,7 +46,7 @@ def train(config: TrainerConfig, run_dir: str | None = None) -> None:
     if run.rank == 0:
         print(
             f"{model.num_parameters():,} parameters, {len(dataset):,} samples of {config.data.seq_length} tokens from "
-            f"{corpus.name} (sha256 {corpus.sha256[:16]}), "
+            f"{origin}, "
             f"{config.training.global_batch_samples * config.data.seq_length:,} tokens a step",
             flush=True,
         )
@@ -60,6 +62,24 @@ def train(config: TrainerConfig, run_dir: str | None = None) -> None:
             run.log("validation", step=run.step, loss=validate(config, forward, dataset, device))
 
 
+def open_dataset(config: TrainerConfig) -> tuple[CorpusDataset | ResumableDataset, str]:
+    """The data that `data.path` names, and where it comes from in words. Raises ConfigError if the model does not know
+    all of its tokens."""
+    data = config.data
+    if data.path is None or not is_token_index(data.path):
+        corpus = Corpus.open(data.path)
+        name = f"{corpus.name} (sha256 {corpus.sha256[:16]})"
+        return CorpusDataset(corpus, data.seq_length, config.seed, data.validation_fraction), name
+    index = TokenIndexFile(data.path)
+    if index.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {config.model.vocab_size}, but the tokens of data.path={data.path} are up to "
+            f"{index.vocab_size - 1}; use model.vocab_size={-(-index.vocab_size // 64) * 64} or more."
+        )
+    dataset = ResumableDataset(index, data.seq_length, config.seed, validation_fraction=data.validation_fraction)
+    return dataset, f"{data.path} (fingerprint {index.fingerprint[:16]})"
+
+
 def cross_entropy(model: Any, batch: dict[str, Tensor], device: torch.device) -> Tensor:
     """Mean loss over all tokens of a micro-batch."""
     logits_BTV = model(batch["input_ids"].to(device))
@@ -67,7 +87,9 @@ def cross_entropy(model: Any, batch: dict[str, Tensor], device: torch.device) ->
 
 
 @torch.no_grad()
-def validate(config: TrainerConfig, model: Any, dataset: CorpusDataset, device: torch.device) -> float:
+def validate(
+    config: TrainerConfig, model: Any, dataset: CorpusDataset | ResumableDataset, device: torch.device
+) -> float:
     """Mean loss over the first held-out batches, in evaluation mode."""
     model.eval()
     losses = []

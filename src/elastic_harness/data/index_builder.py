@@ -1,0 +1,452 @@
+"""Builds a token index from text: `python -m elastic_harness.data.index_builder data/*.jsonl -o index.bin`.
+
+Each unit of the input (readers.py) becomes one part file, in any order and by any number of processes; the parts are
+then put together in the order of the input. A part that is finished stays, so a build that was killed goes on where it
+was; the bytes of the index depend on the input and the tokenizer alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from elastic_harness.data import tokenizers
+from elastic_harness.data.readers import Document, Piece, Unit, documents, find_inputs, plan_units
+from elastic_harness.data.token_index import TokenIndexFile, token_dtype, write_index
+from elastic_harness.data.tokenizers import Tokenizer
+from elastic_harness.errors import EXIT_INTERRUPTED, ConfigError, HarnessError, InfrastructureError
+
+BATCH_BYTES = 1 << 20
+SHOWN_PROBLEMS = 10
+KEPT_PROBLEMS = 1000  # per unit; all are counted
+TRAIN_BYTES = 256 << 20  # a BPE is learned from the first so many bytes
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is known of one finished unit. lengths, keys, sources: per document, in tokens. lines: lines or rows of
+    each of its pieces. problems: piece, line and reason of the first bad documents, of `bad` in all."""
+
+    lengths: npt.NDArray[np.uint64]
+    keys: npt.NDArray[np.uint64]
+    sources: npt.NDArray[np.uint32]
+    lines: list[int]
+    problems: list[tuple[int, int, str]]
+    bad: int
+    empty: int
+    sha: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a build did."""
+
+    path: Path
+    documents: int
+    tokens: int
+    empty: int
+    bad: int
+    problems: tuple[str, ...]
+    seconds: float
+    input_bytes: int
+
+
+def build(
+    inputs: Sequence[str],
+    output: str | Path,
+    *,
+    tokenizer: str | Tokenizer = "bytes",
+    text_key: str = "text",
+    processes: int = 1,
+    max_bad_fraction: float = 0.0,
+    progress: Progress | None = None,
+) -> Report:
+    """Write the index of these files and return what was done. Memory: per process, about ten times the longest JSONL
+    line or 16 MiB of plain text, whichever is more; the corpus may be larger than memory.
+
+    Raises ConfigError for bad input, among it more than `max_bad_fraction` bad documents; InfrastructureError if the
+    disk refuses or a process of the build dies.
+    """
+    started = time.monotonic()
+    output = Path(output)
+    chosen = tokenizers.load(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    paths = find_inputs(inputs)
+    if output.resolve() in {p.resolve() for p in paths}:
+        raise ConfigError(f"The output {output} is one of the inputs; name another file with -o.")
+    units = plan_units(paths)
+    folder = output.with_name(f".{output.name}.parts")
+    try:
+        _prepare(folder, _plan(paths, units, chosen, text_key))
+        todo = [number for number in range(len(units)) if not _finished(folder, number)]
+        if progress is not None:
+            progress(sum(u.nbytes for u in units) - sum(units[number].nbytes for number in todo))
+        _run(folder, units, todo, chosen, text_key, processes, progress)
+        parts = [_load(folder, number) for number in range(len(units))]
+        problems = _problems(units, parts)
+        bad, good = sum(p.bad for p in parts), sum(len(p.lengths) for p in parts)
+        if bad > max_bad_fraction * (bad + good):
+            shown = "\n  ".join(problems[:SHOWN_PROBLEMS])
+            more = f"\n  … and {bad - SHOWN_PROBLEMS} more" if bad > SHOWN_PROBLEMS else ""
+            raise ConfigError(
+                f"{bad} of {bad + good} documents are bad, and at most {max_bad_fraction:.2%} may be "
+                f"(--max-bad-fraction):\n  {shown}{more}\nCorrect them, or allow as many to be left out."
+            )
+        if good == 0:
+            raise ConfigError(f"There is no document in {', '.join(map(str, inputs))}: nothing to build an index from.")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_index(
+            output,
+            tokens=_token_bytes(folder, parts),
+            lengths=np.concatenate([p.lengths for p in parts]),
+            keys=np.concatenate([p.keys for p in parts]),
+            sources=np.concatenate([p.sources for p in parts]),
+            names=[os.fsencode(p).decode("utf-8", "replace") for p in paths],
+            vocab_size=chosen.vocab_size,
+            eot_id=chosen.eot_id,
+            tokenizer=chosen.identity,
+            tokenizer_file=chosen.file,
+        )
+    except OSError as error:
+        raise InfrastructureError(
+            f"The index {output} cannot be built: {error}; free space there and start again."
+        ) from error
+    shutil.rmtree(folder, ignore_errors=True)
+    tokens = sum(int(p.lengths.sum()) for p in parts)
+    empty, seconds = sum(p.empty for p in parts), time.monotonic() - started
+    return Report(output, good, tokens, empty, bad, tuple(problems), seconds, sum(u.nbytes for u in units))
+
+
+# ---- units to parts
+
+
+def _plan(paths: Sequence[Path], units: Sequence[Unit], tokenizer: Tokenizer, text_key: str) -> str:
+    """What the parts depend on, as text: parts of another plan are of no use."""
+    files = [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in paths]
+    plan = {"files": files, "units": len(units), "tokenizer": tokenizer.identity, "text_key": text_key, "version": 1}
+    return json.dumps(plan, sort_keys=True)
+
+
+def _prepare(folder: Path, plan: str) -> None:
+    known = folder / "plan.json"
+    with contextlib.suppress(OSError):
+        if known.read_text() == plan:
+            return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    known.write_text(plan)
+
+
+def _finished(folder: Path, number: int) -> bool:
+    return (folder / f"{number}.npz").exists()
+
+
+def _run(
+    folder: Path,
+    units: Sequence[Unit],
+    todo: Sequence[int],
+    tokenizer: Tokenizer,
+    text_key: str,
+    processes: int,
+    progress: Progress | None,
+) -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are asked for with --processes
+    if processes == 1 or len(todo) < 2:
+        for number in todo:
+            _make_part(folder, number, units[number], tokenizer, text_key)
+            if progress is not None:
+                progress(units[number].nbytes)
+        return
+    identity = (tokenizer.identity, tokenizer.file, os.getpid())
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(processes, len(todo)), context, _begin, identity) as pool:
+        running = {pool.submit(_part, folder, number, units[number], text_key): number for number in todo}
+        try:
+            for done in concurrent.futures.as_completed(running):
+                done.result()
+                if progress is not None:
+                    progress(units[running[done]].nbytes)
+        except concurrent.futures.BrokenExecutor as error:
+            raise InfrastructureError(
+                "A process of the build died (out of memory?); start again with fewer --processes: the parts that are "
+                "finished are kept."
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+_tokenizer: Tokenizer  # of a pool's process
+
+
+def _begin(identity: dict[str, Any], file: str, parent: int) -> None:
+    """In each process of the pool: it ends with its parent, and leaves Ctrl-C to it."""
+    global _tokenizer
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it has died before this one asked to hear of it
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _tokenizer = tokenizers.restore(identity, file)
+
+
+def _part(folder: Path, number: int, unit: Unit, text_key: str) -> None:
+    _make_part(folder, number, unit, _tokenizer, text_key)
+
+
+def _make_part(folder: Path, number: int, unit: Unit, tokenizer: Tokenizer, text_key: str) -> None:
+    """Write `NUMBER.tokens`, then `NUMBER.npz`, whose existence says that both are whole."""
+    maker = _PartMaker(tokenizer)
+    with open(folder / f"{number}.tokens", "wb") as file:
+        for index, piece in enumerate(unit.pieces):
+            maker.read(index, piece, text_key, file.write)
+    temporary = folder / f"{number}.npz.tmp"
+    with open(temporary, "wb") as file:
+        np.savez(
+            file,
+            lengths=np.array(maker.lengths, np.uint64),
+            keys=np.array(maker.keys, np.uint64),
+            sources=np.array(maker.sources, np.uint32),
+            rest=np.frombuffer(json.dumps(maker.rest()).encode(), np.uint8),
+        )
+    os.replace(temporary, folder / f"{number}.npz")
+
+
+class _PartMaker:
+    """Collects the documents of a unit in batches, and what is to be known of them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._batch: list[Document] = []
+        self._batch_bytes = 0
+        self._open_length = 0
+        self._open_key = xxhash.xxh3_64()
+        self._hash = xxhash.xxh3_64()
+        self.lengths: list[int] = []
+        self.keys: list[int] = []
+        self.sources: list[int] = []
+        self._lines: list[int] = []
+        self._problems: list[tuple[int, int, str]] = []
+        self._bad = self._empty = 0
+
+    def read(self, index: int, piece: Piece, text_key: str, write: Callable[[bytes], Any]) -> None:
+        last = 0
+        for document in documents(piece, text_key):
+            last = document.number
+            problem = document.problem or self._undecodable(document.text)
+            if problem:
+                self._bad += 1
+                if len(self._problems) < KEPT_PROBLEMS:
+                    self._problems.append((index, document.number, problem))
+            elif not document.text and document.ends and not self._open_length and not self._batch_open():
+                self._empty += 1
+            else:
+                self._batch.append(document)
+                self._batch_bytes += len(document.text)
+                if self._batch_bytes >= BATCH_BYTES:
+                    self._flush(piece.source, write)
+        self._flush(piece.source, write)
+        self._lines.append(last)
+
+    def rest(self) -> dict[str, Any]:
+        return {
+            "lines": self._lines,
+            "problems": self._problems,
+            "bad": self._bad,
+            "empty": self._empty,
+            "sha": self._hash.intdigest(),
+        }
+
+    def _batch_open(self) -> bool:
+        return bool(self._batch) and not self._batch[-1].ends
+
+    def _undecodable(self, text: bytes) -> str:
+        if self._tokenizer.raw:
+            return ""
+        try:
+            text.decode()
+        except UnicodeDecodeError as error:
+            return f"no UTF-8: {error.reason} at byte {error.start}"
+        return ""
+
+    def _flush(self, source: int, write: Callable[[bytes], Any]) -> None:
+        """Encode the batch and write its tokens, an end-of-text after each document."""
+        encoded = self._tokenizer.encode([d.text for d in self._batch])
+        out = np.empty(sum(len(ids) for ids in encoded) + sum(d.ends for d in self._batch), self._dtype)
+        at = 0
+        for document, ids in zip(self._batch, encoded, strict=True):
+            if len(ids) and int(ids.max()) >= self._tokenizer.vocab_size:
+                raise ConfigError(
+                    f"The tokenizer gave the id {int(ids.max())}, but says that its vocabulary has "
+                    f"{self._tokenizer.vocab_size} entries; its file is inconsistent."
+                )
+            out[at : at + len(ids)] = ids
+            at += len(ids)
+            self._open_length += len(ids)
+            self._open_key.update(document.text)
+            if document.ends:
+                out[at] = self._tokenizer.eot_id
+                at += 1
+                self.lengths.append(self._open_length + 1)
+                self.keys.append(self._open_key.intdigest())
+                self.sources.append(source)
+                self._open_length = 0
+                self._open_key.reset()
+        content = out.tobytes()
+        self._hash.update(content)
+        write(content)
+        self._batch.clear()
+        self._batch_bytes = 0
+
+
+# ---- parts to an index
+
+
+def _load(folder: Path, number: int) -> Part:
+    with np.load(folder / f"{number}.npz", allow_pickle=False) as stored:
+        rest = json.loads(stored["rest"].tobytes())
+        problems = [(piece, line, reason) for piece, line, reason in rest.pop("problems")]
+        return Part(stored["lengths"], stored["keys"], stored["sources"], problems=problems, **rest)
+
+
+def _problems(units: Sequence[Unit], parts: Sequence[Part]) -> list[str]:
+    """Each bad document as `file, line N: reason`, its line counted from the start of the file."""
+    found, before = [], dict[str, int]()
+    for unit, part in zip(units, parts, strict=True):
+        for piece, line, reason in part.problems:
+            path = unit.pieces[piece].path
+            found.append(f"{path}, line {before.get(path, 0) + line}: {reason}")
+        for read, lines in zip(unit.pieces, part.lines, strict=True):
+            before[read.path] = before.get(read.path, 0) + lines
+    return found
+
+
+def _token_bytes(folder: Path, parts: Sequence[Part]) -> Iterator[bytes]:
+    for number, part in enumerate(parts):
+        digest = xxhash.xxh3_64()
+        with open(folder / f"{number}.tokens", "rb") as file:
+            while content := file.read(BATCH_BYTES):
+                digest.update(content)
+                yield content
+        if digest.intdigest() != part.sha:
+            raise InfrastructureError(f"The part {number} in {folder} is damaged; remove that folder and start again.")
+
+
+# ---- the command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m elastic_harness.data.index_builder",
+        description="Build a token index from JSONL, plain text or Parquet files (.gz, .zst too), folders or patterns.",
+        epilog="example: elastic-harness index build data/*.jsonl -o index.bin --train-bpe 32000 --processes 8",
+    )
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(argv))
+    except HarnessError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; the parts that are finished are kept: the same command goes on there", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("inputs", nargs="+", metavar="INPUT", help="a file, a folder, or a pattern in quotes")
+    option("-o", "--output", required=True, metavar="FILE", help="the index to write")
+    option("--text-key", default="text", metavar="KEY", help="JSONL key or Parquet column of the text (default: text)")
+    option(
+        "--tokenizer",
+        default="bytes",
+        metavar="T",
+        help="bytes (default), tiktoken:NAME, a tokenizer.json, a folder with one, or a name on the Hugging Face hub",
+    )
+    option("--train-bpe", type=int, metavar="N", help="learn a byte-level BPE of N entries from these files instead")
+    option("--eot", metavar="TOKEN", help="the token that ends a document (default: the tokenizer's own)")
+    option("--processes", type=int, default=os.cpu_count() or 1, metavar="P", help="default: one for each core")
+    option(
+        "--max-bad-fraction",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="fraction of bad documents that may be left out (default: 0, any is an error)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`index build` with parsed arguments."""
+    from rich import progress as bars
+
+    if arguments.processes < 1:
+        raise ConfigError(f"--processes is {arguments.processes}; it must be at least 1.")
+    if not 0 <= arguments.max_bad_fraction <= 1:
+        raise ConfigError(f"--max-bad-fraction is {arguments.max_bad_fraction}; it must lie between 0 and 1.")
+    paths = find_inputs(arguments.inputs)
+    if arguments.train_bpe:
+        tokenizer: Tokenizer = tokenizers.train_bpe(_texts(paths, arguments.text_key), arguments.train_bpe)
+    else:
+        tokenizer = tokenizers.load(arguments.tokenizer, arguments.eot)
+    total = sum(path.stat().st_size for path in paths)
+    columns = (
+        bars.TextColumn("tokenizing"),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        bars.TransferSpeedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, transient=True) as shown:
+        task = shown.add_task("", total=total)
+        report = build(
+            arguments.inputs,
+            arguments.output,
+            tokenizer=tokenizer,
+            text_key=arguments.text_key,
+            processes=arguments.processes,
+            max_bad_fraction=arguments.max_bad_fraction,
+            progress=lambda nbytes: shown.advance(task, nbytes),
+        )
+    for problem in report.problems[:SHOWN_PROBLEMS]:
+        print(f"left out: {problem}", file=sys.stderr)
+    left_out = f"; left out: {report.bad} bad, {report.empty} empty" if report.bad or report.empty else ""
+    print(
+        f"{report.path}: {report.documents:,} documents, {report.tokens:,} tokens of a vocabulary of "
+        f"{tokenizer.vocab_size:,}, in {report.seconds:.1f} s "
+        f"({report.input_bytes / 1e6 / max(report.seconds, 1e-9):.0f} MB/s){left_out}\n"
+        f"fingerprint {TokenIndexFile(report.path).fingerprint}"
+    )
+    return 0
+
+
+def _texts(paths: Sequence[Path], text_key: str) -> Iterator[str]:
+    """The first texts, as far as a tokenizer is trained on them; bad ones are met again, and reported, by the build."""
+    left = TRAIN_BYTES
+    for unit in plan_units(paths):
+        for piece in unit.pieces:
+            for document in documents(piece, text_key):
+                if left <= 0:
+                    return
+                left -= len(document.text)
+                yield document.text.decode("utf-8", "replace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

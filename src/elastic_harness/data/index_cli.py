@@ -1,0 +1,75 @@
+"""`elastic-harness index build|info|verify|head`: make a token index, and look into one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from elastic_harness.data import index_builder, tokenizers
+from elastic_harness.data.token_index import TokenIndexFile
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one of the subcommands; returns the exit code. Raises HarnessError."""
+    parser = argparse.ArgumentParser(prog="elastic-harness index", description=__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    building = commands.add_parser("build", help="tokenize files into an index")
+    index_builder.add_arguments(building)
+    building.set_defaults(run=index_builder.run)
+    for name, run, summary in (
+        ("info", info, "what an index holds, as JSON"),
+        ("verify", verify, "read the whole index and check every hash"),
+        ("head", head, "the text of the first documents"),
+    ):
+        command = commands.add_parser(name, help=summary, description=summary)
+        command.add_argument("index", metavar="INDEX")
+        command.set_defaults(run=run)
+        if name == "head":
+            command.add_argument("-n", type=int, default=3, metavar="N", help="how many documents (default: 3)")
+            command.add_argument("--tokens", type=int, default=200, help="at most so many of each (default: 200)")
+    arguments = parser.parse_args(argv)
+    return int(arguments.run(arguments))
+
+
+def info(arguments: argparse.Namespace) -> int:
+    index = TokenIndexFile(arguments.index)
+    lengths = [int(index.documents[d + 1] - index.documents[d]) for d in range(min(index.n_documents, 100_000))]
+    facts = {
+        "path": str(index.path),
+        "bytes": index.path.stat().st_size,
+        "tokens": len(index),
+        "documents": index.n_documents,
+        "tokens_per_document": {"min": min(lengths), "median": sorted(lengths)[len(lengths) // 2], "max": max(lengths)},
+        "dtype": str(index.tokens.dtype),
+        "vocab_size": index.vocab_size,
+        "eot_id": index.eot_id,
+        "tokenizer": index.tokenizer,
+        "files": len(index.names),
+        "fingerprint": index.fingerprint,
+    }
+    print(json.dumps(facts, indent=1))
+    return 0
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    from rich.progress import Progress
+
+    index = TokenIndexFile(arguments.index)
+    with Progress(transient=True) as shown:
+        task = shown.add_task("verifying", total=index.path.stat().st_size)
+        index.verify(lambda nbytes: shown.advance(task, nbytes))
+    print(f"{index.path}: all of {len(index):,} tokens in {index.n_documents:,} documents are as they were written")
+    return 0
+
+
+def head(arguments: argparse.Namespace) -> int:
+    index = TokenIndexFile(arguments.index)
+    tokenizer = tokenizers.restore(index.tokenizer, index.tokenizer_file())
+    for number in range(min(arguments.n, index.n_documents)):
+        tokens = index.document(number)
+        shown = tokens[: arguments.tokens]
+        text = tokenizer.decode(shown[shown != index.eot_id])
+        print(f"--- document {number}, {len(tokens):,} tokens, from {index.names[int(index.sources[number])]}")
+        print(text + (" …" if len(shown) < len(tokens) else ""))
+    return 0

@@ -1,0 +1,325 @@
+"""One file of tokens: what `index_builder` writes and datasets read.
+
+    0        magic "EHTOKENS", version u32, length of the JSON header u32, the header, xxh3-64 of all that; zeros up to
+    4096     the sections, each from a multiple of 4096 on: tokens, documents, keys, sources, names, tokenizer
+    …        chunks: xxh3-64 of each 4 MiB of the file from 4096 to here
+
+All numbers are little-endian. The header names every section with its offset, length and type, so a reader needs
+nothing else; docs/data.md has the format byte by byte. Imports neither torch nor a tokenizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from elastic_harness.errors import ConfigError, InfrastructureError
+
+MAGIC = b"EHTOKENS"
+VERSION = 1
+PAGE = 4096
+CHUNK_BYTES = 4 << 20
+FIXED = struct.Struct("<8sII")
+HASH = struct.Struct("<Q")
+SECTIONS = {
+    "tokens": None,  # uint16 or uint32, as the vocabulary demands
+    "documents": "<u8",  # D + 1 positions: document d is tokens[documents[d]:documents[d + 1]], end-of-text included
+    "keys": "<u8",  # D hashes of the documents' content alone
+    "sources": "<u4",  # D indexes into `names`
+    "names": "|u1",  # JSON: the input files
+    "tokenizer": "|u1",  # JSON: the tokenizer itself where it is a file, else empty
+    "chunks": "<u8",
+}
+
+Tokens = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Section:
+    offset: int
+    nbytes: int
+    dtype: str
+
+
+class TokenIndexFile:
+    """A token index, memory-mapped and read-only. Opening reads the header alone; `verify` reads everything.
+
+    tokens: (T,) uint16 or uint32. documents: (D + 1,) their bounds. keys: (D,) content hashes. sources: (D,) indexes
+    into `names`. Raises ConfigError if the file is missing, is no index, is truncated or comes from a newer version.
+    """
+
+    def __init__(self, path: str | Path, *, verify: bool = False) -> None:
+        self.path = Path(path)
+        header, self.sections = _read_header(self.path)
+        self.header: dict[str, Any] = header
+        self.vocab_size = int(header["vocab_size"])
+        self.eot_id = int(header["eot_id"])
+        self.tokenizer: dict[str, Any] = header["tokenizer"]
+        self.fingerprint: str = header["fingerprint"]
+        self.tokens = self._map("tokens")
+        self.documents = self._map("documents")
+        self.keys = self._map("keys")
+        self.sources = self._map("sources")
+        if verify:
+            self.verify()
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return int(self.tokens.shape[0])
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.documents) - 1
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The files that the documents are from."""
+        try:
+            return [str(name) for name in json.loads(self._map("names").tobytes())]
+        except ValueError as error:
+            raise ConfigError(f"The list of files in the index {self.path} is damaged: {error}.") from error
+
+    def document(self, number: int) -> Tokens:
+        """The tokens of one document, its end-of-text included: a view of the file."""
+        if not 0 <= number < self.n_documents:
+            raise IndexError(f"document {number} of {self.path}: it has documents 0 … {self.n_documents - 1}.")
+        return self.tokens[int(self.documents[number]) : int(self.documents[number + 1])]
+
+    def read(self, starts: npt.NDArray[np.int64], length: int) -> Tokens:
+        """(m, length) tokens from each of these (m,) positions on."""
+        if starts.size and (starts.min() < 0 or starts.max() + length > len(self)):
+            raise IndexError(
+                f"{length} tokens from {starts.min()} … {starts.max()} of {self.path}: it has {len(self)} tokens."
+            )
+        return self.tokens[starts[:, None] + np.arange(length, dtype=np.int64)]
+
+    def tokenizer_file(self) -> str:
+        """The tokenizer's own file, as text; empty for one that needs none."""
+        return self._map("tokenizer").tobytes().decode()
+
+    def verify(self, progress: Callable[[int], None] | None = None) -> None:
+        """Read the whole file and check every chunk. `progress(bytes)` is called as it goes. Raises ConfigError that
+        names the first damaged section and where it is."""
+        expected = self._map("chunks")
+        end = self.sections["chunks"].offset
+        with open(self.path, "rb") as file:
+            file.seek(PAGE)
+            for number, (low, high) in enumerate(_chunk_bounds(end)):
+                if xxhash.xxh3_64_intdigest(file.read(high - low)) != int(expected[number]):
+                    names = [n for n, s in self.sections.items() if s.offset < high and s.offset + s.nbytes > low]
+                    where = ", ".join(names) or "padding"
+                    raise ConfigError(
+                        f"The index {self.path} is damaged: bytes {low} to {high} ({where}) do not have the hash that "
+                        "was written with them. Build it again, or copy it again from where it came from."
+                    )
+                if progress is not None:
+                    progress(high - low)
+
+    def _map(self, name: str) -> Tokens:
+        section = self.sections[name]
+        dtype = np.dtype(section.dtype)
+        if section.nbytes == 0:
+            return np.empty(0, dtype)
+        count = section.nbytes // dtype.itemsize
+        return np.memmap(self.path, dtype, mode="r", offset=section.offset, shape=(count,))
+
+
+def is_token_index(path: str | Path) -> bool:
+    """Whether a file begins as an index does."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest of uint16 and uint32 that holds every id. Raises ConfigError if neither does."""
+    if vocab_size <= 1 << 16:
+        return np.dtype("<u2")
+    if vocab_size <= 1 << 32:
+        return np.dtype("<u4")
+    raise ConfigError(f"The vocabulary has {vocab_size} entries, but token ids have at most 32 bits.")
+
+
+def document_key(content: bytes) -> int:
+    """64 bits that depend on a document's content alone: a split by it is stable when data is added."""
+    return xxhash.xxh3_64_intdigest(content)
+
+
+def write_index(
+    path: Path,
+    *,
+    tokens: Iterable[bytes],
+    lengths: npt.NDArray[np.uint64],
+    keys: npt.NDArray[np.uint64],
+    sources: npt.NDArray[np.uint32],
+    names: Sequence[str],
+    vocab_size: int,
+    eot_id: int,
+    tokenizer: Mapping[str, Any],
+    tokenizer_file: str = "",
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Write an index and return once it is durable under its name; nothing is left behind if that fails.
+
+    tokens: their bytes in `token_dtype(vocab_size)`, in pieces of any size. lengths, keys, sources: per document, in
+    tokens. The bytes of the file depend on these arguments alone. Raises InfrastructureError if the disk refuses.
+    """
+    dtype = token_dtype(vocab_size)
+    documents = np.concatenate([np.zeros(1, np.uint64), np.cumsum(lengths, dtype=np.uint64)])
+    rest = {
+        "documents": documents.astype("<u8").tobytes(),
+        "keys": keys.astype("<u8").tobytes(),
+        "sources": sources.astype("<u4").tobytes(),
+        "names": json.dumps(list(names), ensure_ascii=False).encode("utf-8", "surrogateescape"),
+        "tokenizer": tokenizer_file.encode(),
+    }
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(bytes(PAGE))
+            sections: dict[str, Section] = {}
+            writer = _Hashing(file)
+            for name, pieces in (("tokens", tokens), *((n, (b,)) for n, b in rest.items())):
+                offset = writer.position
+                for piece in pieces:
+                    writer.write(piece)
+                sections[name] = Section(offset, writer.position - offset, SECTIONS[name] or dtype.str)
+                writer.pad()
+            if sections["tokens"].nbytes != int(documents[-1]) * dtype.itemsize:
+                raise ValueError(
+                    f"{sections['tokens'].nbytes // dtype.itemsize} tokens were given, but the documents have "
+                    f"{int(documents[-1])}"
+                )
+            hashes = np.array(writer.finish(), "<u8").tobytes()
+            sections["chunks"] = Section(writer.position, len(hashes), SECTIONS["chunks"] or "")
+            file.write(hashes)
+            identity = {"vocab_size": vocab_size, "eot_id": eot_id, "tokenizer": dict(tokenizer)}
+            content = json.dumps(identity, sort_keys=True).encode() + hashes
+            header = {
+                **identity,
+                **(more or {}),
+                "fingerprint": xxhash.xxh3_128_hexdigest(content),
+                "sections": {n: [s.offset, s.nbytes, s.dtype] for n, s in sections.items()},
+            }
+            file.seek(0)
+            file.write(_header_bytes(header))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise InfrastructureError(
+            f"The index {path} cannot be written: {error}; free space there and start again."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+class _Hashing:
+    """Writes behind the header and keeps the hash of each chunk."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._hash = xxhash.xxh3_64()
+        self._in_chunk = 0
+        self._hashes: list[int] = []
+        self.position = PAGE
+
+    def write(self, piece: bytes | memoryview) -> None:
+        self._file.write(piece)
+        self.position += len(piece)
+        view = memoryview(piece)
+        while len(view):
+            part = view[: CHUNK_BYTES - self._in_chunk]
+            self._hash.update(part)
+            self._in_chunk += len(part)
+            view = view[len(part) :]
+            if self._in_chunk == CHUNK_BYTES:
+                self._close_chunk()
+
+    def pad(self) -> None:
+        self.write(bytes(-self.position % PAGE))
+
+    def finish(self) -> list[int]:
+        if self._in_chunk:
+            self._close_chunk()
+        return self._hashes
+
+    def _close_chunk(self) -> None:
+        self._hashes.append(self._hash.intdigest())
+        self._hash = xxhash.xxh3_64()
+        self._in_chunk = 0
+
+
+def _chunk_bounds(end: int) -> Iterator[tuple[int, int]]:
+    for low in range(PAGE, end, CHUNK_BYTES):
+        yield low, min(low + CHUNK_BYTES, end)
+
+
+def _header_bytes(header: Mapping[str, Any]) -> bytes:
+    text = json.dumps(header, sort_keys=True, ensure_ascii=False).encode()
+    start = FIXED.pack(MAGIC, VERSION, len(text)) + text
+    if len(start) + HASH.size > PAGE:
+        raise ConfigError(
+            f"The index's header needs {len(start)} bytes, but has {PAGE - HASH.size}: a name is too long."
+        )
+    return start + HASH.pack(xxhash.xxh3_64_intdigest(start))
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, Section]]:
+    """The header, checked against its own hash and the file's size."""
+    again = "build it again with: elastic-harness index build"
+    try:
+        with open(path, "rb") as file:
+            start = file.read(PAGE)
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise ConfigError(f"The index {path} does not exist; {again}.") from None
+    except OSError as error:
+        raise ConfigError(f"The index {path} cannot be read: {error.strerror}.") from error
+    if start[:8] != MAGIC:
+        raise ConfigError(f"{path} is not a token index: it begins with {start[:8]!r}, not {MAGIC!r}; {again}.")
+    if len(start) < PAGE:
+        raise ConfigError(f"The index {path} is truncated: it has {len(start)} bytes, not even its header; {again}.")
+    _, version, length = FIXED.unpack_from(start)
+    if version != VERSION:
+        advice = "update elastic-harness" if version > VERSION else again
+        raise ConfigError(f"The index {path} has format version {version}, this program reads {VERSION}; {advice}.")
+    end = FIXED.size + length
+    if end + HASH.size > PAGE or HASH.unpack_from(start, end)[0] != xxhash.xxh3_64_intdigest(start[:end]):
+        raise ConfigError(
+            f"The header of the index {path} is damaged; copy it again from where it came from, or {again}."
+        )
+    header = json.loads(start[FIXED.size : end])
+    sections = {name: Section(*entry) for name, entry in header["sections"].items()}
+    missing = sorted(set(SECTIONS) - set(sections))
+    if missing:
+        raise ConfigError(f"The index {path} lacks the sections {', '.join(missing)}; {again}.")
+    needed = max(s.offset + s.nbytes for s in sections.values())
+    if size < needed:
+        raise ConfigError(
+            f"The index {path} is truncated: it has {size} bytes, {needed} were written; copy it again, or {again}."
+        )
+    return header, sections
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,284 @@
+"""Every sample once an epoch, in one order, whatever the ranks, the resizes and the crashes."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.utils.data import DataLoader
+
+from elastic_harness.data import ResumableDataset, ResumableLoader, TokenIndexFile
+from elastic_harness.data.schedule import Schedule, slot_sample_ids
+from elastic_harness.data.token_index import document_key, write_index
+from elastic_harness.errors import ConfigError
+
+S = 8
+
+
+def make(path: Path, documents: list[list[int]]) -> TokenIndexFile:
+    write_index(
+        path,
+        tokens=(np.array(d, "<u2").tobytes() for d in documents),
+        lengths=np.array([len(d) for d in documents], np.uint64),
+        keys=np.array([document_key(bytes(str(d), "ascii")) for d in documents], np.uint64),
+        sources=np.zeros(len(documents), np.uint32),
+        names=["a"],
+        vocab_size=60_000,
+        eot_id=0,
+        tokenizer={"kind": "made up"},
+    )
+    return TokenIndexFile(path)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> TokenIndexFile:
+    """103 windows of tokens that are their own positions."""
+    return make(tmp_path_factory.mktemp("index") / "i.bin", [list(range(low, low + 92)) for low in range(0, 828, 92)])
+
+
+def ids_of(dataset: ResumableDataset, count: int | None = None) -> list[int]:
+    found = []
+    for sample in dataset:
+        found.append(sample["sample_id"])
+        if len(found) == count:
+            break
+    return found
+
+
+def test_a_sample_is_a_window_and_the_next_token(index: TokenIndexFile) -> None:
+    for sample in ResumableDataset(index, S, seed=3, epochs=1):
+        start = sample["sample_id"] * S
+        assert sample["input_ids"].tolist() == list(range(start, start + S))
+        assert sample["labels"].tolist() == list(range(start + 1, start + S + 1))
+
+
+def test_an_epoch_has_every_sample_once_and_the_next_another_order(index: TokenIndexFile) -> None:
+    dataset = ResumableDataset(index, S, seed=3, epochs=2)
+    ids = ids_of(dataset)
+    n = len(dataset)
+    assert n == 103 and sorted(ids[:n]) == sorted(ids[n:]) == list(range(n)) and ids[:n] != ids[n:]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 64, 200])
+def test_ranks_share_an_epoch_without_rest(index: TokenIndexFile, world: int) -> None:
+    alone = ids_of(ResumableDataset(index, S, seed=3, epochs=1))
+    shares = [ids_of(ResumableDataset(index, S, seed=3, epochs=1, rank=r, world_size=world)) for r in range(world)]
+    together = [shares[p % world][p // world] for p in range(len(alone))]
+    assert together == alone and max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_padding_and_dropping_are_counted(index: TokenIndexFile) -> None:
+    for uneven, each, change in (("pad", 26, 1), ("drop", 25, 3)):
+        shares = []
+        for rank in range(4):
+            dataset = ResumableDataset(index, S, epochs=1, rank=rank, world_size=4, uneven=uneven)  # type: ignore[arg-type]
+            assert dataset.uneven_samples == change
+            shares.append(ids_of(dataset))
+            assert dataset.state_dict()["position"] == (103 if uneven == "pad" else 100)
+        assert [len(s) for s in shares] == [each] * 4
+        assert len({i for s in shares for i in s}) == (103 if uneven == "pad" else 100)
+    assert ResumableDataset(index, S, rank=0, world_size=4).uneven_samples == 0
+    with pytest.raises(ConfigError, match="would leave out all"):
+        ResumableDataset(index, S, rank=0, world_size=104, uneven="drop")
+
+
+def test_the_order_is_that_of_the_harness(index: TokenIndexFile) -> None:
+    dataset = ResumableDataset(index, S, seed=11, epochs=1)
+    schedule = Schedule(len(dataset), 8)
+    steps = range(schedule.steps_per_epoch)
+    slots = [slot_sample_ids(schedule, 11, step, slot, 2) for step in steps for slot in range(4)]
+    assert np.concatenate(slots).tolist() == ids_of(dataset)
+
+
+def test_a_state_goes_on_at_any_world_size(index: TokenIndexFile) -> None:
+    expected = ids_of(ResumableDataset(index, S, seed=3, epochs=2))
+    first = [ResumableDataset(index, S, seed=3, rank=r, world_size=3) for r in range(3)]
+    seen = [ids_of(d, 20) for d in first]
+    states = [d.state_dict() for d in first]
+    assert states[0] == states[1] == states[2] and states[0]["position"] == 60
+    assert len(json.dumps(states[0])) < 300
+    resumed = [ResumableDataset(index, S, seed=3, epochs=2, rank=r, world_size=5) for r in range(5)]
+    for dataset in resumed:
+        dataset.load_state_dict(json.loads(json.dumps(states[0])))
+    rest = [ids_of(d) for d in resumed]
+    assert sorted(i for s in seen for i in s) == sorted(expected[:60])
+    first_epoch = [rest[p % 5][p // 5] for p in range(43)]
+    assert first_epoch == expected[60:103]
+    assert sorted(i for s in rest for i in s) == sorted(expected[60:])
+
+
+def test_another_dataset_s_state_is_refused(index: TokenIndexFile, tmp_path: Path) -> None:
+    state = ResumableDataset(index, S, seed=3).state_dict()
+    other = make(tmp_path / "o.bin", [list(range(5, 400))])
+    for dataset, named in (
+        (ResumableDataset(index, S, seed=4), "seed is 3, this dataset's 4"),
+        (ResumableDataset(index, 2 * S, seed=3), "seq_length is 8, this dataset's 16"),
+        (ResumableDataset(other, S, seed=3), f'corpus is "{index.fingerprint}"'),
+        (ResumableDataset(index, S, seed=3, validation_fraction=0.5), 'split is "train/0"'),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            dataset.load_state_dict(state)
+    with pytest.raises(ConfigError, match="order is"):
+        ResumableDataset(index, S, seed=3).load_state_dict({**state, "order": "other"})
+    with pytest.raises(ConfigError, match="version None"):
+        ResumableDataset(index, S, seed=3).load_state_dict({})
+
+
+def test_a_plain_loader_s_position_is_what_it_gave(index: TokenIndexFile) -> None:
+    dataset = ResumableDataset(index, S, seed=3)
+    expected = ids_of(ResumableDataset(index, S, seed=3), 60)
+    batches = iter(DataLoader(dataset, batch_size=5))
+    seen = [i for _ in range(4) for i in next(batches)["sample_id"].tolist()]
+    assert seen == expected[:20] and dataset.state_dict()["position"] == 20
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_loader_that_reads_ahead_counts_what_it_gave(index: TokenIndexFile, workers: int) -> None:
+    expected = ids_of(ResumableDataset(index, S, seed=3, epochs=2))
+    dataset = ResumableDataset(index, S, seed=3, epochs=2)
+    loader = ResumableLoader(dataset, batch_size=7, num_workers=workers)
+    batches = iter(loader)
+    seen = [i for _ in range(6) for i in next(batches)["sample_id"].tolist()]
+    assert seen == expected[:42] and loader.state_dict()["position"] == 42
+    del batches
+    again = ResumableLoader(ResumableDataset(index, S, seed=3, epochs=2), batch_size=7, num_workers=workers)
+    again.load_state_dict(loader.state_dict())
+    sizes = [b["input_ids"].shape[0] for b in again]
+    assert sum(sizes) == 2 * 103 - 42 and sizes[8] == 61 % 7, "the end of an epoch is short, not padded"
+
+
+@pytest.mark.slow
+def test_worker_processes_of_a_plain_loader_are_refused(index: TokenIndexFile) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ConfigError, match="ResumableLoader"):
+            next(iter(DataLoader(ResumableDataset(index, S), batch_size=2, num_workers=1)))
+
+
+def test_the_split_is_by_document_and_stays_when_data_is_added(tmp_path: Path) -> None:
+    documents = [[1000 + d] * 30 for d in range(200)]
+    small = make(tmp_path / "small.bin", documents)
+    large = make(tmp_path / "large.bin", [[5] * 30, *documents[:90], [7] * 40, *documents[90:]])
+
+    def held_out(index: TokenIndexFile) -> set[int]:
+        windows = ResumableDataset(index, S, split="validation", validation_fraction=0.2, epochs=1)
+        return {int(t) for s in windows for t in s["input_ids"]}
+
+    validation = held_out(small)
+    assert 15 < len(validation) < 65
+    assert validation == held_out(large) - {5, 7}
+    train = {int(t) for s in ResumableDataset(small, S, validation_fraction=0.2, epochs=1) for t in s["input_ids"]}
+    assert not train & validation and len(train | validation) >= 199
+    batch = ResumableDataset(small, S, validation_fraction=0.2).validation_batch(0, 4)
+    assert {int(t) for t in batch["input_ids"].flatten()} <= validation
+
+
+def test_windows_across_what_is_held_out_read_what_belongs(tmp_path: Path) -> None:
+    """Against the plainest code: the tokens of the training documents one after another, cut at stride S."""
+    rng = np.random.default_rng(1)
+    documents = [rng.integers(1, 9999, rng.integers(1, 40)).tolist() for _ in range(100)]
+    index = make(tmp_path / "i.bin", documents)
+    limit = int(0.4 * 2.0**64)
+    stream = [t for d, key in zip(documents, index.keys.tolist(), strict=True) if key >= limit for t in d]
+    dataset = ResumableDataset(index, S, validation_fraction=0.4)
+    assert len(dataset) == (len(stream) - S - 1) // S + 1
+    batch = dataset.read(np.arange(len(dataset)))
+    assert batch["input_ids"].tolist() == [stream[i * S : i * S + S] for i in range(len(dataset))]
+
+
+def test_what_cannot_be_read(index: TokenIndexFile, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="exactly one"):
+        ResumableDataset()
+    with pytest.raises(ConfigError, match="0 <= rank"):
+        ResumableDataset(index, S, rank=2, world_size=2)
+    with pytest.raises(ConfigError, match="'exact', 'pad' or 'drop'"):
+        ResumableDataset(index, S, uneven="some")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="needs seq_length \\+ 1 = 1001"):
+        ResumableDataset(index, 1000)
+    with pytest.raises(IndexError, match="0 … 102"):
+        ResumableDataset(index, S).read([103])
+
+
+def test_text_is_indexed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("some text to read " * 20)
+    first = ResumableDataset(data_files=str(tmp_path / "a.txt"), seq_length=S)
+    changed = first.index.path.stat().st_mtime_ns
+    again = ResumableDataset(data_files=[str(tmp_path / "*.txt")], seq_length=S)
+    assert again.index.path == first.index.path and first.index.path.stat().st_mtime_ns == changed
+    (tmp_path / "a.txt").write_text("another text " * 20)
+    assert ResumableDataset(data_files=str(tmp_path / "a.txt"), seq_length=S).index.path != first.index.path
+
+
+class Training(RuleBasedStateMachine):
+    """Ranks that each iterate over the dataset, in lock-step as synchronous training is. Anything may happen between
+    two steps; what a crash takes back is read again. In the end the stream must be that of one rank alone."""
+
+    shared: ResumableDataset
+
+    @initialize(seed=st.integers(0, 5), documents=st.integers(1, 30), world=st.integers(1, 5))
+    def begin(self, seed: int, documents: int, world: int) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        rng = np.random.default_rng(documents)
+        texts = [rng.integers(1, 999, 19).tolist() for _ in range(documents)]
+        self.index = make(Path(self.folder.name) / "i.bin", texts)
+        self.seed = seed
+        self.alone = iter(ResumableDataset(self.index, S, seed=seed))
+        self.expected: list[int] = []
+        self.consumed: list[int] = []
+        self.saved = (ResumableDataset(self.index, S, seed=seed).state_dict(), 0)
+        self.start(world, self.saved[0])
+
+    def start(self, world: int, state: dict[str, object]) -> None:
+        self.ranks = [ResumableDataset(self.index, S, seed=self.seed, rank=r, world_size=world) for r in range(world)]
+        for dataset in self.ranks:
+            dataset.load_state_dict(json.loads(json.dumps(state)))
+        self.streams = [iter(dataset) for dataset in self.ranks]
+
+    @rule(steps=st.integers(1, 7))
+    def train(self, steps: int) -> None:
+        n = len(self.ranks[0])
+        for _ in range(steps):
+            left = n - len(self.consumed) % n  # of this epoch: at its tail not every rank has a sample
+            self.consumed += [next(stream)["sample_id"] for stream in self.streams[: min(left, len(self.streams))]]
+            if left < len(self.streams):  # who had none is already at the next epoch's begin
+                self.start(len(self.ranks), self.ranks[0].state_dict())
+
+    @rule()
+    def save(self) -> None:
+        self.saved = (self.ranks[0].state_dict(), len(self.consumed))
+
+    @rule(world=st.integers(1, 5))
+    def crash_and_restore(self, world: int) -> None:
+        state, consumed = self.saved
+        del self.consumed[consumed:]
+        self.start(world, state)
+
+    @rule(world=st.integers(1, 5))
+    def resize(self, world: int) -> None:
+        self.start(world, self.ranks[0].state_dict())
+
+    @precondition(lambda self: hasattr(self, "consumed"))
+    @invariant()
+    def the_stream_is_that_of_one_rank(self) -> None:
+        while len(self.expected) < len(self.consumed):
+            self.expected.append(next(self.alone)["sample_id"])
+        assert self.consumed == self.expected[: len(self.consumed)]
+        n = len(self.ranks[0])
+        for low in range(0, len(self.consumed) - n + 1, n):
+            assert sorted(self.consumed[low : low + n]) == list(range(n))
+
+    def teardown(self) -> None:
+        if hasattr(self, "folder"):
+            self.folder.cleanup()
+
+
+Training.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+test_any_history_gives_the_stream_of_one_rank = Training.TestCase
