@@ -280,5 +280,5 @@ class Training(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
-Training.TestCase.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+Training.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
 test_any_history_gives_the_stream_of_one_rank = Training.TestCase

@@ -220,6 +220,35 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "between 0 and 1" in capsys.readouterr().err
 
 
+def test_a_bad_piece_does_not_join_two_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "PIECE_BYTES", 8)
+    (tmp_path / "a.txt").write_bytes(b"good\n\xff\xff\xff\xff\n\xfe\xfe")
+    (tmp_path / "b.txt").write_bytes(b"next")
+    bpe = tokenizers.train_bpe(["good next"], 270)
+    inputs = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
+    report = build(inputs, tmp_path / "i.bin", tokenizer=bpe, max_bad_fraction=1)
+    assert texts_of(tmp_path / "i.bin") == ["good\n", "next"] and report.bad == 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("zstandard")
+    pytest.importorskip("pyarrow")
+    packed = gzip.compress(b'{"text": "x"}\n' * 100)
+    (tmp_path / name).write_bytes(packed[:30] + bytes(10) + packed[40:])
+    with pytest.raises(ConfigError, match=name):
+        build([str(tmp_path / name)], tmp_path / "i.bin")
+
+
+def test_a_second_build_at_the_same_time_is_refused(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", TEXTS)
+    with index_builder._exclusive(tmp_path / "i.bin", wait=False):
+        with pytest.raises(ConfigError, match="at work"):
+            build([str(path)], tmp_path / "i.bin")
+    build([str(path)], tmp_path / "i.bin")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "i.bin"]
+
+
 def test_many_small_files(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()

@@ -307,8 +307,7 @@ def find_or_build(data_files: Sequence[str], tokenizer: str) -> TokenIndexFile:
     key = xxhash.xxh3_128_hexdigest(json.dumps([files, chosen.identity], sort_keys=True).encode())
     path = cache_folder().with_name("indexes") / f"{key}.bin"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        index_builder.build(data_files, path, tokenizer=chosen)
+        index_builder.build_once(data_files, path, chosen)
     return TokenIndexFile(path)
 
 

@@ -11,10 +11,10 @@ import argparse
 import concurrent.futures
 import contextlib
 import ctypes
+import fcntl
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import time
@@ -79,20 +79,42 @@ def build(
     max_bad_fraction: float = 0.0,
     progress: Progress | None = None,
 ) -> Report:
-    """Write the index of these files and return what was done. Memory: per process, about ten times the longest JSONL
-    line or 16 MiB of plain text, whichever is more; the corpus may be larger than memory.
+    """Write the index of these files and return what was done; an older one of that name is replaced.
 
-    Raises ConfigError for bad input, among it more than `max_bad_fraction` bad documents; InfrastructureError if the
-    disk refuses or a process of the build dies.
+    Memory: per process, about ten times the longest JSONL line or 16 MiB of plain text, whichever is more; the corpus
+    may be larger than memory.
+
+    Raises ConfigError for bad input, among it more than `max_bad_fraction` bad documents, and if another build of the
+    same output is at work; InfrastructureError if the disk refuses or a process of the build dies.
     """
-    started = time.monotonic()
     output = Path(output)
     chosen = tokenizers.load(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    with _exclusive(output, wait=False):
+        return _build(inputs, output, chosen, text_key, processes, max_bad_fraction, progress)
+
+
+def build_once(inputs: Sequence[str], output: Path, tokenizer: Tokenizer) -> None:
+    """Build an index that is not there yet; if another process is at it, wait for that."""
+    with _exclusive(output, wait=True):
+        if not output.exists():
+            _build(inputs, output, tokenizer, "text", 1, 0.0, None)
+
+
+def _build(
+    inputs: Sequence[str],
+    output: Path,
+    chosen: Tokenizer,
+    text_key: str,
+    processes: int,
+    max_bad_fraction: float,
+    progress: Progress | None,
+) -> Report:
+    started = time.monotonic()
     paths = find_inputs(inputs)
     if output.resolve() in {p.resolve() for p in paths}:
         raise ConfigError(f"The output {output} is one of the inputs; name another file with -o.")
     units = plan_units(paths)
-    folder = output.with_name(f".{output.name}.parts")
+    folder = _parts_folder(output)
     try:
         _prepare(folder, _plan(paths, units, chosen, text_key))
         todo = [number for number in range(len(units)) if not _finished(folder, number)]
@@ -128,10 +150,43 @@ def build(
         raise InfrastructureError(
             f"The index {output} cannot be built: {error}; free space there and start again."
         ) from error
-    shutil.rmtree(folder, ignore_errors=True)
+    for entry in folder.iterdir():
+        entry.unlink()
     tokens = sum(int(p.lengths.sum()) for p in parts)
     empty, seconds = sum(p.empty for p in parts), time.monotonic() - started
     return Report(output, good, tokens, empty, bad, tuple(problems), seconds, sum(u.nbytes for u in units))
+
+
+def _parts_folder(output: Path) -> Path:
+    return output.with_name(f".{output.name}.parts")
+
+
+@contextlib.contextmanager
+def _exclusive(output: Path, *, wait: bool) -> Iterator[None]:
+    """Hold the folder of the parts, which is removed when nothing is in it."""
+    folder = _parts_folder(output)
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # whoever had it has just removed it
+            continue
+        except OSError as error:
+            raise InfrastructureError(f"The index {output} cannot be built: {error}; name another with -o.") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigError(f"Another build of {output} is at work; wait for it, or name another file.") from None
+        if folder.exists() and os.stat(folder).st_ino == os.fstat(descriptor).st_ino:
+            break
+        os.close(descriptor)  # it was removed by its last holder
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        os.close(descriptor)
 
 
 # ---- units to parts
@@ -149,8 +204,8 @@ def _prepare(folder: Path, plan: str) -> None:
     with contextlib.suppress(OSError):
         if known.read_text() == plan:
             return
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    for entry in folder.iterdir():
+        entry.unlink()
     known.write_text(plan)
 
 
@@ -235,6 +290,7 @@ class _PartMaker:
         self._dtype = token_dtype(tokenizer.vocab_size)
         self._batch: list[Document] = []
         self._batch_bytes = 0
+        self._open = False  # the last document collected is still to be continued
         self._open_length = 0
         self._open_key = xxhash.xxh3_64()
         self._hash = xxhash.xxh3_64()
@@ -250,13 +306,16 @@ class _PartMaker:
         for document in documents(piece, text_key):
             last = document.number
             problem = document.problem or self._undecodable(document.text)
+            alone = document.ends and not self._open
             if problem:
                 self._bad += 1
                 if len(self._problems) < KEPT_PROBLEMS:
                     self._problems.append((index, document.number, problem))
-            elif not document.text and document.ends and not self._open_length and not self._batch_open():
+                document = Document(b"", document.number, ends=document.ends)  # what it is a piece of still ends
+            elif alone and not document.text:
                 self._empty += 1
-            else:
+            if document.text or not alone:
+                self._open = not document.ends
                 self._batch.append(document)
                 self._batch_bytes += len(document.text)
                 if self._batch_bytes >= BATCH_BYTES:
@@ -272,9 +331,6 @@ class _PartMaker:
             "empty": self._empty,
             "sha": self._hash.intdigest(),
         }
-
-    def _batch_open(self) -> bool:
-        return bool(self._batch) and not self._batch[-1].ends
 
     def _undecodable(self, text: bytes) -> str:
         if self._tokenizer.raw:

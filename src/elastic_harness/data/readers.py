@@ -126,8 +126,10 @@ def documents(piece: Piece, text_key: str) -> Iterator[Document]:
                 yield from _lines(file, piece, text_key)
             else:
                 yield from _whole(file)
-    except (OSError, EOFError) as error:
-        raise ConfigError(f"The input {piece.path} cannot be read: {error}.") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # each library has errors of its own for a damaged file
+        raise ConfigError(f"The input {piece.path} cannot be read: {error or type(error).__name__}.") from error
 
 
 def _open(path: str) -> BinaryIO:
