@@ -102,7 +102,7 @@ def test_weights_that_cannot_be_written_end_the_job_at_once(tmp_path: Path) -> N
     ended = launch(tmp_path / "run", ODD, "none", 0, options=("--nproc-per-node", 2))
     assert ended.returncode == 4, said(ended)
     assert "The trained weights cannot be written" in ended.stdout
-    events = read_events(tmp_path / "run" / "events.jsonl")
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
     assert len([e for e in events if e["event"] == "worker_started"]) == 2
     assert max(e["step"] for e in events if e["event"] == "checkpoint_saved") == 20
 

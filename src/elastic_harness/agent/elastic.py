@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from elastic_harness import wire
-from elastic_harness.agent import fingerprint
+from elastic_harness.agent.admission import Admission
 from elastic_harness.agent.board import SLOT
 from elastic_harness.agent.environment import JobEnvironment, free_port
 from elastic_harness.agent.kv import KeyValues
@@ -21,7 +21,6 @@ from elastic_harness.membership.store import EmbeddedStore, Put
 from elastic_harness.membership.types import Limits, Report
 
 TICK_S = 0.05
-START_S_MIN = 30.0
 WAITING_NOTICE_S = 5.0
 
 
@@ -38,8 +37,7 @@ class ElasticRun:
         self._store = EmbeddedStore(time.monotonic)
         self._values = KeyValues()
         self._places = Places(options.workers, options.spares, options.api_restarts)
-        self._asking: dict[str, dict[str, Any]] = {}  # fingerprints of those who said hello and have no answer yet
-        self._refused: dict[str, str] = {}
+        self._admission = Admission(agent)
         self._unfit: dict[str, str] = {}
         self._members: tuple[str, ...] = ()
         self._ever_members: set[str] = set()  # whoever was told of any generation hears of every later one
@@ -51,7 +49,6 @@ class ElasticRun:
         self._errors_shown: set[str] = set()
         self._waiting_shown_at = 0.0
         self._ticked_at = 0.0
-        self._began_at = time.monotonic()
         self._done = False
 
     # ---- what the agent reports
@@ -112,7 +109,7 @@ class ElasticRun:
                 self.agent.console.notice(f"worker {worker.member} sent an unknown message {other!r}; it is ignored")
 
     def on_gone(self, worker: Worker) -> None:
-        self._asking.pop(worker.member, None)
+        self._admission.forget(worker.member)
         reading = worker.board.read()
         if worker.hello and reading.phase == SLOT and reading.slot >= 0 and not worker.slot_failed:
             code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
@@ -149,26 +146,13 @@ class ElasticRun:
         self._feed(leader.Tick())
         if self.agent.outcome is not None:  # ending: members may still have to re-form to reach the last boundary
             return
-        self._give_up_the_mute(now)
-        if self._asking:
-            self._answer()
+        self._admission.give_up_the_mute(now)
+        self._admit()
         self._spawn_due()
         if self.state.paused and now - self._waiting_shown_at >= WAITING_NOTICE_S:
             self._waiting_shown_at = now
             self.agent.records.event("waiting", reason=self.state.paused)
             self.agent.console.notice(self.state.paused)
-
-    def _give_up_the_mute(self, now: float) -> None:
-        """A worker that never says hello would keep its place for ever: it has as long as the job waits for it."""
-        limit_s = max(self.agent.options.join_timeout_s, START_S_MIN)
-        for worker in list(self.agent.workers.values()):
-            silent_s = now - max(worker.started_at, self._began_at)
-            if worker.running and not (worker.hello or worker.lost or worker.released) and silent_s > limit_s:
-                evidence = (
-                    f"it has not called elastic_harness.start() within {silent_s:.0f} s of its start "
-                    f"(--join-timeout, at least {START_S_MIN:g} s); if it needs longer to get there, raise that"
-                )
-                self.agent.give_up(worker, evidence)
 
     def scale(self, target: int) -> None:
         limits = self.state.limits
@@ -348,39 +332,14 @@ class ElasticRun:
         worker.hello = True
         worker.beat_seen_at = time.monotonic()
         worker.restore_priority()
-        if message.get("protocol") != wire.PROTOCOL:
-            spoken = message.get("protocol")
-            self._refuse(worker, f"it speaks protocol {spoken}, the agent {wire.PROTOCOL}; use the same version")
-            return
-        self._asking[worker.member] = message.get("fingerprint") or {}
-        self._answer()
+        self._admission.ask(worker, message)
+        self._admit()
 
-    def _answer(self) -> None:
-        """Admit or refuse who said hello. A run that has no fingerprint on record takes that of the majority."""
-        known = self.agent.folder.record.get("fingerprint") or {}
-        if not known:
-            late = time.monotonic() - self._began_at > self.agent.options.join_timeout_s
-            by_place = sorted(self._asking, key=lambda member: self.agent.workers[member].index)
-            candidates = [self._asking[member] for member in by_place]
-            elected = fingerprint.majority(candidates, self.state.limits.target, complete=late)
-            if elected is None:
-                return
-            known = elected
-            if known:
-                self.agent.folder.update(fingerprint=known)
-        asking, self._asking = self._asking, {}
-        for member, own in asking.items():
-            worker = self.agent.workers.get(member)
-            refusal = fingerprint.difference(known, own)
-            if worker and refusal:
-                self._refuse(worker, refusal)
-            elif worker and not worker.lost and not self._done and self.agent.outcome is None:
-                self._feed(leader.Ready(member), self._began_at if self.state.generation is None else None)
-
-    def _refuse(self, worker: Worker, reason: str) -> None:
-        self._refused[worker.member] = reason
-        self.agent.send(worker, {"type": "refuse", "reason": reason})
-        self.agent.after(2.0, lambda: worker.signal(9))
+    def _admit(self) -> None:
+        for member in self._admission.answer(self.state.limits.target):
+            if not self._done and self.agent.outcome is None:
+                waited_since = self._admission.began_at if self.state.generation is None else None
+                self._feed(leader.Ready(member), waited_since)
 
     def _tell(self, member: str, message: wire.Message) -> None:
         worker = self.agent.workers.get(member)
@@ -391,9 +350,9 @@ class ElasticRun:
         """Why a worker ended, and the error as one line."""
         last = (worker.log.tail(1) or [""])[0]
         code = worker.exit_code or 0
-        if worker.member in self._refused:
-            worker.error = worker.error or {"error": self._refused[worker.member]}
-            return "refused", self._refused[worker.member]
+        if worker.member in self._admission.refused:
+            worker.error = worker.error or {"error": self._admission.refused[worker.member]}
+            return "refused", self._admission.refused[worker.member]
         if worker.member in self._unfit:
             worker.error = worker.error or {"error": self._unfit[worker.member]}
             return "unfit", self._unfit[worker.member]

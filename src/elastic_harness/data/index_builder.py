@@ -301,7 +301,7 @@ class _PartMaker:
         self._problems: list[tuple[int, int, str]] = []
         self._bad = self._empty = 0
 
-    def read(self, index: int, piece: Piece, text_key: str, write: Callable[[bytes], Any]) -> None:
+    def read(self, index: int, piece: Piece, text_key: str, write: Callable[[memoryview], Any]) -> None:
         last = 0
         for document in documents(piece, text_key):
             last = document.number
@@ -341,7 +341,7 @@ class _PartMaker:
             return f"no UTF-8: {error.reason} at byte {error.start}"
         return ""
 
-    def _flush(self, source: int, write: Callable[[bytes], Any]) -> None:
+    def _flush(self, source: int, write: Callable[[memoryview], Any]) -> None:
         """Encode the batch and write its tokens, an end-of-text after each document."""
         encoded = self._tokenizer.encode([d.text for d in self._batch])
         out = np.empty(sum(len(ids) for ids in encoded) + sum(d.ends for d in self._batch), self._dtype)
@@ -364,9 +364,8 @@ class _PartMaker:
                 self.sources.append(source)
                 self._open_length = 0
                 self._open_key.reset()
-        content = out.tobytes()
-        self._hash.update(content)
-        write(content)
+        self._hash.update(out.data)
+        write(out.data)
         self._batch.clear()
         self._batch_bytes = 0
 
