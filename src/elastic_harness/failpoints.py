@@ -41,6 +41,7 @@ PLACES = (
     "checkpoint.written",
     "finish.saved",
     "finish.sent",
+    "leave.began",
 )
 
 

@@ -131,6 +131,7 @@ class Worker:
         self.generation = self.newest
         number, members = self.generation["number"], self.generation["members"]
         if self.member not in members:
+            self.send("leaving", generation=number)
             raise Left("left out")
         began = time.monotonic()
         self.show(RECOVERY)

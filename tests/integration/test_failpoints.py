@@ -50,6 +50,7 @@ ELSEWHERE = (
     "checkpoint.written",
     "finish.saved",
     "finish.sent",
+    "leave.began",
 )
 
 

@@ -137,6 +137,21 @@ def test_the_group_grows_and_shrinks(train: Train, undisturbed: Weights) -> None
     assert not any(e["urgent"] for e in job.events("generation")[1:])
 
 
+def test_who_is_on_the_way_out_is_not_taken_back(train: Train, undisturbed: Weights) -> None:
+    """Two workers leave, slowly, when the job is to grow again: they are replaced, and are no failures."""
+    job = train(3, steps=STEPS)
+    job.fill()
+    job.advance(2)
+    for rank in (1, 2):
+        job.order(rank, "leave.began", "pause:1.5", lasting=8)
+    job.scale(1)
+    job.fill()
+    job.scale(3)
+    job.fill()
+    job.finish(expected=undisturbed(STEPS))
+    assert not job.events("failure_detected")
+
+
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_stopped_process_is_lost_within_its_deadline(train: Train, undisturbed: Weights, rank: int) -> None:
     job = train(3, steps=STEPS, settings=["elastic.progress_timeout_min_s=2"])

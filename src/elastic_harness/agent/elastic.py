@@ -99,6 +99,9 @@ class ElasticRun:
                 worker.error = message
             case "unfit":
                 self._feed(leader.Unfit(message["member"], message["reason"]))
+            case "leaving":
+                worker.released = worker.released or f"{LEFT_OUT} {message['generation']}"
+                self._feed(leader.Lost(worker.member))
             case "unsaved":
                 self.agent.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", message["error"]), graceful=False)
             case "finished":

@@ -181,7 +181,8 @@ class AgentLink:
         self.send("kv_set", generation=generation, key=key, value=base64.b64encode(value).decode())
 
     def left_out(self, generation: Generation) -> None:
-        """This member is not part of a generation: it leaves."""
+        """This member is not part of a generation: it leaves, and says so, for the next one may want it again."""
+        self.send("leaving", generation=generation.number)
         raise Left(f"not a member of generation {generation.number} ({generation.reason})")
 
 

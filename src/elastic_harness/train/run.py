@@ -111,6 +111,7 @@ class Run:
 
     def _leave(self, left: Left) -> NoReturn:
         """End the process: this worker is not needed any more, and what follows the loop is for those who finished."""
+        failpoint("leave.began", self._progress.version)
         self._parts.saver.wait()
         self.close()
         print(f"elastic-harness: {left.reason}", file=sys.stderr, flush=True)
