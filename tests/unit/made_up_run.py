@@ -1,7 +1,8 @@
 """Run folders that no training ever wrote: made from the formats alone, at once or in real time.
 
 Run as a program it stands in for the command line: `launch` starts idle processes as workers, notices when
-they are killed and writes the events and the ledger of a training that went well; `generate` prints a text.
+they are killed and writes the events and the ledger of a training that went well (its last step waits until
+MADE_UP_DEATHS workers have died, however slow the machine); `generate` prints a text.
 """
 
 from __future__ import annotations
@@ -143,6 +144,7 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 STEP_S = 0.04
+WAIT_FOR_DEATHS_S = 60.0
 
 
 def launch(arguments: list[str]) -> int:
@@ -182,32 +184,42 @@ def launch(arguments: list[str]) -> int:
                 process.wait()
             os._exit(128 + number)
 
+        def refill(members: list[str], generation: int) -> tuple[list[str], int]:
+            if len(members) == workers:
+                return members, generation
+            members = [*members, waiting.pop() if waiting else start(False)]
+            emit("generation", number=generation + 1, members=members, urgent=False, reason="join")
+            return members, generation + 1
+
         signal.signal(signal.SIGTERM, leave)
         emit("run_started", schema=1, run_id=folder.name, seed=SEED, nproc=workers, argv=[], lineage=0)
         emit("run_configured", **configured())
         members, waiting = [start(False) for _ in range(workers)], [start(True) for _ in range(spares)]
         generation = 1
         emit("generation", number=1, members=members, urgent=False, reason="start", world_size=workers)
+        lost, expected = 0, int(os.environ.get("MADE_UP_DEATHS", 0)) if spares else 0
         for step in range(steps):
             begun = time.time()
-            time.sleep(STEP_S)
-            dead = [member for member in members if processes[member].poll() is not None]
-            if dead:
-                for member in dead:
-                    rank, pid = members.index(member), processes.pop(member).pid
-                    emit("failure_detected", member=member, rank=rank, pid=pid, what="killed", signal="SIGKILL")
-                members = [member for member in members if member not in dead]
-                generation += 1
-                emit("generation", number=generation, members=members, urgent=True, reason="failure")
-                emit("recovery", generation=generation, member=members[0], version=step, total_ms=9.0,
-                     stages={"generation_ms": 4.0, "rebuild_ms": 5.0}, resumed_step=step)  # fmt: skip
+            while True:
+                time.sleep(STEP_S)
+                dead = [member for member in members if processes[member].poll() is not None]
+                lost += len(dead)
+                if dead:
+                    for member in dead:
+                        rank, pid = members.index(member), processes.pop(member).pid
+                        emit("failure_detected", member=member, rank=rank, pid=pid, what="killed", signal="SIGKILL")
+                    members = [member for member in members if member not in dead]
+                    generation += 1
+                    emit("generation", number=generation, members=members, urgent=True, reason="failure")
+                    emit("recovery", generation=generation, member=members[0], version=step, total_ms=9.0,
+                         stages={"generation_ms": 4.0, "rebuild_ms": 5.0}, resumed_step=step)  # fmt: skip
+                if step < steps - 1 or lost >= expected or time.time() > begun + WAIT_FOR_DEATHS_S:
+                    break
+                members, generation = refill(members, generation)
             emit("step_committed", lineage=0, step=step, generation=generation, world_size=len(members),
                  loss=loss_of(step), tokens=4096, step_s=time.time() - begun)  # fmt: skip
             ledger.write(json.dumps(ledger_line(step, generation, members, loss_of(step))) + "\n")
-            if len(members) < workers:
-                members = [*members, waiting.pop() if waiting else start(False)]
-                generation += 1
-                emit("generation", number=generation, members=members, urgent=False, reason="join")
+            members, generation = refill(members, generation)
             if len(waiting) < spares:
                 waiting.append(start(True))
         digest = "0" * 64 if "calm" in folder.name and os.environ.get("MADE_UP_DIFFERENT_WEIGHTS") else SHA

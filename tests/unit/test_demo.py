@@ -96,9 +96,10 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.slow
 def test_demo_passes_leaves_a_report_and_no_process(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
+    monkeypatch.setenv("MADE_UP_DEATHS", "6")
     assert driver.main(arguments) == 0
     said = capsys.readouterr().out
     assert "VERDICT: nothing was lost" in said and "def made_up" in said
