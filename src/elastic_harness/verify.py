@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from elastic_harness.data.order import epoch_order
+from elastic_harness.data.mixture import order_of
+from elastic_harness.data.order import EpochOrder, Order, sample_ids
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError, HarnessError
 from elastic_harness.events import read_events
@@ -38,11 +39,13 @@ class RunIdentity:
     lanes: int
     micro_batch_samples: int
     global_batch_samples: int
+    order: Order
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of `verify`: `ok`, what was covered, and the violations in step order."""
+    """The outcome of `verify`: `ok`, what was covered, and the violations in step order. epochs_complete, n_samples: of
+    one source; of a mixture `sources` has name, samples and samples used of each."""
 
     ok: bool
     run: str
@@ -50,6 +53,7 @@ class Verdict:
     samples: int = 0
     epochs_complete: int = 0
     n_samples: int = 0
+    sources: tuple[tuple[str, int, int], ...] = ()
     lineage: int = 0
     superseded: int = 0
     members: int = 0
@@ -71,9 +75,15 @@ class Verdict:
         lines = [
             f"EXACT  {self.run}",
             f"  {self.steps} steps, each with its full batch; {self.samples:,} samples, none twice, none missed",
-            f"  {self.epochs_complete} whole epochs of {self.n_samples:,} samples; "
-            f"{self.members} members took part; lineage {self.lineage}",
         ]
+        members = f"{self.members} members took part; lineage {self.lineage}"
+        if self.sources:
+            lines += [
+                f"  {name}: {used:,} samples, {used / size:.2f} times its {size:,}" for name, size, used in self.sources
+            ]
+            lines.append(f"  {members}")
+        else:
+            lines.append(f"  {self.epochs_complete} whole epochs of {self.n_samples:,} samples; {members}")
         if self.superseded:
             lines.append(f"  {self.superseded} steps of older lineages were superseded by a restore and don't count")
         if self.weights_sha256:
@@ -122,6 +132,7 @@ def judge(run: str, ledger: Ledger, events: Iterable[Mapping[str, Any]], max_vio
         samples=samples,
         epochs_complete=replay.epochs_complete,
         n_samples=identity.n_samples,
+        sources=replay.sources(),
         lineage=ledger.lineage,
         superseded=len({line.key for line in ledger.lines}) - len(lines),
         members=len({member for line in lines.values() for member, _, _ in line.computed_by}),
@@ -141,7 +152,7 @@ class _Replay:
         self.schedule = Schedule(identity.n_samples, identity.global_batch_samples)
         self.steps_per_epoch = self.schedule.steps_per_epoch
         self.epochs_complete = 0
-        self._used: dict[int, np.ndarray] = {}
+        self._used: dict[tuple[int, int], np.ndarray] = {}  # of a source and its pass: which samples
         self._owner_of_digest: dict[str, tuple[int, int]] | None = None
 
     def violations_of(self, line: LedgerLine) -> list[str]:
@@ -173,15 +184,16 @@ class _Replay:
                 continue
             if (line.slot_weight[slot] > 0) != (len(ids) > 0):
                 found.append(f"slot {slot} has weight {line.slot_weight[slot]} but {len(ids)} samples")
-            found += self._book(span.epoch, ids, slot)
+            low, high = span.slot_range(slot, identity.micro_batch_samples)
+            found += self._book(span.epoch, np.arange(low, high, dtype=np.int64), slot)
         return found
 
     def slot_ids(self, step: int) -> list[np.ndarray]:
         """The sample ids that every slot of a step has to read, by arithmetic alone."""
         identity, span = self.identity, self.schedule.at(step)
-        order = epoch_order(identity.n_samples, identity.seed, span.epoch)
         ranges = [span.slot_range(slot, identity.micro_batch_samples) for slot in range(identity.slots)]
-        ids = order(np.arange(span.first, span.first + span.count, dtype=np.int64))
+        positions = np.arange(span.first, span.first + span.count, dtype=np.int64)
+        ids = sample_ids(identity.order, span.epoch, positions)
         return [ids[low - span.first : high - span.first] for low, high in ranges]
 
     def gaps(self) -> list[str]:
@@ -197,31 +209,56 @@ class _Replay:
         ]
 
     def incomplete_epochs(self) -> list[str]:
-        """Epochs whose every step is committed but that left a sample out."""
+        """Passes through a source, in one source epochs, that are over but left a sample out."""
         found = []
         last = max(self.lines, default=-1)
-        for epoch in range((last + 1) // self.steps_per_epoch):
-            used = self._used.get(epoch)
-            count = 0 if used is None else int(used.sum())
-            if count == self.identity.n_samples:
-                self.epochs_complete += 1
-                continue
-            sample = 0 if used is None else int(np.flatnonzero(~used)[0])
-            step = (epoch + 1) * self.steps_per_epoch - 1
-            found.append(
-                f"step {step}: ends epoch {epoch}, in which {self.identity.n_samples - count} samples "
-                f"were never used, sample {sample} among them"
-            )
+        if last < 0:
+            return []
+        span, order = self.schedule.at(last), self.identity.order
+        for source, drawn in enumerate(order.drawn(span.epoch, span.first + span.count)):
+            size = order.sizes[source]
+            for turn in range(drawn // size):
+                used = self._used.get((source, turn))
+                count = 0 if used is None else int(used.sum())
+                if count == size:
+                    self.epochs_complete += 1
+                    continue
+                sample = 0 if used is None else int(np.flatnonzero(~used)[0])
+                where = last if self._names else (turn + 1) * self.steps_per_epoch - 1
+                found.append(
+                    f"step {where}: ends {self._pass(source, turn)}, in which {size - count} samples were never used, "
+                    f"sample {sample} among them"
+                )
         return found
 
-    def _book(self, epoch: int, ids: np.ndarray, slot: int) -> list[str]:
-        used = self._used.setdefault(epoch, np.zeros(self.identity.n_samples, dtype=bool))
-        again = ids[used[ids]]
-        if len(np.unique(ids)) != len(ids) or len(again):
-            sample = int(again[0]) if len(again) else int(ids[0])
-            return [f"slot {slot} uses sample {sample} a second time in epoch {epoch}"]
-        used[ids] = True
-        return []
+    def sources(self) -> tuple[tuple[str, int, int], ...]:
+        """Of a mixture: name, samples, and how many were used, of each source."""
+        used = [0] * len(self._names)
+        for (source, _), samples in self._used.items():
+            if self._names:
+                used[source] += int(samples.sum())
+        return tuple(zip(self._names, self.identity.order.sizes, used, strict=False))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return getattr(self.identity.order, "names", ())
+
+    def _pass(self, source: int, turn: int) -> str:
+        return f"pass {turn} through {self._names[source]}" if self._names else f"epoch {turn}"
+
+    def _book(self, epoch: int, positions: np.ndarray, slot: int) -> list[str]:
+        order = self.identity.order
+        places = order.places(epoch, positions)
+        found = []
+        for source, turn in dict.fromkeys(zip(places.sources.tolist(), places.passes.tolist(), strict=True)):
+            ids = places.numbers[(places.sources == source) & (places.passes == turn)]
+            used = self._used.setdefault((source, turn), np.zeros(order.sizes[source], dtype=bool))
+            again = ids[used[ids]]
+            if len(np.unique(ids)) != len(ids) or len(again):
+                sample = int(again[0]) if len(again) else int(ids[0])
+                found.append(f"slot {slot} uses sample {sample} a second time in {self._pass(source, turn)}")
+            used[ids] = True
+        return found
 
     def _misread(self, step: int, slot: int, digest: str, ids: np.ndarray) -> str:
         """What a wrong hash means, as far as the ledger tells: whose samples were read instead."""
@@ -255,17 +292,31 @@ def _identity(run: str, events: list[Mapping[str, Any]]) -> tuple[RunIdentity, l
         missing = [name for name in _IDENTITY if name not in event]
         if missing:
             raise ConfigError(f"{run}: the run_configured event lacks {missing[0]!r}; it has {sorted(event)}")
-        identities.append(RunIdentity(**{name: int(event[name]) for name in _IDENTITY}))
+        numbers = {name: int(event[name]) for name in _IDENTITY}
+        identities.append(RunIdentity(**numbers, order=_order(numbers, event.get("order"))))
     changed = [
         f"{name} was {getattr(identities[0], name)} when the run began and {getattr(later, name)} when it resumed"
         for later in identities[1:]
         for name in _IDENTITY
         if getattr(later, name) != getattr(identities[0], name)
     ]
-    data_sets = {json.dumps(event.get("dataset"), sort_keys=True) for event in configured}
+    data_sets = {json.dumps([event.get("dataset"), event.get("order")], sort_keys=True) for event in configured}
     if not changed and len(data_sets) > 1:
         changed = ["the data set changed between two starts of the run: " + " and ".join(sorted(data_sets))]
     return identities[0], changed[:1]
+
+
+def _order(numbers: Mapping[str, int], description: Mapping[str, Any] | None) -> Order:
+    """The order that a run describes; without a description, epochs shuffled by the run's seed."""
+    if description is None:
+        return EpochOrder(numbers["n_samples"], numbers["seed"])
+    match description.get("kind"):
+        case "epochs":
+            return EpochOrder(int(description["n_samples"]), int(description["seed"]))
+        case "mixture":
+            return order_of(description)
+        case kind:
+            raise ConfigError(f"the run follows an order of kind {kind!r}; update elastic-harness to verify it")
 
 
 def _conflicting_lines(ledger: Ledger) -> list[str]:

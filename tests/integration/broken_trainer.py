@@ -109,8 +109,8 @@ def other_samples() -> None:
     """The second worker reads the samples of the slot after its own, but not for the canary, slot 0."""
     own = slots.slot_sample_ids
 
-    def next_ones(schedule: Any, seed: int, step: int, slot: int, size: int) -> Any:
-        return own(schedule, seed, step, (slot + 1) % 12 if slot else 0, size)
+    def next_ones(schedule: Any, order: Any, step: int, slot: int, size: int) -> Any:
+        return own(schedule, order, step, (slot + 1) % 12 if slot else 0, size)
 
     if IS_SECOND:
         slots.slot_sample_ids = next_ones

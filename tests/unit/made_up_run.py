@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from elastic_harness.data.order import EpochOrder
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
 from elastic_harness.demo.plan import choose_victims, plan_strikes
 from elastic_harness.demo.story import Kill
@@ -126,9 +127,9 @@ def configured() -> dict[str, Any]:
 
 
 def ledger_line(step: int, generation: int, members: list[str], loss: float) -> dict[str, Any]:
-    schedule = Schedule(SAMPLES, SLOTS)
+    schedule, order = Schedule(SAMPLES, SLOTS), EpochOrder(SAMPLES, SEED)
     span = schedule.at(step)
-    ids = [slot_sample_ids(schedule, SEED, step, slot, 1) for slot in range(SLOTS)]
+    ids = [slot_sample_ids(schedule, order, step, slot, 1) for slot in range(SLOTS)]
     cuts = [SLOTS * part // len(members) for part in range(len(members) + 1)]
     return {
         "lineage": 0, "from_step": 0, "step": step, "generation": generation, "world_size": len(members),

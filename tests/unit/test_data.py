@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from elastic_harness.data.corpus import Corpus, CorpusDataset, cache_folder
 from elastic_harness.data.mapstyle import MapStyle
-from elastic_harness.data.order import TINY, Permutation, epoch_order, order_key
+from elastic_harness.data.order import TINY, EpochOrder, Permutation, epoch_order, order_key
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
 from elastic_harness.errors import ConfigError, InfrastructureError
 
@@ -89,13 +89,13 @@ def test_every_sample_is_used_once_an_epoch_whatever_the_resizes(
     n: int, micro: int, slots: int, epochs: int, data: st.DataObject
 ) -> None:
     """Each step is dealt out to another number of workers; together they read every sample once an epoch."""
-    schedule = Schedule(n, micro * slots)
+    schedule, order = Schedule(n, micro * slots), EpochOrder(n, 5)
     read: list[list[int]] = [[] for _ in range(epochs)]
     for step in range(epochs * schedule.steps_per_epoch):
         workers = data.draw(st.integers(1, 5))
         for worker in range(workers):
             for slot in range(worker * slots // workers, (worker + 1) * slots // workers):
-                ids = slot_sample_ids(schedule, 5, step, slot, micro)
+                ids = slot_sample_ids(schedule, order, step, slot, micro)
                 read[schedule.at(step).epoch].extend(ids.tolist())
     assert all(sorted(ids) == list(range(n)) for ids in read)
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_harness.comm.placement import deal
+from elastic_harness.data.order import EpochOrder
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
 from elastic_harness.train.slots import Shape
 
@@ -22,7 +23,7 @@ def test_any_sequence_of_sizes_uses_each_sample_once(
     samples: int, micro_batch: int, slots: int, lanes_wanted: int, worlds: list[int], seed: int
 ) -> None:
     shape = Shape(slots, min(lanes_wanted, slots), micro_batch)
-    schedule = Schedule(samples, slots * micro_batch)
+    schedule, order = Schedule(samples, slots * micro_batch), EpochOrder(samples, seed)
     for epoch in range(2):
         read: list[int] = []
         for k in range(schedule.steps_per_epoch):
@@ -31,5 +32,5 @@ def test_any_sequence_of_sizes_uses_each_sample_once(
             for ranges in deal(shape.lanes, members, {}).values():
                 for unit in ranges:
                     for slot in shape.unit_slots(unit):
-                        read.extend(slot_sample_ids(schedule, seed, step, slot, micro_batch).tolist())
+                        read.extend(slot_sample_ids(schedule, order, step, slot, micro_batch).tolist())
         assert sorted(read) == list(range(samples))

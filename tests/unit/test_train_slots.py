@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from elastic_harness.comm.placement import deal
 from elastic_harness.data.mapstyle import MapStyle
+from elastic_harness.data.order import EpochOrder
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import UserCodeError
 from elastic_harness.train.layout import averaged_buffers, make_layout
@@ -48,7 +49,14 @@ def computer(model: nn.Module, shape: Shape, declared: tuple[str, ...] = ()) -> 
     shape = Shape(shape.slots, shape.lanes, shape.micro_batch, pairs=layout.uniform)
     batch = shape.slots * shape.micro_batch
     return SlotComputer(
-        model, data(), Schedule(SAMPLES, batch), shape, layout, seed=3, reading=lambda step, slot, ids: None
+        model,
+        data(),
+        Schedule(SAMPLES, batch),
+        EpochOrder(SAMPLES, 3),
+        shape,
+        layout,
+        seed=3,
+        reading=lambda step, slot, ids: None,
     )
 
 

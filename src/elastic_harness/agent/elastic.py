@@ -153,9 +153,7 @@ class ElasticRun:
         self._admit()
         self._spawn_due()
         if self.state.paused and now - self._waiting_shown_at >= WAITING_NOTICE_S:
-            self._waiting_shown_at = now
-            self.agent.records.event("waiting", reason=self.state.paused)
-            self.agent.console.notice(self.state.paused)
+            self._say_waiting(self.state.paused)
 
     def scale(self, target: int) -> None:
         limits = self.state.limits
@@ -209,6 +207,7 @@ class ElasticRun:
                     self._tell(member, message)
                 self._notice(f"generation {digest.generation}: {reason}")
             case leader.Pause(reason):
+                self._say_waiting(reason)
                 if self.state.generation is not None:
                     for member in self.state.ready:
                         self._tell(member, {"type": "pause", "reason": reason})
@@ -218,6 +217,11 @@ class ElasticRun:
                 self._on_poison(at_step, slot, members)
             case leader.Done(version):
                 self._on_done(version)
+
+    def _say_waiting(self, reason: str) -> None:
+        self._waiting_shown_at = time.monotonic()
+        self.agent.records.event("waiting", reason=reason)
+        self._notice(reason)
 
     def _announce(self, number: int, members: tuple[str, ...], urgent: bool, reason: str) -> None:
         self.agent.records.use_number(number)

@@ -5,8 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOMES = {"TokenIndexFile": "token_index", "ResumableDataset": "dataset", "ResumableLoader": "dataset"}
-__all__ = ["ResumableDataset", "ResumableLoader", "TokenIndexFile"]
+_HOMES = {
+    "Mixture": "mixture",
+    "ResumableDataset": "dataset",
+    "ResumableLoader": "dataset",
+    "TokenIndexFile": "token_index",
+    "cu_seqlens": "windows",
+}
+__all__ = ["Mixture", "ResumableDataset", "ResumableLoader", "TokenIndexFile", "cu_seqlens"]
 
 
 def __getattr__(name: str) -> Any:

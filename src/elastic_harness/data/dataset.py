@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,84 +21,48 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from elastic_harness.data import index_builder, tokenizers
 from elastic_harness.data.corpus import cache_folder
-from elastic_harness.data.order import Permutation, epoch_order, order_key
+from elastic_harness.data.mixture import Mixture, MixtureOrder, make_stages
+from elastic_harness.data.order import EpochOrder, Order, Permutation, order_key, sample_ids
 from elastic_harness.data.readers import find_inputs
 from elastic_harness.data.token_index import TokenIndexFile
+from elastic_harness.data.windows import Documents, Index, Sources, Split, cut
 from elastic_harness.errors import ConfigError
 
 ORDER = "feistel-8/1"  # the algorithm of `order.Permutation`; part of every state
 BLOCK = 4096  # positions whose order is computed at once
 READ_AHEAD = 64  # samples read at once where they are handed out one by one
 STATE_VERSION = 1
-Split = Literal["train", "validation"]
 Uneven = Literal["exact", "pad", "drop"]
-
-
-class Windows:
-    """Windows of `length` tokens at stride `stride` over those documents of an index that belong to one side of the
-    split. Which side depends on the document's content alone, so it stays where it is when data is added."""
-
-    def __init__(
-        self, index: TokenIndexFile, length: int, stride: int, split: Split, validation_fraction: float
-    ) -> None:
-        self._index = index
-        self._length = length
-        self._stride = stride
-        starts, ends = self._runs(index, split, validation_fraction)
-        self._starts = starts  # (R,) where each run of consecutive documents begins in the file
-        self._before = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - starts)])  # (R + 1,) tokens before it
-        self.tokens = int(self._before[-1])
-
-    @staticmethod
-    def _runs(
-        index: TokenIndexFile, split: Split, fraction: float
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        if fraction == 0:
-            whole = np.array([0 if split == "train" else len(index)], np.int64)
-            return whole, np.array([len(index)], np.int64)
-        held_out = np.asarray(index.keys) < np.uint64(int(fraction * 2.0**64))
-        mine = held_out if split == "validation" else ~held_out
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], mine, [False]]).astype(np.int8)))
-        bounds = np.asarray(index.documents)[edges].astype(np.int64)
-        return bounds[0::2], bounds[1::2]
-
-    def __len__(self) -> int:
-        return max(0, (self.tokens - self._length) // self._stride + 1)
-
-    def read(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """(m, length) tokens of these (m,) windows."""
-        firsts = numbers * self._stride
-        runs = np.searchsorted(self._before, firsts, side="right") - 1
-        inside = firsts + self._length <= self._before[runs + 1]
-        if inside.all():
-            return self._index.read(self._starts[runs] + firsts - self._before[runs], self._length).astype(np.int64)
-        positions = firsts[:, None] + np.arange(self._length, dtype=np.int64)
-        runs = np.searchsorted(self._before, positions, side="right") - 1
-        return self._index.tokens[self._starts[runs] + positions - self._before[runs]].astype(np.int64)
 
 
 class ResumableDataset(IterableDataset[dict[str, Any]]):
     """Samples of `seq_length` tokens and their labels, one token ahead, in an order that is new in each epoch.
 
-    index_file: a TokenIndexFile or its path; or data_files (with tokenizer): files, folders or patterns, from which an
-    index is built once and kept in the cache folder. split: which side of the split by document, of which
-    `validation_fraction` is held out. rank, world_size: this process's share when it is iterated over; default: those
-    of the process group, else alone. epochs: iteration ends after so many; default: never.
+    index_file: a TokenIndexFile, its path or its address in object storage; or data_files (with tokenizer): files,
+    folders or patterns, from which an index is built once and kept in the cache folder; or mixture: several indexes in
+    proportions. split: which side of the split by document, of which `validation_fraction` is held out. rank,
+    world_size: this process's share when it is iterated over; default: those of the process group, else alone. epochs:
+    iteration ends after so many; default: never.
 
-    A sample is {"input_ids": (S,) int64, "labels": (S,) int64, "sample_id": int}. uneven: what happens at the end of an
-    epoch when world_size does not divide what is left of it: "exact" gives some ranks one more, "pad" repeats samples
-    so that all have as many (as plain DDP needs), "drop" leaves the rest out; `uneven_samples` says how many in a whole
-    epoch. Raises ConfigError if there is not one window.
+    A sample is {"input_ids": (S,) int64, "labels": (S,) int64, "sample_id": int}. documents: "join" cuts the text at
+    every S tokens; "separate" does too and adds "document_ids" (S,) int64, with no label where the next token is of
+    another document; "pack" has whole documents and needs an index with a packing. uneven: what happens at the end of
+    an epoch when world_size does not divide what is left of it: "exact" gives some ranks one more, "pad" repeats
+    samples so that all have as many (as plain DDP needs), "drop" leaves the rest out; `uneven_samples` says how many in
+    a whole epoch. A mixture has no epochs: each source begins again when it is through, in a new order. Raises
+    ConfigError if there is not one window.
     """
 
     def __init__(
         self,
-        index_file: TokenIndexFile | str | Path | None = None,
+        index_file: Index | str | Path | None = None,
         seq_length: int = 1024,
         seed: int = 0,
         *,
         data_files: Sequence[str] | str | None = None,
         tokenizer: str = "bytes",
+        mixture: Mixture | None = None,
+        documents: Documents = "join",
         split: Split = "train",
         validation_fraction: float = 0.0,
         rank: int | None = None,
@@ -106,17 +70,23 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
         uneven: Uneven = "exact",
         epochs: int | None = None,
     ) -> None:
-        if (index_file is None) == (data_files is None):
-            raise ConfigError("ResumableDataset needs either index_file or data_files; give exactly one of them.")
+        if [index_file, data_files, mixture].count(None) != 2:
+            raise ConfigError("ResumableDataset needs index_file, data_files or mixture; give exactly one of them.")
         if seq_length < 1:
             raise ConfigError(f"seq_length is {seq_length}, but must be at least 1.")
         if not 0 <= validation_fraction < 1:
             raise ConfigError(f"validation_fraction is {validation_fraction}, but must be at least 0 and below 1.")
         if uneven not in ("exact", "pad", "drop"):
             raise ConfigError(f"uneven is {uneven!r}, but must be 'exact', 'pad' or 'drop'.")
+        if documents not in ("join", "separate", "pack"):
+            raise ConfigError(f"documents is {documents!r}, but must be 'join', 'separate' or 'pack'.")
+        if mixture is not None and (epochs is not None or uneven != "exact"):
+            raise ConfigError("A mixture has no epochs: leave out epochs and uneven, and end the loop yourself.")
         if data_files is not None:
             index_file = find_or_build([data_files] if isinstance(data_files, str) else data_files, tokenizer)
-        self.index = index_file if isinstance(index_file, TokenIndexFile) else TokenIndexFile(str(index_file))
+        names = list(mixture.sources) if mixture else [""]
+        self.indexes = [_opened(given) for given in (mixture.sources.values() if mixture else [index_file])]
+        self.documents = documents
         self.seq_length = seq_length
         self.seed = seed
         self.split = split
@@ -124,14 +94,20 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
         self._uneven = uneven
         self._epochs = epochs
         self._rank, self._world = _share(rank, world_size)
-        self._windows = Windows(self.index, seq_length + 1, seq_length, split, validation_fraction)
-        self._held_out: Windows | None = None
+        self._sources = self._cut(split)
+        self._held_out: Sources | None = None
         self._position = 0  # samples handed out, over all ranks and epochs
-        if len(self) < 1:
-            raise ConfigError(
-                f"The {split} part of {self.index.path} has {self._windows.tokens} tokens, but one window needs "
-                f"seq_length + 1 = {seq_length + 1}; give more text or a smaller seq_length."
-            )
+        for part in self._sources.parts:
+            if len(part) < 1:
+                raise ConfigError(
+                    f"The {split} part of {part.index.path} has {part.tokens} tokens, but one window needs "
+                    f"seq_length + 1 = {seq_length + 1}; give more text or a smaller seq_length."
+                )
+        self.order: Order = EpochOrder(len(self), seed)
+        if mixture is not None:
+            _check_alike(names, self.indexes)
+            stages = make_stages(names, mixture.weights, mixture.changes)
+            self.order = MixtureOrder(names, self._sources.sizes, stages, seed)
         if uneven == "drop" and len(self) < self._world:
             raise ConfigError(
                 f"uneven='drop' would leave out all of the {len(self)} samples, as there are {self._world} ranks; use "
@@ -139,8 +115,8 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
             )
 
     def __len__(self) -> int:
-        """The number of samples in one epoch, over all ranks."""
-        return len(self._windows)
+        """The number of samples, over all ranks: an epoch has each of them once."""
+        return len(self._sources)
 
     # ---- by number: what the harness uses
 
@@ -149,28 +125,32 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
         ids = np.asarray(sample_ids, dtype=np.int64)
         if ids.size and (ids.min() < 0 or ids.max() >= len(self)):
             raise IndexError(f"sample ids span {ids.min()} … {ids.max()}, but must lie in 0 … {len(self) - 1}.")
-        return {**_shifted(self._windows.read(ids)), "sample_id": torch.from_numpy(ids.copy())}
+        return {**self._sources.read(ids), "sample_id": torch.from_numpy(ids.copy())}
+
+    def prefetch(self, sample_ids: npt.ArrayLike) -> None:
+        """Begin to fetch what these samples need from object storage; returns at once."""
+        self._sources.prefetch(np.asarray(sample_ids, dtype=np.int64))
 
     def validation_batch(self, index: int, batch: int) -> dict[str, torch.Tensor]:
         """Held-out batch ``index`` of ``batch`` windows: the same in every run of this seed; wraps around."""
         if self._held_out is None:
-            length = self.seq_length + 1
-            self._held_out = Windows(self.index, length, self.seq_length, "validation", self.validation_fraction)
+            self._held_out = self._cut("validation")
         windows = len(self._held_out)
         if windows < 1:
             raise ConfigError(
-                f"No document of {self.index.path} is held out, or none of seq_length + 1 = {self.seq_length + 1} "
-                "tokens; raise data.validation_fraction, or set training.eval_interval_steps=0."
+                f"No document of {self.indexes[0].path} is held out, or none of seq_length + 1 = "
+                f"{self.seq_length + 1} tokens; raise data.validation_fraction, or set training.eval_interval_steps=0."
             )
         order = Permutation(windows, order_key(self.seed, 0, "validation"))
-        return _shifted(self._held_out.read(order((np.arange(batch) + index * batch) % windows)))
+        return self._held_out.read(order((np.arange(batch) + index * batch) % windows))
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the content of every sample; equal fingerprints read equal tokens."""
         return {
             "kind": "token index",
-            "content": self.index.fingerprint,
+            "content": self._corpus(),
             "seq_length": self.seq_length,
+            "documents": self.documents,
             "split": self.split,
             "validation_fraction": self.validation_fraction,
             "n_samples": len(self),
@@ -180,7 +160,9 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
 
     @property
     def uneven_samples(self) -> int:
-        """How many samples a whole epoch repeats ("pad") or leaves out ("drop")."""
+        """How many samples a whole epoch repeats ("pad") or leaves out ("drop"); 0 for a mixture."""
+        if self._uneven == "exact":
+            return 0
         return abs(self._handed_out(len(self)) - len(self))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -191,16 +173,16 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
                 "used; take num_workers=0 (which is faster here) or elastic_harness.data.ResumableLoader."
             )
         for ids, after in self.groups(READ_AHEAD):
-            batch = self.read(ids)
+            batch = self._sources.read(ids)
             before = after[0]
             for row, sample_id in enumerate(ids.tolist()):
                 self._position = min(before + (row + 1) * self._world, after[1])
-                yield {"input_ids": batch["input_ids"][row], "labels": batch["labels"][row], "sample_id": sample_id}
+                yield {name: rows[row] for name, rows in batch.items()} | {"sample_id": sample_id}
 
     def groups(self, size: int) -> Iterator[tuple[npt.NDArray[np.int64], tuple[int, int]]]:
         """This rank's sample ids from the position on, `size` at a time, fewer at the end of an epoch; and the position
         before each group and after it, in samples of all ranks."""
-        samples = len(self)
+        samples = self.order.n_samples
         position = self._position
         while True:
             epoch, first = divmod(position, samples)
@@ -208,12 +190,14 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
                 return
             start, end = epoch * samples, (epoch + 1) * samples
             mine = range(first + self._rank, first + self._handed_out(samples - first), self._world)
-            for low in range(0, len(mine), BLOCK - BLOCK % size or size):
-                block = np.array(mine[low : low + (BLOCK - BLOCK % size or size)], np.int64)
-                ids = epoch_order(samples, self.seed, epoch)(block % samples)
+            step = BLOCK - BLOCK % size or size
+            for low in range(0, len(mine), step):
+                block = np.array(mine[low : low + step], np.int64)
+                ids = sample_ids(self.order, epoch, block % samples)
                 for at in range(0, len(ids), size):
                     before = start + int(block[at]) - self._rank
                     group = ids[at : at + size]
+                    self.prefetch(ids[at + size : at + 2 * size])
                     yield group, (before, min(before + len(group) * self._world, end))
             position = end
 
@@ -231,7 +215,8 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where to go on: independent of rank and world size, under 300 bytes of JSON."""
-        return {"version": STATE_VERSION, "order": ORDER, "position": self._position, **self._identity()}
+        identity = self._identity(self._position)
+        return {"version": STATE_VERSION, "order": ORDER, "position": self._position, **identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken. Raises ConfigError if it is of another corpus, seed or sequence length."""
@@ -239,13 +224,14 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
             raise ConfigError(
                 f"The dataset's state has version {state.get('version')}, but this program reads {STATE_VERSION}."
             )
-        for key, own in {"order": ORDER, **self._identity()}.items():
+        position = int(state["position"])
+        for key, own in {"order": ORDER, **self._identity(position)}.items():
             if state.get(key) != own:
                 raise ConfigError(
                     f"The state is of another dataset: its {key} is {json.dumps(state.get(key))}, this dataset's "
                     f"{json.dumps(own)}. Give the same index, seed, seq_length and split, or start without the state."
                 )
-        self.go_to(int(state["position"]))
+        self.go_to(position)
 
     def go_to(self, position: int) -> None:
         """Go on after so many samples over all ranks and epochs."""
@@ -253,13 +239,35 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
             raise ConfigError(f"The position is {position}, but must be at least 0.")
         self._position = position
 
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "corpus": self.index.fingerprint,
+    @property
+    def index(self) -> Index:
+        """The index, or the first one of a mixture, whose tokenizer is that of all."""
+        return self.indexes[0]
+
+    def _identity(self, position: int) -> dict[str, Any]:
+        """What must not have changed up to a position. The weights of a mixture may change after it."""
+        identity = {
+            "corpus": self._corpus(),
             "seed": self.seed,
             "seq_length": self.seq_length,
+            "documents": self.documents,
             "split": f"{self.split}/{self.validation_fraction:g}",
         }
+        if isinstance(self.order, MixtureOrder):
+            begun = [[stage.first, stage.weights] for stage in self.order.stages if stage.first < position]
+            identity["weights"] = xxhash.xxh3_64_hexdigest(json.dumps(begun).encode())
+        return identity
+
+    def _corpus(self) -> str:
+        if isinstance(self.order, MixtureOrder):
+            named = [[n, index.fingerprint] for n, index in zip(self.order.names, self.indexes, strict=True)]
+            return xxhash.xxh3_128_hexdigest(json.dumps(named).encode())
+        return self.index.fingerprint
+
+    def _cut(self, split: Split) -> Sources:
+        return Sources(
+            [cut(index, self.seq_length, self.documents, split, self.validation_fraction) for index in self.indexes]
+        )
 
 
 class ResumableLoader(DataLoader[dict[str, Any]]):
@@ -321,7 +329,15 @@ def _share(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return rank, world_size
 
 
-def _shifted(tokens: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
-    """Of (m, S + 1) tokens the inputs and, one token ahead, the labels."""
-    both = torch.from_numpy(tokens)
-    return {"input_ids": both[:, :-1].contiguous(), "labels": both[:, 1:].contiguous()}
+def _opened(given: Index | str | Path | None) -> Index:
+    return TokenIndexFile(given) if isinstance(given, (str, Path)) else cast(Index, given)
+
+
+def _check_alike(names: Sequence[str], indexes: Sequence[Index]) -> None:
+    """Raises ConfigError if the indexes of a mixture do not mean the same by their tokens."""
+    for name, index in zip(names, indexes, strict=True):
+        if index.tokenizer != indexes[0].tokenizer:
+            raise ConfigError(
+                f"The sources {names[0]} and {name} have different tokenizers, {json.dumps(indexes[0].tokenizer)} and "
+                f"{json.dumps(index.tokenizer)}; build both with the same."
+            )

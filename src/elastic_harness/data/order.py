@@ -1,4 +1,4 @@
-"""The order of samples within an epoch: a computed permutation, a pure function of (seed, epoch).
+"""Which sample comes at which position: a computed permutation, a pure function of (seed, epoch).
 
 Large ranges use a generalised Feistel network on a rectangle a x b that just covers the range: constant
 memory, any position in constant time, so resuming costs nothing. Small ranges get a true shuffle, because
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,22 @@ import numpy.typing as npt
 TINY = 4096  # up to here the whole shuffled order is held: at most 32 KiB
 ROUNDS = 8  # six already pass the usual statistics; two more cost little
 
+_31, _32 = np.uint64(31), np.uint64(32)
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_ROUNDS_OF_MIX = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
+
 Int64s = npt.NDArray[np.int64]
-UInt64s = npt.NDArray[np.uint64]
+U_31, _32 = np.uint64(31), np.uint64(32)
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_ROUNDS_OF_MIX = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
+
+Int64s = npt.NDArray[np.uint64]
 
 
 def order_key(seed: int, epoch: int, purpose: str = "order") -> int:
@@ -27,10 +42,67 @@ def order_key(seed: int, epoch: int, purpose: str = "order") -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:16], "little")
 
 
-@lru_cache(maxsize=8)
-def epoch_order(n: int, seed: int, epoch: int) -> Permutation:
+class Places(NamedTuple):
+    """What positions stand for, each (m,) int64: the source, how often it was gone through before (its pass), and the
+    sample's number within the source."""
+
+    sources: Int64s
+    passes: Int64s
+    numbers: Int64s
+
+
+class Order(Protocol):
+    """All of a run's sample order. n_samples: positions in an epoch. sizes: the samples of each source. `verify` makes
+    it again from `describe()`, so it must need nothing else."""
+
+    n_samples: int
+    sizes: tuple[int, ...]
+
+    def places(self, epoch: int, positions: Int64s) -> Places: ...
+
+    def drawn(self, epoch: int, position: int) -> tuple[int, ...]:
+        """How many samples each source has given before this position, since the start of the run."""
+        ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+
+def sample_ids(order: Order, epoch: int, positions: Int64s) -> Int64s:
+    """The (m,) ids at these positions; the sources' samples are numbered one source after another."""
+    places = order.places(epoch, positions)
+    if len(order.sizes) == 1:
+        return places.numbers
+    return places.numbers + offsets(order.sizes)[places.sources]
+
+
+def offsets(sizes: tuple[int, ...]) -> Int64s:
+    """(K,) the id of each source's first sample."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)[:-1]])
+
+
+class EpochOrder:
+    """One source, in a new order in each epoch."""
+
+    def __init__(self, n_samples: int, seed: int) -> None:
+        self.n_samples = n_samples
+        self.sizes = (n_samples,)
+        self.seed = seed
+
+    def places(self, epoch: int, positions: Int64s) -> Places:
+        numbers = epoch_order(self.n_samples, self.seed, epoch)(positions)
+        return Places(np.zeros_like(numbers), np.full_like(numbers, epoch), numbers)
+
+    def drawn(self, epoch: int, position: int) -> tuple[int, ...]:
+        return (epoch * self.n_samples + position,)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "epochs", "n_samples": self.n_samples, "seed": self.seed}
+
+
+@lru_cache(maxsize=64)
+def epoch_order(n: int, seed: int, epoch: int, purpose: str = "order") -> Permutation:
     """The permutation of ``range(n)`` that epoch ``epoch`` of a run with seed ``seed`` follows."""
-    return Permutation(n, order_key(seed, epoch))
+    return Permutation(n, order_key(seed, epoch, purpose))
 
 
 class Permutation:
@@ -64,13 +136,24 @@ class Permutation:
 
     def _scramble(self, values: UInt64s) -> UInt64s:
         a, b = np.uint64(self._a), np.uint64(self._b)
-        left, right = values // b, values % b
+        left = values // b
+        right = values - left * b
         for r, round_key in enumerate(self._round_keys):
             if r % 2 == 0:
-                left = (left + _mix(right ^ round_key) % a) % a
+                left = _add(left, _mix(right ^ round_key), a)
             else:
-                right = (right + _mix(left ^ round_key) % b) % b
+                right = _add(right, _mix(left ^ round_key), b)
         return left * b + right
+
+
+def _add(values: UInt64s, hashes: UInt64s, modulus: np.uint64) -> UInt64s:
+    """(values + hash scaled to the modulus) mod modulus, in place; values and modulus are below 2^32."""
+    hashes >>= _32
+    hashes *= modulus
+    hashes >>= _32
+    values += hashes
+    values -= (values >= modulus) * modulus
+    return values
 
 
 def _derive(key: int, index: int) -> np.uint64:
@@ -80,10 +163,12 @@ def _derive(key: int, index: int) -> np.uint64:
 
 def _mix(values: UInt64s) -> UInt64s:
     """splitmix64's finalizer (Steele, Lea, Flood 2014) after its additive constant; wraps modulo 2^64."""
-    z = values + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    z = values + _GAMMA
+    for shift, factor in _ROUNDS_OF_MIX:
+        z ^= z >> shift
+        z *= factor
+    z ^= z >> _31
+    return z
 
 
 def _shuffle(n: int, key: np.uint64) -> Int64s:

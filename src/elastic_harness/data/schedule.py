@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from elastic_harness.data.order import epoch_order
+from elastic_harness.data.order import Order, sample_ids
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,19 @@ class Schedule:
         return Span(epoch, first, count, epoch * self.n_samples + first)
 
 
-def slot_sample_ids(schedule: Schedule, seed: int, step: int, slot: int, micro_batch: int) -> npt.NDArray[np.int64]:
+def slot_sample_ids(
+    schedule: Schedule, order: Order, step: int, slot: int, micro_batch: int
+) -> npt.NDArray[np.int64]:
     """The sample ids that slot ``slot`` of step ``step`` reads, in order; may be short or empty."""
     span = schedule.at(step)
     low, high = span.slot_range(slot, micro_batch)
-    return _step_sample_ids(schedule, seed, step)[low - span.first : high - span.first]
+    return _step_sample_ids(schedule, order, step)[low - span.first : high - span.first]
 
 
 @lru_cache(maxsize=2)
-def _step_sample_ids(schedule: Schedule, seed: int, step: int) -> npt.NDArray[np.int64]:
-    """All ids of a step at once: the permutation costs as much for one position as for a hundred."""
+def _step_sample_ids(schedule: Schedule, order: Order, step: int) -> npt.NDArray[np.int64]:
+    """All ids of a step at once: the order costs as much for one position as for a hundred."""
     span = schedule.at(step)
-    positions = np.arange(span.first, span.first + span.count, dtype=np.int64)
-    ids = epoch_order(schedule.n_samples, seed, span.epoch)(positions)
+    ids = sample_ids(order, span.epoch, np.arange(span.first, span.first + span.count, dtype=np.int64))
     ids.setflags(write=False)
     return ids

@@ -102,7 +102,11 @@ class TokenIndexFile:
             raise IndexError(
                 f"{length} tokens from {starts.min()} … {starts.max()} of {self.path}: it has {len(self)} tokens."
             )
-        return self.tokens[starts[:, None] + np.arange(length, dtype=np.int64)]
+        rows = np.lib.stride_tricks.sliding_window_view(self.tokens, length)
+        return np.asarray(rows[starts])
+
+    def prefetch(self, starts: npt.NDArray[np.int64], length: int) -> None:
+        """Begin to fetch what reading these would need; nothing for a file that is here."""
 
     def tokenizer_file(self) -> str:
         """The tokenizer's own file, as text; empty for one that needs none."""

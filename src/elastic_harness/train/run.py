@@ -20,6 +20,7 @@ from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.rendezvous import KeyValue
 from elastic_harness.config import Config
 from elastic_harness.data.mapstyle import MapStyle
+from elastic_harness.data.order import EpochOrder
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import (
     EXIT_CONFIG,
@@ -198,7 +199,8 @@ def start(
 ) -> Run:
     """Join the run and return once this worker takes part in it, its state equal to everybody's.
 
-    dataset: map-style (`len`, `[]`) or with `read(sample_ids)`. scheduler: stepped once per committed step. scaler:
+    dataset: map-style (`len`, `[]`) or with `read(sample_ids)`; with an `order` (data/order.py), that is followed, else
+    epochs shuffled by the seed. scheduler: stepped once per committed step. scaler:
     a `torch.amp.GradScaler`. ema: has `update_parameters(model)`, such as `torch.optim.swa_utils.AveragedModel`.
     extra: further objects with `state_dict`/`load_state_dict`, saved and handed to joiners; change them between two
     steps, by a rule that is the same on all workers. buffers: names of buffers
@@ -219,7 +221,8 @@ def start(
     averaged = averaged_buffers(model, buffers)
     layout = make_layout(model, averaged)
     shape = Shape(config.slots, config.lanes_resolved, training.micro_batch_samples, pairs=layout.uniform)
-    schedule = Schedule(len(source), training.global_batch_samples)
+    order = getattr(source, "order", None) or EpochOrder(len(source), config.seed)
+    schedule = Schedule(order.n_samples, training.global_batch_samples)
     given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
     check_extra(extra or {}, given, config.elastic.exactness)
     registry = Registry(model, {k: v for k, v in given.items() if v is not None} | dict(extra or {}), averaged)
@@ -245,7 +248,9 @@ def start(
         schedule=schedule,
         shape=shape,
         layout=layout,
-        slots=SlotComputer(model, source, schedule, shape, layout, seed=config.seed, reading=reading, scaler=scaler),
+        slots=SlotComputer(
+            model, source, schedule, order, shape, layout, seed=config.seed, reading=reading, scaler=scaler
+        ),
         applier=Applier(
             model,
             optimizer,
@@ -269,7 +274,8 @@ def start(
         connect=connect,
         configured={
             "seed": config.seed,
-            "n_samples": len(source),
+            "n_samples": order.n_samples,
+            "order": order.describe(),
             "slots": shape.slots,
             "lanes": shape.lanes,
             "micro_batch_samples": training.micro_batch_samples,

@@ -17,6 +17,7 @@ import xxhash
 from torch import Tensor, nn
 
 from elastic_harness.comm.tree import Node
+from elastic_harness.data.order import Order
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
 from elastic_harness.errors import UserCodeError
 from elastic_harness.failpoints import failpoint
@@ -76,6 +77,7 @@ class SlotComputer:
         model: nn.Module,
         dataset: Dataset,
         schedule: Schedule,
+        order: Order,
         shape: Shape,
         layout: Layout,
         *,
@@ -89,6 +91,7 @@ class SlotComputer:
         self._buffers = Buffers(model, layout.buffers, layout.dtype)
         self._dataset = dataset
         self._schedule = schedule
+        self._order = order
         self._shape = shape
         self._dtype = layout.dtype
         self._seed = seed
@@ -113,7 +116,7 @@ class SlotComputer:
         self._buffers.begin()
         slots = self._shape.unit_slots(unit)
         for slot in slots[len(self._contributions) :]:
-            ids = slot_sample_ids(self._schedule, self._seed, step, slot, self._shape.micro_batch)
+            ids = slot_sample_ids(self._schedule, self._order, step, slot, self._shape.micro_batch)
             samples = int.from_bytes(hashlib.sha256(ids.astype("<i8").tobytes()).digest()[:8], "big")
             if len(ids) == 0:
                 self._contributions[slot] = Contribution(0.0, 0.0, samples)
