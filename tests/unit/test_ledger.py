@@ -36,7 +36,9 @@ Line = dict[str, Any]
 
 def ledger_line(step: int, lineage: int = 0, from_step: int = 0, world: int = 2) -> Line:
     span = Schedule(SAMPLES, BATCH).at(step)
-    ids = [slot_sample_ids(Schedule(SAMPLES, BATCH), EpochOrder(SAMPLES, SEED), step, slot, MICRO) for slot in range(SLOTS)]
+    ids = [
+        slot_sample_ids(Schedule(SAMPLES, BATCH), EpochOrder(SAMPLES, SEED), step, slot, MICRO) for slot in range(SLOTS)
+    ]
     cuts = [SLOTS * part // world for part in range(world + 1)]
     return {
         "lineage": lineage, "from_step": from_step, "step": step, "generation": 1, "world_size": world,
@@ -178,7 +180,9 @@ def test_planted_violation_is_the_first_one_named(
 
 def test_sample_used_twice_by_a_broken_order_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the order itself repeats a sample, hashes agree with it; the count of uses does not."""
-    monkeypatch.setattr("elastic_harness.data.order.epoch_order", lambda n, seed, epoch: lambda positions: positions // 2)
+    monkeypatch.setattr(
+        "elastic_harness.data.order.epoch_order", lambda n, seed, epoch: lambda positions: positions // 2
+    )
     lines = [ledger_line(step) for step in range(STEPS_PER_EPOCH)]
     for line in lines:
         first = line["position"]

@@ -30,7 +30,7 @@ from elastic_harness.errors import ConfigError
 
 ORDER = "feistel-8/1"  # the algorithm of `order.Permutation`; part of every state
 BLOCK = 4096  # positions whose order is computed at once
-READ_AHEAD = 64  # samples read at once where they are handed out one by one
+READ_AHEAD = 256  # samples read at once where batches are small
 STATE_VERSION = 1
 Uneven = Literal["exact", "pad", "drop"]
 
@@ -172,12 +172,21 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
                 "A DataLoader with num_workers reads ahead in copies of the dataset, which then cannot know what was "
                 "used; take num_workers=0 (which is faster here) or elastic_harness.data.ResumableLoader."
             )
-        for ids, after in self.groups(READ_AHEAD):
-            batch = self._sources.read(ids)
-            before = after[0]
-            for row, sample_id in enumerate(ids.tolist()):
-                self._position = min(before + (row + 1) * self._world, after[1])
-                yield {name: rows[row] for name, rows in batch.items()} | {"sample_id": sample_id}
+        for ids, (before, after) in self.groups(READ_AHEAD):
+            together = self._sources.read(ids)
+            samples = zip(*(rows.unbind(0) for rows in together.values()), strict=True)
+            for number, (sample_id, sample) in enumerate(zip(ids.tolist(), samples, strict=True), start=1):
+                self._position = min(before + number * self._world, after)
+                yield dict(zip(together, sample, strict=True)) | {"sample_id": sample_id}
+
+    def batches(self, size: int, read_ahead: int = 1) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
+        """This rank's samples from the position on in batches of `size`, fewer at the end of an epoch, each with the
+        position after it. `read_ahead` batches are read at once."""
+        for ids, (before, after) in self.groups(size * read_ahead):
+            together = self.read(ids)
+            columns = [rows.split(size) for rows in together.values()]
+            for number, rows in enumerate(zip(*columns, strict=True), start=1):
+                yield dict(zip(together, rows, strict=True)), min(before + number * size * self._world, after)
 
     def groups(self, size: int) -> Iterator[tuple[npt.NDArray[np.int64], tuple[int, int]]]:
         """This rank's sample ids from the position on, `size` at a time, fewer at the end of an epoch; and the position
@@ -278,10 +287,14 @@ class ResumableLoader(DataLoader[dict[str, Any]]):
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}, but must be at least 1.")
         self._source = dataset
+        self._batch_size = batch_size
         super().__init__(_Batches(dataset, batch_size), batch_size=None, num_workers=num_workers, **more)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]
-        for batch, position in super().__iter__():
+        size = self._batch_size
+        alone = self.num_workers == 0 and not self.pin_memory  # then torch's loader would only add to the cost
+        batches = self._source.batches(size, -(-READ_AHEAD // size)) if alone else super().__iter__()
+        for batch, position in batches:
             self._source.go_to(position)
             yield batch
 

@@ -26,6 +26,7 @@ _ROUNDS_OF_MIX = (
 )
 
 Int64s = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
 U_31, _32 = np.uint64(31), np.uint64(32)
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS_OF_MIX = (
@@ -33,7 +34,6 @@ _ROUNDS_OF_MIX = (
     (np.uint64(27), np.uint64(0x94D049BB133111EB)),
 )
 
-Int64s = npt.NDArray[np.uint64]
 
 
 def order_key(seed: int, epoch: int, purpose: str = "order") -> int:
@@ -55,8 +55,11 @@ class Order(Protocol):
     """All of a run's sample order. n_samples: positions in an epoch. sizes: the samples of each source. `verify` makes
     it again from `describe()`, so it must need nothing else."""
 
-    n_samples: int
-    sizes: tuple[int, ...]
+    @property
+    def n_samples(self) -> int: ...
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+    def __hash__(self) -> int: ...
 
     def places(self, epoch: int, positions: Int64s) -> Places: ...
 
@@ -85,7 +88,7 @@ class EpochOrder:
 
     def __init__(self, n_samples: int, seed: int) -> None:
         self.n_samples = n_samples
-        self.sizes = (n_samples,)
+        self.sizes: tuple[int, ...] = (n_samples,)
         self.seed = seed
 
     def places(self, epoch: int, positions: Int64s) -> Places:

@@ -53,9 +53,7 @@ class Schedule:
         return Span(epoch, first, count, epoch * self.n_samples + first)
 
 
-def slot_sample_ids(
-    schedule: Schedule, order: Order, step: int, slot: int, micro_batch: int
-) -> npt.NDArray[np.int64]:
+def slot_sample_ids(schedule: Schedule, order: Order, step: int, slot: int, micro_batch: int) -> npt.NDArray[np.int64]:
     """The sample ids that slot ``slot`` of step ``step`` reads, in order; may be short or empty."""
     span = schedule.at(step)
     low, high = span.slot_range(slot, micro_batch)

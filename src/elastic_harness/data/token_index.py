@@ -67,7 +67,9 @@ class TokenIndexFile:
         self.eot_id = int(header["eot_id"])
         self.tokenizer: dict[str, Any] = header["tokenizer"]
         self.fingerprint: str = header["fingerprint"]
+        self.remote = False
         self.tokens = self._map("tokens")
+        self._windows: dict[int, Tokens] = {}  # every window of one length, as a view
         self.documents = self._map("documents")
         self.keys = self._map("keys")
         self.sources = self._map("sources")
@@ -102,8 +104,10 @@ class TokenIndexFile:
             raise IndexError(
                 f"{length} tokens from {starts.min()} … {starts.max()} of {self.path}: it has {len(self)} tokens."
             )
-        rows = np.lib.stride_tricks.sliding_window_view(self.tokens, length)
-        return np.asarray(rows[starts])
+        if length not in self._windows:
+            tokens = np.asarray(self.tokens)
+            self._windows = {length: np.lib.stride_tricks.sliding_window_view(tokens, length)}
+        return self._windows[length][starts]  # copies whole rows, where indexing each token would not
 
     def prefetch(self, starts: npt.NDArray[np.int64], length: int) -> None:
         """Begin to fetch what reading these would need; nothing for a file that is here."""
