@@ -24,8 +24,9 @@ from elastic_harness.data.corpus import cache_folder
 from elastic_harness.data.mixture import Mixture, MixtureOrder, make_stages
 from elastic_harness.data.order import EpochOrder, Order, Permutation, order_key, sample_ids
 from elastic_harness.data.readers import find_inputs
+from elastic_harness.data.split import Split
 from elastic_harness.data.token_index import TokenIndexFile
-from elastic_harness.data.windows import Documents, Index, Sources, Split, cut
+from elastic_harness.data.windows import Documents, Index, Sources, cut
 from elastic_harness.errors import ConfigError
 
 ORDER = "feistel-8/1"  # the algorithm of `order.Permutation`; part of every state

@@ -1,13 +1,16 @@
-"""`elastic-harness index build|info|verify|head`: make a token index, and look into one."""
+"""`elastic-harness index build|pack|info|verify|head`: make a token index, and look into one."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from elastic_harness.data import index_builder, tokenizers
-from elastic_harness.data.token_index import TokenIndexFile
+from elastic_harness.data.packing import pack
+from elastic_harness.data.token_index import TokenIndexFile, copy_with_packing
+from elastic_harness.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,6 +20,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     building = commands.add_parser("build", help="tokenize files into an index")
     index_builder.add_arguments(building)
     building.set_defaults(run=index_builder.run)
+    packing = commands.add_parser(
+        "pack",
+        help="put whole documents together into windows, for documents='pack'",
+        description="Write the same index with a best-fit packing: whole documents put together into windows.",
+        epilog="example: elastic-harness index pack index.bin -o packed.bin --seq-length 1024",
+    )
+    packing.add_argument("index", metavar="INDEX")
+    packing.add_argument("-o", "--output", required=True, metavar="FILE", help="the index to write")
+    packing.add_argument("--seq-length", type=int, required=True, metavar="S", help="tokens in a window")
+    packing.add_argument(
+        "--validation-fraction", type=float, default=0.0, metavar="F", help="of the documents, held out (default: 0)"
+    )
+    packing.set_defaults(run=pack_index)
     for name, run, summary in (
         ("info", info, "what an index holds, as JSON"),
         ("verify", verify, "read the whole index and check every hash"),
@@ -46,9 +62,40 @@ def info(arguments: argparse.Namespace) -> int:
         "eot_id": index.eot_id,
         "tokenizer": index.tokenizer,
         "files": len(index.names),
+        "packing": index.header.get("packing"),
         "fingerprint": index.fingerprint,
     }
     print(json.dumps(facts, indent=1))
+    return 0
+
+
+def pack_index(arguments: argparse.Namespace) -> int:
+    from rich.progress import Progress
+
+    if not 0 <= arguments.validation_fraction < 1:
+        raise ConfigError(
+            f"--validation-fraction is {arguments.validation_fraction}, but must be at least 0 and below 1."
+        )
+    index = TokenIndexFile(arguments.index, verify=True)
+    output = Path(arguments.output)
+    if output.exists() and output.samefile(index.path):
+        raise ConfigError(f"The output {output} is the input; name another file with -o.")
+    with Progress(transient=True) as shown:
+        task = shown.add_task("packing", total=None)
+        packing = pack(
+            index.documents,
+            index.keys,
+            arguments.seq_length,
+            arguments.validation_fraction,
+            lambda done, of: shown.update(task, completed=done, total=of),
+        )
+        shown.update(task, description="writing", total=None)
+        copy_with_packing(index, output, packing)
+    cut = len(packing.starts) - index.n_documents
+    print(
+        f"{output}: {packing.n_bins:,} windows of {packing.seq_length} tokens ("
+        f"out), {packing.filled:.2%} filled; {index.n_documents:,} documents, {cut:,} cuts in those longer than a window"
+    )
     return 0
 
 

@@ -35,7 +35,6 @@ _ROUNDS_OF_MIX = (
 )
 
 
-
 def order_key(seed: int, epoch: int, purpose: str = "order") -> int:
     """The key of one epoch's order: a hash, so that neighbouring seeds and epochs share nothing."""
     text = f"elastic_harness/{purpose}/{seed}/{epoch}".encode()

@@ -1,8 +1,9 @@
 """One file of tokens: what `index_builder` writes and datasets read.
 
     0        magic "EHTOKENS", version u32, length of the JSON header u32, the header, xxh3-64 of all that; zeros up to
-    4096     the sections, each from a multiple of 4096 on: tokens, documents, keys, sources, names, tokenizer
-    …        chunks: xxh3-64 of each 4 MiB of the file from 4096 to here
+    4096     the sections, each from a multiple of 4096 on: tokens, documents, keys, sources, names, tokenizer,
+             and a packing if there is one
+    …        chunks: xxh3-64 of each 1 MiB of the file from 4096 to here
 
 All numbers are little-endian. The header names every section with its offset, length and type, so a reader needs
 nothing else; docs/data.md has the format byte by byte. Imports neither torch nor a tokenizer.
@@ -24,12 +25,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from elastic_harness.data.packing import Packing
 from elastic_harness.errors import ConfigError, InfrastructureError
 
 MAGIC = b"EHTOKENS"
 VERSION = 1
 PAGE = 4096
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
 FIXED = struct.Struct("<8sII")
 HASH = struct.Struct("<Q")
 SECTIONS = {
@@ -39,8 +41,12 @@ SECTIONS = {
     "sources": "<u4",  # D indexes into `names`
     "names": "|u1",  # JSON: the input files
     "tokenizer": "|u1",  # JSON: the tokenizer itself where it is a file, else empty
+    "pack_bins": "<u8",  # the packing, where there is one: packing.py
+    "pack_starts": "<u8",
+    "pack_lengths": "<u4",
     "chunks": "<u8",
 }
+OPTIONAL = {"pack_bins", "pack_starts", "pack_lengths"}
 
 Tokens = npt.NDArray[Any]
 
@@ -91,6 +97,15 @@ class TokenIndexFile:
             return [str(name) for name in json.loads(self._map("names").tobytes())]
         except ValueError as error:
             raise ConfigError(f"The list of files in the index {self.path} is damaged: {error}.") from error
+
+    @cached_property
+    def packing(self) -> Packing | None:
+        """The packing, if the index has one."""
+        if "packing" not in self.header:
+            return None
+        seq_length, fraction, n_train = self.header["packing"]
+        bins, starts, lengths = (self._map(name) for name in ("pack_bins", "pack_starts", "pack_lengths"))
+        return Packing(int(seq_length), float(fraction), int(n_train), bins, starts, lengths)
 
     def document(self, number: int) -> Tokens:
         """The tokens of one document, its end-of-text included: a view of the file."""
@@ -178,7 +193,7 @@ def write_index(
     eot_id: int,
     tokenizer: Mapping[str, Any],
     tokenizer_file: str = "",
-    more: Mapping[str, Any] | None = None,
+    packing: Packing | None = None,
 ) -> None:
     """Write an index and return once it is durable under its name; nothing is left behind if that fails.
 
@@ -194,6 +209,10 @@ def write_index(
         "names": json.dumps(list(names), ensure_ascii=False).encode("utf-8", "surrogateescape"),
         "tokenizer": tokenizer_file.encode(),
     }
+    if packing is not None:
+        rest["pack_bins"] = packing.bins.astype("<u8").tobytes()
+        rest["pack_starts"] = packing.starts.astype("<u8").tobytes()
+        rest["pack_lengths"] = packing.lengths.astype("<u4").tobytes()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -215,10 +234,11 @@ def write_index(
             sections["chunks"] = Section(writer.position, len(hashes), SECTIONS["chunks"] or "")
             file.write(hashes)
             identity = {"vocab_size": vocab_size, "eot_id": eot_id, "tokenizer": dict(tokenizer)}
+            if packing is not None:
+                identity["packing"] = [packing.seq_length, packing.validation_fraction, packing.n_train]
             content = json.dumps(identity, sort_keys=True).encode() + hashes
             header = {
                 **identity,
-                **(more or {}),
                 "fingerprint": xxhash.xxh3_128_hexdigest(content),
                 "sections": {n: [s.offset, s.nbytes, s.dtype] for n, s in sections.items()},
             }
@@ -235,6 +255,24 @@ def write_index(
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def copy_with_packing(index: TokenIndexFile, path: Path, packing: Packing) -> None:
+    """Write the same index with this packing under another name."""
+    step = CHUNK_BYTES // index.tokens.dtype.itemsize
+    write_index(
+        path,
+        tokens=(index.tokens[low : low + step].tobytes() for low in range(0, len(index), step)),
+        lengths=np.diff(index.documents),
+        keys=index.keys,
+        sources=index.sources,
+        names=index.names,
+        vocab_size=index.vocab_size,
+        eot_id=index.eot_id,
+        tokenizer=index.tokenizer,
+        tokenizer_file=index.tokenizer_file(),
+        packing=packing,
+    )
 
 
 class _Hashing:
@@ -314,7 +352,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, Section]]:
         )
     header = json.loads(start[FIXED.size : end])
     sections = {name: Section(*entry) for name, entry in header["sections"].items()}
-    missing = sorted(set(SECTIONS) - set(sections))
+    missing = sorted(set(SECTIONS) - OPTIONAL - set(sections))
     if missing:
         raise ConfigError(f"The index {path} lacks the sections {', '.join(missing)}; {again}.")
     needed = max(s.offset + s.nbytes for s in sections.values())

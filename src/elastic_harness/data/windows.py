@@ -15,9 +15,10 @@ import numpy.typing as npt
 import torch
 
 from elastic_harness.data.order import offsets
+from elastic_harness.data.packing import Packing
+from elastic_harness.data.split import Split, held_out
 from elastic_harness.errors import ConfigError
 
-Split = Literal["train", "validation"]
 Documents = Literal["join", "separate", "pack"]
 Batch = dict[str, torch.Tensor]
 Int64s = npt.NDArray[np.int64]
@@ -36,6 +37,8 @@ class Index(Protocol):
 
     @property
     def path(self) -> Path | str: ...
+    @property
+    def packing(self) -> Packing | None: ...
 
     @property
     def documents(self) -> npt.NDArray[Any]: ...
@@ -131,8 +134,8 @@ class PackedWindows:
     """Whole documents, put together so that little room is left; those longer than a window are cut. What is left of a
     window is end-of-text without labels, a document of its own."""
 
-    def __init__(self, index: Any, seq_length: int, split: Split, validation_fraction: float) -> None:
-        packing = getattr(index, "packing", None)
+    def __init__(self, index: Index, seq_length: int, split: Split, validation_fraction: float) -> None:
+        packing = index.packing
         wanted = (seq_length, validation_fraction)
         if packing is None or (packing.seq_length, packing.validation_fraction) != wanted:
             have = (
@@ -149,9 +152,9 @@ class PackedWindows:
         self.index = index
         self.seq_length = seq_length
         self._packing = packing
-        low, high = (0, packing.n_train) if split == "train" else (packing.n_train, len(packing.bins) - 1)
+        low, high = (0, packing.n_train) if split == "train" else (packing.n_train, packing.n_bins)
         self._first, self._count = low, high - low
-        self.tokens = int(sum(packing.lengths[int(packing.bins[low]) : int(packing.bins[high])], start=np.uint64(0)))
+        self.tokens = int(np.sum(packing.lengths[int(packing.bins[low]) : int(packing.bins[high])], dtype=np.int64))
 
     def __len__(self) -> int:
         return self._count
@@ -242,11 +245,6 @@ def cut(index: Index, seq_length: int, documents: Documents, split: Split, fract
         return PackedWindows(index, seq_length, split, fraction)
     kind = SeparateWindows if documents == "separate" else Windows
     return kind(index, seq_length, split, fraction)
-
-
-def held_out(keys: npt.NDArray[Any], fraction: float) -> npt.NDArray[np.bool_]:
-    """(D,) which documents are in the validation part."""
-    return np.asarray(keys) < np.uint64(int(fraction * 2.0**64))
 
 
 def _runs(index: Index, split: Split, fraction: float) -> tuple[Int64s, Int64s]:

@@ -1,0 +1,15 @@
+"""Which documents are held out: a matter of their content alone, so that it stays when data is added."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Split = Literal["train", "validation"]
+
+
+def held_out(keys: npt.NDArray[Any], fraction: float) -> npt.NDArray[np.bool_]:
+    """(D,) whether each document, by the hash of its content, is in the validation part."""
+    return np.asarray(keys) < np.uint64(int(fraction * 2.0**64))
