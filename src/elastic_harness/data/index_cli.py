@@ -93,8 +93,9 @@ def pack_index(arguments: argparse.Namespace) -> int:
         copy_with_packing(index, output, packing)
     cut = len(packing.starts) - index.n_documents
     print(
-        f"{output}: {packing.n_bins:,} windows of {packing.seq_length} tokens ("
-        f"out), {packing.filled:.2%} filled; {index.n_documents:,} documents, {cut:,} cuts in those longer than a window"
+        f"{output}: {packing.n_bins:,} windows of {packing.seq_length} tokens, "
+        f"{packing.n_bins - packing.n_train:,} of them held out, {packing.filled:.2%} filled; {index.n_documents:,} "
+        f"documents, {cut:,} cuts in those longer than a window"
     )
     return 0
 

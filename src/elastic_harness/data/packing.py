@@ -1,8 +1,8 @@
 """Best-fit packing: whole documents into windows of S tokens, so that few are cut and little room is left.
 
-Documents longer than a window are cut into windows of their own and a rest; the rests are placed by decreasing length,
-each into the fullest window that still has room (best-fit decreasing, as in Ding et al. 2024, "Fewer truncations improve
-language modeling", arXiv 2404.10830). Done once, offline; the outcome is a section of the index.
+Documents longer than a window are cut into windows of their own and a rest; the rests are placed by decreasing
+length, each into the fullest window that still has room (best-fit decreasing, as in Ding et al. 2024, "Fewer
+truncations improve language modeling", arXiv 2404.10830). Done once, offline; the outcome is a section of the index.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ REPORT_EVERY = 1 << 16
 
 @dataclass(frozen=True)
 class Packing:
-    """bins: (B + 1,) window b has the pieces bins[b] … bins[b + 1]. starts, lengths: (P,) where each piece begins in the
-    tokens, and how many labels it has; it reads one token more. The first `n_train` windows are the training part's."""
+    """bins: (B + 1,) window b has the pieces bins[b] … bins[b + 1]. starts, lengths: (P,) where each piece begins in
+    the tokens, and how many labels it has; it reads one token more. The first `n_train` windows are for training."""
 
     seq_length: int
     validation_fraction: float
@@ -75,7 +75,7 @@ def pack(
 
 
 def best_fit(lengths: Int64s, capacity: int, progress: Callable[[int, int], None] | None = None) -> Int64s:
-    """(P,) the bin of each piece, of at most `capacity`, by best-fit decreasing: bins are numbered as they are opened."""
+    """(P,) the bin of each piece, of at most `capacity`, by best-fit decreasing; bins count from 0 as they open."""
     bins = np.empty(len(lengths), np.int64)
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # the open bins by the room they have left
     rooms = 0  # bit r is set where with_room[r] has any
