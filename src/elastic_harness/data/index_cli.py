@@ -53,7 +53,7 @@ def info(arguments: argparse.Namespace) -> int:
     lengths = [int(index.documents[d + 1] - index.documents[d]) for d in range(min(index.n_documents, 100_000))]
     facts = {
         "path": str(index.path),
-        "bytes": index.path.stat().st_size,
+        "bytes": index.nbytes,
         "tokens": len(index),
         "documents": index.n_documents,
         "tokens_per_document": {"min": min(lengths), "median": sorted(lengths)[len(lengths) // 2], "max": max(lengths)},
@@ -76,12 +76,16 @@ def pack_index(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--validation-fraction is {arguments.validation_fraction}, but must be at least 0 and below 1."
         )
-    index = TokenIndexFile(arguments.index, verify=True)
+    index = TokenIndexFile(arguments.index)
     output = Path(arguments.output)
+    if index.remote:
+        raise ConfigError(f"{index.path} is remote; copy it here to pack it.")
     if output.exists() and output.samefile(index.path):
         raise ConfigError(f"The output {output} is the input; name another file with -o.")
     with Progress(transient=True) as shown:
-        task = shown.add_task("packing", total=None)
+        task = shown.add_task("verifying", total=index.nbytes)
+        index.verify(lambda nbytes: shown.advance(task, nbytes))
+        shown.update(task, description="packing", completed=0, total=None)
         packing = pack(
             index.documents,
             index.keys,
@@ -105,7 +109,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
     index = TokenIndexFile(arguments.index)
     with Progress(transient=True) as shown:
-        task = shown.add_task("verifying", total=index.path.stat().st_size)
+        task = shown.add_task("verifying", total=index.nbytes)
         index.verify(lambda nbytes: shown.advance(task, nbytes))
     print(f"{index.path}: all of {len(index):,} tokens in {index.n_documents:,} documents are as they were written")
     return 0

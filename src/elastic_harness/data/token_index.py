@@ -25,13 +25,16 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from elastic_harness.data.corpus import cache_folder
 from elastic_harness.data.packing import Packing
+from elastic_harness.data.remote import ChunkCache, Layout, RemoteFile, is_remote
 from elastic_harness.errors import ConfigError, InfrastructureError
 
 MAGIC = b"EHTOKENS"
 VERSION = 1
 PAGE = 4096
 CHUNK_BYTES = 1 << 20
+CACHE_BYTES = 32 << 30
 FIXED = struct.Struct("<8sII")
 HASH = struct.Struct("<Q")
 SECTIONS = {
@@ -59,32 +62,61 @@ class Section:
 
 
 class TokenIndexFile:
-    """A token index, memory-mapped and read-only. Opening reads the header alone; `verify` reads everything.
+    """A token index, read-only: a local file, memory-mapped, or an address (s3://, gs://, az://, https://), of which
+    what is read is kept on local disk, `cache_bytes` at most. Opening reads the header alone; `verify` reads all.
 
-    tokens: (T,) uint16 or uint32. documents: (D + 1,) their bounds. keys: (D,) content hashes. sources: (D,) indexes
-    into `names`. Raises ConfigError if the file is missing, is no index, is truncated or comes from a newer version.
+    documents: (D + 1,) their bounds. keys: (D,) content hashes. sources: (D,) indexes into `names`. Raises ConfigError
+    if the file is missing, is no index, is truncated or comes from a newer version.
     """
 
-    def __init__(self, path: str | Path, *, verify: bool = False) -> None:
-        self.path = Path(path)
-        header, self.sections = _read_header(self.path)
+    def __init__(self, path: str | Path, *, verify: bool = False, cache_bytes: int = CACHE_BYTES) -> None:
+        self._opened_with = (str(path), cache_bytes)
+        self.remote = is_remote(path)
+        self.path: Path | str = str(path) if self.remote else Path(path)
+        file = RemoteFile(str(path)) if self.remote else None
+        header, self.sections = _read_header(self.path, file)
         self.header: dict[str, Any] = header
         self.vocab_size = int(header["vocab_size"])
         self.eot_id = int(header["eot_id"])
         self.tokenizer: dict[str, Any] = header["tokenizer"]
         self.fingerprint: str = header["fingerprint"]
-        self.remote = False
-        self.tokens = self._map("tokens")
         self._windows: dict[int, Tokens] = {}  # every window of one length, as a view
-        self.documents = self._map("documents")
-        self.keys = self._map("keys")
-        self.sources = self._map("sources")
+        self._cache = None if file is None else self._open_cache(file, cache_bytes)
         if verify:
             self.verify()
 
     def __len__(self) -> int:
         """The number of tokens."""
-        return int(self.tokens.shape[0])
+        section = self.sections["tokens"]
+        return section.nbytes // np.dtype(section.dtype).itemsize
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sent to another process by its address alone."""
+        return _open, self._opened_with
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole file."""
+        return max(section.offset + section.nbytes for section in self.sections.values())
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """(T,) uint16 or uint32: all tokens of a local file. Of a remote one use `read`."""
+        if self.remote:
+            raise ConfigError(f"{self.path} is not here as a whole; use read(), or copy the index to local disk.")
+        return self._map("tokens")
+
+    @cached_property
+    def documents(self) -> Tokens:
+        return self._map("documents")
+
+    @cached_property
+    def keys(self) -> Tokens:
+        return self._map("keys")
+
+    @cached_property
+    def sources(self) -> Tokens:
+        return self._map("sources")
 
     @property
     def n_documents(self) -> int:
@@ -108,10 +140,11 @@ class TokenIndexFile:
         return Packing(int(seq_length), float(fraction), int(n_train), bins, starts, lengths)
 
     def document(self, number: int) -> Tokens:
-        """The tokens of one document, its end-of-text included: a view of the file."""
+        """The tokens of one document, its end-of-text included."""
         if not 0 <= number < self.n_documents:
             raise IndexError(f"document {number} of {self.path}: it has documents 0 … {self.n_documents - 1}.")
-        return self.tokens[int(self.documents[number]) : int(self.documents[number + 1])]
+        low, high = int(self.documents[number]), int(self.documents[number + 1])
+        return self.read(np.array([low]), high - low)[0]
 
     def read(self, starts: npt.NDArray[np.int64], length: int) -> Tokens:
         """(m, length) tokens from each of these (m,) positions on."""
@@ -119,6 +152,10 @@ class TokenIndexFile:
             raise IndexError(
                 f"{length} tokens from {starts.min()} … {starts.max()} of {self.path}: it has {len(self)} tokens."
             )
+        if self._cache is not None:
+            dtype = self.sections["tokens"].dtype
+            rows = [self._cache.read(low, high).view(dtype) for low, high in self._byte_ranges(starts, length)]
+            return np.stack(rows) if rows else np.empty((0, length), dtype)
         if length not in self._windows:
             tokens = np.asarray(self.tokens)
             self._windows = {length: np.lib.stride_tricks.sliding_window_view(tokens, length)}
@@ -126,6 +163,13 @@ class TokenIndexFile:
 
     def prefetch(self, starts: npt.NDArray[np.int64], length: int) -> None:
         """Begin to fetch what reading these would need; nothing for a file that is here."""
+        if self._cache is not None:
+            self._cache.prefetch(self._byte_ranges(starts, length))
+
+    def _byte_ranges(self, starts: npt.NDArray[np.int64], length: int) -> list[tuple[int, int]]:
+        section = self.sections["tokens"]
+        size = np.dtype(section.dtype).itemsize
+        return [(low, low + length * size) for low in (section.offset + starts * size).tolist()]
 
     def tokenizer_file(self) -> str:
         """The tokenizer's own file, as text; empty for one that needs none."""
@@ -134,8 +178,14 @@ class TokenIndexFile:
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
         """Read the whole file and check every chunk. `progress(bytes)` is called as it goes. Raises ConfigError that
         names the first damaged section and where it is."""
-        expected = self._map("chunks")
         end = self.sections["chunks"].offset
+        if self._cache is not None:
+            for low, high in _chunk_bounds(end):
+                self._cache.read(low, high)
+                if progress is not None:
+                    progress(high - low)
+            return
+        expected = self._map("chunks")
         with open(self.path, "rb") as file:
             file.seek(PAGE)
             for number, (low, high) in enumerate(_chunk_bounds(end)):
@@ -149,17 +199,35 @@ class TokenIndexFile:
                 if progress is not None:
                     progress(high - low)
 
+    def _open_cache(self, file: RemoteFile, cache_bytes: int) -> ChunkCache:
+        """The cache, under the content's own name, with the hashes of all chunks, which the header's hash covers."""
+        section = self.sections["chunks"]
+        hashes = file.read(section.offset, section.offset + section.nbytes)
+        if _fingerprint(self.header, hashes) != self.fingerprint:
+            raise ConfigError(f"The chunk hashes of the index {self.path} are damaged; upload it again.")
+        layout = Layout(PAGE, section.offset, CHUNK_BYTES)
+        folder = cache_folder().with_name("remote") / self.fingerprint
+        return ChunkCache(file, layout, np.frombuffer(hashes, "<u8"), folder, cache_bytes)
+
     def _map(self, name: str) -> Tokens:
         section = self.sections[name]
         dtype = np.dtype(section.dtype)
         if section.nbytes == 0:
             return np.empty(0, dtype)
+        if self._cache is not None:
+            return self._cache.read(section.offset, section.offset + section.nbytes).view(dtype)
         count = section.nbytes // dtype.itemsize
         return np.memmap(self.path, dtype, mode="r", offset=section.offset, shape=(count,))
 
 
+def _open(path: str, cache_bytes: int) -> TokenIndexFile:
+    return TokenIndexFile(path, cache_bytes=cache_bytes)
+
+
 def is_token_index(path: str | Path) -> bool:
-    """Whether a file begins as an index does."""
+    """Whether a file begins as an index does; an address is taken to be one."""
+    if is_remote(path):
+        return True
     try:
         with open(path, "rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -236,10 +304,9 @@ def write_index(
             identity = {"vocab_size": vocab_size, "eot_id": eot_id, "tokenizer": dict(tokenizer)}
             if packing is not None:
                 identity["packing"] = [packing.seq_length, packing.validation_fraction, packing.n_train]
-            content = json.dumps(identity, sort_keys=True).encode() + hashes
             header = {
                 **identity,
-                "fingerprint": xxhash.xxh3_128_hexdigest(content),
+                "fingerprint": _fingerprint(identity, hashes),
                 "sections": {n: [s.offset, s.nbytes, s.dtype] for n, s in sections.items()},
             }
             file.seek(0)
@@ -273,6 +340,12 @@ def copy_with_packing(index: TokenIndexFile, path: Path, packing: Packing) -> No
         tokenizer_file=index.tokenizer_file(),
         packing=packing,
     )
+
+
+def _fingerprint(header: Mapping[str, Any], hashes: bytes) -> str:
+    """Of the content: the hash over what the tokens mean and the hashes of all chunks."""
+    identity = {key: header[key] for key in ("vocab_size", "eot_id", "tokenizer", "packing") if key in header}
+    return xxhash.xxh3_128_hexdigest(json.dumps(identity, sort_keys=True).encode() + hashes)
 
 
 class _Hashing:
@@ -326,13 +399,17 @@ def _header_bytes(header: Mapping[str, Any]) -> bytes:
     return start + HASH.pack(xxhash.xxh3_64_intdigest(start))
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, Section]]:
+def _read_header(path: Path | str, remote: RemoteFile | None) -> tuple[dict[str, Any], dict[str, Section]]:
     """The header, checked against its own hash and the file's size."""
     again = "build it again with: elastic-harness index build"
     try:
-        with open(path, "rb") as file:
-            start = file.read(PAGE)
-            size = os.fstat(file.fileno()).st_size
+        if remote is not None:
+            size = remote.size()
+            start = remote.read(0, min(size, PAGE))
+        else:
+            with open(path, "rb") as file:
+                start = file.read(PAGE)
+                size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         raise ConfigError(f"The index {path} does not exist; {again}.") from None
     except OSError as error:
