@@ -81,8 +81,8 @@ class RemoteFile:
             except Exception as error:
                 last = error
         raise InfrastructureError(
-            f"The index {self.url} cannot be read: {str(last).splitlines()[0]} It was tried {len(PAUSES_S)} times; start "
-            "again when the storage answers, or copy the index to local disk."
+            f"The index {self.url} cannot be read: {str(last).splitlines()[0]} It was tried {len(PAUSES_S)} times; "
+            "start again when the storage answers, or copy the index to local disk."
         ) from last
 
 
