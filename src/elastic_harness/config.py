@@ -157,6 +157,10 @@ class DataConfig(Section):
     section: ClassVar[str] = "data"
 
     path: str | None = None  # a text file, a folder of them, a token index; null: the Python standard library's source
+    sources: dict[str, str] | None = None  # in place of path, a mixture: token indexes by name
+    weights: dict[str, float] | None = None  # of the sources; null: all equal
+    weight_changes: dict[str, dict[str, float]] | None = None  # other weights from a step on
+    documents: Literal["join", "separate", "pack"] = "join"  # of a token index: whether windows respect documents
     seq_length: int = 128
     validation_fraction: float = 0.05  # held out: the tail of a text, whole documents of an index
 
@@ -164,6 +168,15 @@ class DataConfig(Section):
         self._at_least(1, "seq_length")
         self._require(0 <= self.validation_fraction < 1, "validation_fraction", "must be at least 0 and below 1")
         self._require(self.path != "", "path", "must name a file or a folder", "or leave it out")
+        if self.sources is None:
+            for name in ("weights", "weight_changes"):
+                self._require(getattr(self, name) is None, name, "needs data.sources, the indexes by name")
+            return
+        self._require(len(self.sources) > 0, "sources", "must name at least one index")
+        self._require(self.path is None, "path", "cannot be given with data.sources", "leave one of them out")
+        for step in self.weight_changes or {}:
+            fits = step.isdecimal() and int(step) > 0
+            self._require(fits, "weight_changes", "must have whole steps of at least 1 for keys")
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ def _construct_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[An
     mapping: dict[Any, Any] = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
+        key = str(key) if type(key) is int else key
         if not isinstance(key, str):
             raise ConfigError(f"The key {key!r} in line {key_node.start_mark.line + 1} is not text.")
         if key in mapping:

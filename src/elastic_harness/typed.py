@@ -81,6 +81,8 @@ def _describe(hint: Any) -> str:
         return " or ".join(_describe(a) for a in args)
     if origin is tuple:
         return f"a list of {len(args)} numbers"
+    if origin is dict:
+        return f"a mapping of names to {_describe(args[1]).removeprefix('a ')}"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     return names.get(hint, str(hint))
 
@@ -106,6 +108,12 @@ def fit(value: Any, hint: Any) -> tuple[bool, Any]:
             return False, value
         parts = [fit(v, a) for v, a in zip(value, args, strict=True)]
         return all(ok for ok, _ in parts), tuple(v for _, v in parts)
+    if origin is dict:
+        if not isinstance(value, dict):
+            return False, value
+        fitted = {key: fit(v, args[1]) for key, v in value.items()}
+        all_fit = all(isinstance(k, int | str) and ok for k, (ok, _) in fitted.items())
+        return all_fit, {str(k): v for k, (_, v) in fitted.items()}
     if hint is float:
         return _fit_float(value)
     if hint is int:

@@ -136,3 +136,35 @@ def test_a_vocabulary_that_is_too_small_is_named(corpus: Path, tmp_path: Path) -
     ended = run("launch", *options, f"data.path={tmp_path}/i.bin")
     assert ended.returncode == 2, ended
     assert "model.vocab_size is 256" in ended.stdout and "model.vocab_size=320" in ended.stdout
+
+
+def test_training_on_a_mixture_of_separate_documents_survives_kills_to_the_same_weights(
+    train: Callable[..., TrainingJob], corpus: Path, tmp_path: Path
+) -> None:
+    """The weights of the sources change, one source is gone through several times, and many tokens have no label."""
+    lines = corpus.read_text().splitlines(keepends=True)
+    for name, part in (("web", lines[:400]), ("code", lines[400:403])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+        assert run("index", "build", tmp_path / f"{name}.jsonl", "-o", tmp_path / f"{name}.bin").returncode == 0
+    settings = [
+        f"data.sources={{web: {tmp_path}/web.bin, code: {tmp_path}/code.bin}}",
+        "data.weights={web: 0.7, code: 0.3}",
+        "data.weight_changes={9: {web: 0.25, code: 0.75}}",
+        "data.documents=separate",
+        "model.vocab_size=320",
+    ]
+    alone = train(1, steps=24, settings=settings)
+    expected = alone.finish()["weights_sha256"]
+    job = train(3, steps=24, settings=settings)
+    job.fill()
+    for place in ("slot.backward", "exchange.partial_sent", "apply.optimizer"):
+        job.fault(1, place)
+        job.fill()
+    job.finish(expected=expected)
+    verdict = verify(job.run_dir)
+    assert verdict.ok, verdict
+    used = {name: count for name, _, count in verdict.sources}
+    batch = verdict.samples // verdict.steps
+    assert used == {"web": round(9 * batch * 0.7) + round(15 * batch * 0.25), "code": verdict.samples - used["web"]}
+    assert used["code"] > 2 * {name: size for name, size, _ in verdict.sources}["code"]
+    assert "times its" in str(verdict)

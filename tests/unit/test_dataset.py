@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.utils.data import DataLoader
 
 from elastic_harness.data import ResumableDataset, ResumableLoader, TokenIndexFile
@@ -215,70 +211,3 @@ def test_text_is_indexed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert again.index.path == first.index.path and first.index.path.stat().st_mtime_ns == changed
     (tmp_path / "a.txt").write_text("another text " * 20)
     assert ResumableDataset(data_files=str(tmp_path / "a.txt"), seq_length=S).index.path != first.index.path
-
-
-class Training(RuleBasedStateMachine):
-    """Ranks that each iterate over the dataset, in lock-step as synchronous training is. Anything may happen between
-    two steps; what a crash takes back is read again. In the end the stream must be that of one rank alone."""
-
-    shared: ResumableDataset
-
-    @initialize(seed=st.integers(0, 5), documents=st.integers(1, 30), world=st.integers(1, 5))
-    def begin(self, seed: int, documents: int, world: int) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        rng = np.random.default_rng(documents)
-        texts = [rng.integers(1, 999, 19).tolist() for _ in range(documents)]
-        self.index = make(Path(self.folder.name) / "i.bin", texts)
-        self.seed = seed
-        self.alone = iter(ResumableDataset(self.index, S, seed=seed))
-        self.expected: list[int] = []
-        self.consumed: list[int] = []
-        self.saved = (ResumableDataset(self.index, S, seed=seed).state_dict(), 0)
-        self.start(world, self.saved[0])
-
-    def start(self, world: int, state: dict[str, object]) -> None:
-        self.ranks = [ResumableDataset(self.index, S, seed=self.seed, rank=r, world_size=world) for r in range(world)]
-        for dataset in self.ranks:
-            dataset.load_state_dict(json.loads(json.dumps(state)))
-        self.streams = [iter(dataset) for dataset in self.ranks]
-
-    @rule(steps=st.integers(1, 7))
-    def train(self, steps: int) -> None:
-        n = len(self.ranks[0])
-        for _ in range(steps):
-            left = n - len(self.consumed) % n  # of this epoch: at its tail not every rank has a sample
-            self.consumed += [next(stream)["sample_id"] for stream in self.streams[: min(left, len(self.streams))]]
-            if left < len(self.streams):  # who had none is already at the next epoch's begin
-                self.start(len(self.ranks), self.ranks[0].state_dict())
-
-    @rule()
-    def save(self) -> None:
-        self.saved = (self.ranks[0].state_dict(), len(self.consumed))
-
-    @rule(world=st.integers(1, 5))
-    def crash_and_restore(self, world: int) -> None:
-        state, consumed = self.saved
-        del self.consumed[consumed:]
-        self.start(world, state)
-
-    @rule(world=st.integers(1, 5))
-    def resize(self, world: int) -> None:
-        self.start(world, self.ranks[0].state_dict())
-
-    @precondition(lambda self: hasattr(self, "consumed"))
-    @invariant()
-    def the_stream_is_that_of_one_rank(self) -> None:
-        while len(self.expected) < len(self.consumed):
-            self.expected.append(next(self.alone)["sample_id"])
-        assert self.consumed == self.expected[: len(self.consumed)]
-        n = len(self.ranks[0])
-        for low in range(0, len(self.consumed) - n + 1, n):
-            assert sorted(self.consumed[low : low + n]) == list(range(n))
-
-    def teardown(self) -> None:
-        if hasattr(self, "folder"):
-            self.folder.cleanup()
-
-
-Training.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
-test_any_history_gives_the_stream_of_one_rank = Training.TestCase

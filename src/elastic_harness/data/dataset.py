@@ -128,6 +128,11 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
             raise IndexError(f"sample ids span {ids.min()} … {ids.max()}, but must lie in 0 … {len(self) - 1}.")
         return {**self._sources.read(ids), "sample_id": torch.from_numpy(ids.copy())}
 
+    @property
+    def remote(self) -> bool:
+        """Whether reading may have to wait for object storage: then `prefetch` is worth while."""
+        return any(index.remote for index in self.indexes)
+
     def prefetch(self, sample_ids: npt.ArrayLike) -> None:
         """Begin to fetch what these samples need from object storage; returns at once."""
         self._sources.prefetch(np.asarray(sample_ids, dtype=np.int64))
@@ -192,7 +197,7 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
     def groups(self, size: int) -> Iterator[tuple[npt.NDArray[np.int64], tuple[int, int]]]:
         """This rank's sample ids from the position on, `size` at a time, fewer at the end of an epoch; and the position
         before each group and after it, in samples of all ranks."""
-        samples = self.order.n_samples
+        samples, remote = self.order.n_samples, self.remote
         position = self._position
         while True:
             epoch, first = divmod(position, samples)
@@ -207,7 +212,8 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
                 for at in range(0, len(ids), size):
                     before = start + int(block[at]) - self._rank
                     group = ids[at : at + size]
-                    self.prefetch(ids[at + size : at + 2 * size])
+                    if remote:
+                        self.prefetch(ids[at + size : at + 2 * size])
                     yield group, (before, min(before + len(group) * self._world, end))
             position = end
 

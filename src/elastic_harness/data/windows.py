@@ -216,9 +216,8 @@ class Sources:
         return batch
 
     def prefetch(self, ids: Int64s) -> None:
-        if any(part.index.remote for part in self.parts):
-            for part, offset, here in self._by_part(ids):
-                part.prefetch(ids[here] - offset)
+        for part, offset, here in self._by_part(ids):
+            part.prefetch(ids[here] - offset)
 
     def _by_part(self, ids: Int64s) -> list[tuple[Windows | PackedWindows, int, Int64s]]:
         """Each part that has some of these ids, its first id, and where among them its own are."""

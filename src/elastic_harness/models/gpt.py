@@ -26,13 +26,15 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=False)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
-    def forward(self, x_BTC: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, cos_TR: Tensor, sin_TR: Tensor, mask_B1TT: Tensor | None) -> Tensor:
         B, T, C = x_BTC.shape
         heads = self.qkv(x_BTC).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
         q_BHTD, k_BHTD, v_BHTD = heads.unbind(0)
         q_BHTD, k_BHTD = _rotate(q_BHTD, cos_TR, sin_TR), _rotate(k_BHTD, cos_TR, sin_TR)
         dropout = self.dropout if self.training else 0.0
-        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, dropout_p=dropout, is_causal=True)
+        y_BHTD = F.scaled_dot_product_attention(
+            q_BHTD, k_BHTD, v_BHTD, attn_mask=mask_B1TT, dropout_p=dropout, is_causal=mask_B1TT is None
+        )
         return self.out(y_BHTD.transpose(1, 2).reshape(B, T, C))
 
 
@@ -48,8 +50,8 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(config.mlp_ratio * config.d_model, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTC: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-        x_BTC = x_BTC + self.dropout(self.attention(self.norm_attention(x_BTC), cos_TR, sin_TR))
+    def forward(self, x_BTC: Tensor, cos_TR: Tensor, sin_TR: Tensor, mask_B1TT: Tensor | None) -> Tensor:
+        x_BTC = x_BTC + self.dropout(self.attention(self.norm_attention(x_BTC), cos_TR, sin_TR, mask_B1TT))
         return x_BTC + self.dropout(self.mlp_out(F.gelu(self.mlp_in(self.norm_mlp(x_BTC)))))
 
 
@@ -68,12 +70,17 @@ class GPT(nn.Module):
             self.head.weight = self.embedding.weight
         self._initialize(seed)
 
-    def forward(self, idx_BT: Tensor) -> Tensor:
-        """Logits (B, T, V): at each place for the token after it."""
+    def forward(self, idx_BT: Tensor, document_ids_BT: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V): at each place for the token after it. With document ids, which rise from document to
+        document, a token attends to those of its own document alone."""
         x_BTC = self.dropout(self.embedding(idx_BT))
         cos_TR, sin_TR = _rotary_angles(idx_BT.shape[1], self.config.d_model // self.config.n_head, x_BTC)
+        mask_B1TT = None
+        if document_ids_BT is not None:
+            same_BTT = document_ids_BT[:, :, None] == document_ids_BT[:, None, :]
+            mask_B1TT = same_BTT.tril()[:, None]
         for block in self.blocks:
-            x_BTC = block(x_BTC, cos_TR, sin_TR)
+            x_BTC = block(x_BTC, cos_TR, sin_TR, mask_B1TT)
         return self.head(self.norm(x_BTC))
 
     @torch.no_grad()

@@ -51,7 +51,8 @@ def load_model(run_dir: str | Path) -> GPT:
 
 def load_tokenizer(run_dir: str | Path) -> Tokenizer:
     """What the run's tokens mean: the tokenizer of its index, or bytes."""
-    path = load_config(TrainerConfig, str(Path(run_dir) / "config.yaml")).data.path
+    data = load_config(TrainerConfig, str(Path(run_dir) / "config.yaml")).data
+    path = next(iter(data.sources.values())) if data.sources else data.path
     if path is None or not is_token_index(path):
         return ByteTokenizer()
     index = TokenIndexFile(path)

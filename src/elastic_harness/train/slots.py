@@ -115,6 +115,7 @@ class SlotComputer:
             self._unit = (step, unit, rehearsal)
         self._buffers.begin()
         slots = self._shape.unit_slots(unit)
+        self._prefetch(step + 1, slots)
         for slot in slots[len(self._contributions) :]:
             ids = slot_sample_ids(self._schedule, self._order, step, slot, self._shape.micro_batch)
             samples = int.from_bytes(hashlib.sha256(ids.astype("<i8").tobytes()).digest()[:8], "big")
@@ -130,6 +131,13 @@ class SlotComputer:
             self._contributions[slot] = Contribution(*self._contributed(step, slot), samples)
             self._slot = None
             self._buffers.finish_slot(self._buffer_sums, counts=self._contributions[slot].weight > 0)
+
+    def _prefetch(self, step: int, slots: Sequence[int]) -> None:
+        """Have a dataset that reads from far away fetch what these slots need next time."""
+        if getattr(self._dataset, "remote", False):
+            size = self._shape.micro_batch
+            ids = [slot_sample_ids(self._schedule, self._order, step, slot, size) for slot in slots]
+            self._dataset.prefetch(np.concatenate(ids))  # type: ignore[attr-defined]
 
     def begun(self) -> Node | None:
         """The unit that has a finished slot but was not taken yet."""

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from elastic_harness.config import TrainerConfig, load_config
 from elastic_harness.data.corpus import Corpus, CorpusDataset
 from elastic_harness.data.dataset import ResumableDataset
-from elastic_harness.data.token_index import TokenIndexFile, is_token_index
+from elastic_harness.data.mixture import Mixture
+from elastic_harness.data.token_index import is_token_index
+from elastic_harness.data.windows import NO_LABEL, Index
 from elastic_harness.errors import ConfigError
 from elastic_harness.models.gpt import GPT
 from elastic_harness.train.run import start
@@ -53,8 +55,8 @@ def train(config: TrainerConfig, run_dir: str | None = None) -> None:
     for step in run.steps():
         for batch in step.micro_batches():
             with autocast(config, device):
-                loss = cross_entropy(forward, batch, device)
-            step.backward(loss)
+                loss, labels = cross_entropy(forward, batch, device)
+            step.backward(loss, weight=labels / (config.training.micro_batch_samples * config.data.seq_length))
         if run.rank == 0 and run.step % config.training.log_interval_steps == 0:
             print(f"step {step.index + 1:>5}  loss {step.loss:.4f}  workers {run.world_size}", flush=True)
         every = config.training.eval_interval_steps
@@ -66,24 +68,59 @@ def open_dataset(config: TrainerConfig) -> tuple[CorpusDataset | ResumableDatase
     """The data that `data.path` names, and where it comes from in words. Raises ConfigError if the model does not know
     all of its tokens."""
     data = config.data
+    if data.sources is not None:
+        return open_mixture(config, data.sources)
     if data.path is None or not is_token_index(data.path):
+        if data.documents != "join":
+            raise ConfigError(
+                f"data.documents is {data.documents!r}, but a text is one stream of bytes; give a token index "
+                "(elastic-harness index build) as data.path."
+            )
         corpus = Corpus.open(data.path)
         name = f"{corpus.name} (sha256 {corpus.sha256[:16]})"
         return CorpusDataset(corpus, data.seq_length, config.seed, data.validation_fraction), name
-    index = TokenIndexFile(data.path)
+    dataset = ResumableDataset(
+        data.path,
+        data.seq_length,
+        config.seed,
+        documents=data.documents,
+        validation_fraction=data.validation_fraction,
+    )
+    check_vocabulary(config, dataset.index)
+    return dataset, f"{data.path} (fingerprint {dataset.index.fingerprint[:16]})"
+
+
+def open_mixture(config: TrainerConfig, sources: dict[str, str]) -> tuple[ResumableDataset, str]:
+    """The mixture of `data.sources`; its weights change with the first sample of the steps in `data.weight_changes`."""
+    data, batch = config.data, config.training.global_batch_samples
+    changes = {int(step) * batch: weights for step, weights in (data.weight_changes or {}).items()}
+    dataset = ResumableDataset(
+        mixture=Mixture(sources, data.weights or dict.fromkeys(sources, 1.0), changes),
+        seq_length=data.seq_length,
+        seed=config.seed,
+        documents=data.documents,
+        validation_fraction=data.validation_fraction,
+    )
+    check_vocabulary(config, dataset.index)
+    return dataset, f"a mixture of {', '.join(sources)}"
+
+
+def check_vocabulary(config: TrainerConfig, index: Index) -> None:
+    """Raises ConfigError if the model does not know all tokens of an index."""
     if index.vocab_size > config.model.vocab_size:
         raise ConfigError(
-            f"model.vocab_size is {config.model.vocab_size}, but the tokens of data.path={data.path} are up to "
+            f"model.vocab_size is {config.model.vocab_size}, but the tokens of {index.path} are up to "
             f"{index.vocab_size - 1}; use model.vocab_size={-(-index.vocab_size // 64) * 64} or more."
         )
-    dataset = ResumableDataset(index, data.seq_length, config.seed, validation_fraction=data.validation_fraction)
-    return dataset, f"{data.path} (fingerprint {index.fingerprint[:16]})"
 
 
-def cross_entropy(model: Any, batch: dict[str, Tensor], device: torch.device) -> Tensor:
-    """Mean loss over all tokens of a micro-batch."""
-    logits_BTV = model(batch["input_ids"].to(device))
-    return F.cross_entropy(logits_BTV.flatten(0, 1), batch["labels"].to(device).flatten())
+def cross_entropy(model: Any, batch: dict[str, Tensor], device: torch.device) -> tuple[Tensor, int]:
+    """Mean loss over the labels of a micro-batch, and how many there are."""
+    batch = {name: values.to(device) for name, values in batch.items()}
+    documents = (batch["document_ids"],) if "document_ids" in batch else ()
+    logits_BTV = model(batch["input_ids"], *documents)
+    loss = F.cross_entropy(logits_BTV.flatten(0, 1), batch["labels"].flatten(), ignore_index=NO_LABEL)
+    return loss, int((batch["labels"] != NO_LABEL).sum()) if documents else batch["labels"].numel()
 
 
 @torch.no_grad()
@@ -92,13 +129,15 @@ def validate(
 ) -> float:
     """Mean loss over the first held-out batches, in evaluation mode."""
     model.eval()
-    losses = []
+    losses, labels = [], 0
     for index in range(config.training.eval_batches):
         batch = dataset.validation_batch(index, config.training.micro_batch_samples)
         with autocast(config, device):
-            losses.append(float(cross_entropy(model, batch, device)))
+            loss, count = cross_entropy(model, batch, device)
+        losses.append(float(loss) * count if count else 0.0)
+        labels += count
     model.train()
-    return math.fsum(losses) / len(losses)
+    return math.fsum(losses) / max(1, labels)
 
 
 def make_optimizer(config: TrainerConfig, model: nn.Module) -> torch.optim.Optimizer:
