@@ -31,7 +31,7 @@ from elastic_harness.errors import ConfigError
 
 ORDER = "feistel-8/1"  # the algorithm of `order.Permutation`; part of every state
 BLOCK = 4096  # positions whose order is computed at once
-READ_AHEAD = 256  # samples read at once where batches are small
+READ_AHEAD = 256  # samples gathered at once where batches are small
 STATE_VERSION = 1
 Uneven = Literal["exact", "pad", "drop"]
 
@@ -189,10 +189,11 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
         """This rank's samples from the position on in batches of `size`, fewer at the end of an epoch, each with the
         position after it. `read_ahead` batches are read at once."""
         for ids, (before, after) in self.groups(size * read_ahead):
-            together = self.read(ids)
-            columns = [rows.split(size) for rows in together.values()]
-            for number, rows in enumerate(zip(*columns, strict=True), start=1):
-                yield dict(zip(together, rows, strict=True)), min(before + number * size * self._world, after)
+            numbers = torch.from_numpy(ids).split(size)
+            batches = zip(self._sources.read_batches(ids, size), numbers, strict=True)
+            for number, (batch, batch_ids) in enumerate(batches, start=1):
+                batch["sample_id"] = batch_ids
+                yield batch, min(before + number * size * self._world, after)
 
     def groups(self, size: int) -> Iterator[tuple[npt.NDArray[np.int64], tuple[int, int]]]:
         """This rank's sample ids from the position on, `size` at a time, fewer at the end of an epoch; and the position
@@ -300,7 +301,7 @@ class ResumableLoader(DataLoader[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]
         size = self._batch_size
         alone = self.num_workers == 0 and not self.pin_memory  # then torch's loader would only add to the cost
-        batches = self._source.batches(size, -(-READ_AHEAD // size)) if alone else super().__iter__()
+        batches = self._source.batches(size, max(4, -(-READ_AHEAD // size))) if alone else super().__iter__()
         for batch, position in batches:
             self._source.go_to(position)
             yield batch

@@ -33,7 +33,8 @@ from elastic_harness.data.token_index import TokenIndexFile, token_dtype, write_
 from elastic_harness.data.tokenizers import Tokenizer
 from elastic_harness.errors import EXIT_INTERRUPTED, ConfigError, HarnessError, InfrastructureError
 
-BATCH_BYTES = 1 << 20
+BATCH_BYTES = 256 << 10
+COPY_BYTES = 1 << 20
 SHOWN_PROBLEMS = 10
 KEPT_PROBLEMS = 1000  # per unit; all are counted
 TRAIN_BYTES = 256 << 20  # a BPE is learned from the first so many bytes
@@ -347,7 +348,7 @@ class _PartMaker:
         out = np.empty(sum(len(ids) for ids in encoded) + sum(d.ends for d in self._batch), self._dtype)
         at = 0
         for document, ids in zip(self._batch, encoded, strict=True):
-            if len(ids) and int(ids.max()) >= self._tokenizer.vocab_size:
+            if len(ids) and ids.dtype.itemsize > 1 and int(ids.max()) >= self._tokenizer.vocab_size:
                 raise ConfigError(
                     f"The tokenizer gave the id {int(ids.max())}, but says that its vocabulary has "
                     f"{self._tokenizer.vocab_size} entries; its file is inconsistent."
@@ -396,7 +397,7 @@ def _token_bytes(folder: Path, parts: Sequence[Part]) -> Iterator[bytes]:
     for number, part in enumerate(parts):
         digest = xxhash.xxh3_64()
         with open(folder / f"{number}.tokens", "rb") as file:
-            while content := file.read(BATCH_BYTES):
+            while content := file.read(COPY_BYTES):
                 digest.update(content)
                 yield content
         if digest.intdigest() != part.sha:
@@ -450,6 +451,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """`index build` with parsed arguments."""
     from rich import progress as bars
+    from rich.console import Console
 
     if arguments.processes < 1:
         raise ConfigError(f"--processes is {arguments.processes}; it must be at least 1.")
@@ -468,7 +470,7 @@ def run(arguments: argparse.Namespace) -> int:
         bars.TransferSpeedColumn(),
         bars.TimeRemainingColumn(),
     )
-    with bars.Progress(*columns, transient=True) as shown:
+    with bars.Progress(*columns, transient=True, console=Console(stderr=True)) as shown:
         task = shown.add_task("", total=total)
         report = build(
             arguments.inputs,

@@ -70,6 +70,7 @@ def info(arguments: argparse.Namespace) -> int:
 
 
 def pack_index(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
     from rich.progress import Progress
 
     if not 0 <= arguments.validation_fraction < 1:
@@ -82,7 +83,7 @@ def pack_index(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{index.path} is remote; copy it here to pack it.")
     if output.exists() and output.samefile(index.path):
         raise ConfigError(f"The output {output} is the input; name another file with -o.")
-    with Progress(transient=True) as shown:
+    with Progress(transient=True, console=Console(stderr=True)) as shown:
         task = shown.add_task("verifying", total=index.nbytes)
         index.verify(lambda nbytes: shown.advance(task, nbytes))
         shown.update(task, description="packing", completed=0, total=None)
@@ -105,10 +106,11 @@ def pack_index(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
     from rich.progress import Progress
 
     index = TokenIndexFile(arguments.index)
-    with Progress(transient=True) as shown:
+    with Progress(transient=True, console=Console(stderr=True)) as shown:
         task = shown.add_task("verifying", total=index.nbytes)
         index.verify(lambda nbytes: shown.advance(task, nbytes))
     print(f"{index.path}: all of {len(index):,} tokens in {index.n_documents:,} documents are as they were written")

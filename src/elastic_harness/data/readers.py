@@ -12,12 +12,18 @@ import importlib
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from elastic_harness.errors import ConfigError
+
+_fast_loads: Callable[[bytes], Any]
+try:
+    from orjson import loads as _fast_loads
+except ImportError:
+    _fast_loads = json.loads
 
 UNIT_BYTES = 64 << 20
 UNIT_FILES = 1000
@@ -137,7 +143,7 @@ def _open(path: str) -> BinaryIO:
         return cast(BinaryIO, gzip.open(path, "rb"))
     if path.endswith(".zst"):
         return cast(BinaryIO, io.BufferedReader(_import("zstandard", path).open(path, "rb")))
-    return open(path, "rb")
+    return open(path, "rb", buffering=1 << 20)
 
 
 def _whole(file: BinaryIO) -> Iterator[Document]:
@@ -172,9 +178,12 @@ def _lines(file: BinaryIO, piece: Piece, text_key: str) -> Iterator[Document]:
 
 def _parse(line: bytes, number: int, text_key: str) -> Document:
     try:
-        record: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also what is no UTF-8
-        return Document(b"", number, f"no JSON: {error}")
+        record: Any = _fast_loads(line)
+    except (ValueError, RecursionError):  # the standard library decides: the index must not depend on orjson
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:  # also what is no UTF-8
+            return Document(b"", number, f"no JSON: {error}")
     if not isinstance(record, dict):
         return Document(b"", number, f"a {type(record).__name__}, not an object")
     text = record.get(text_key)
