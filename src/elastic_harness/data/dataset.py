@@ -178,7 +178,7 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
                 "A DataLoader with num_workers reads ahead in copies of the dataset, which then cannot know what was "
                 "used; take num_workers=0 (which is faster here) or elastic_harness.data.ResumableLoader."
             )
-        for ids, (before, after) in self.groups(READ_AHEAD):
+        for ids, (before, after) in self.groups(READ_AHEAD, first_size=1):
             together = self._sources.read(ids)
             samples = zip(*(rows.unbind(0) for rows in together.values()), strict=True)
             for number, (sample_id, sample) in enumerate(zip(ids.tolist(), samples, strict=True), start=1):
@@ -188,27 +188,29 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
     def batches(self, size: int, read_ahead: int = 1) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
         """This rank's samples from the position on in batches of `size`, fewer at the end of an epoch, each with the
         position after it. `read_ahead` batches are read at once."""
-        for ids, (before, after) in self.groups(size * read_ahead):
-            numbers = torch.from_numpy(ids).split(size)
-            batches = zip(self._sources.read_batches(ids, size), numbers, strict=True)
-            for number, (batch, batch_ids) in enumerate(batches, start=1):
-                batch["sample_id"] = batch_ids
-                yield batch, min(before + number * size * self._world, after)
+        for ids, (before, after) in self.groups(size * read_ahead, first_size=size):
+            low = 0
+            for batch in self._sources.read_batches(ids, size):
+                batch["sample_id"] = torch.from_numpy(ids[low : low + size])
+                low += size
+                yield batch, min(before + low * self._world, after)
 
-    def groups(self, size: int) -> Iterator[tuple[npt.NDArray[np.int64], tuple[int, int]]]:
-        """This rank's sample ids from the position on, `size` at a time, fewer at the end of an epoch; and the position
-        before each group and after it, in samples of all ranks."""
+    def groups(self, size: int, first_size: int) -> Iterator[tuple[npt.NDArray[np.int64], tuple[int, int]]]:
+        """This rank's sample ids from the position on, at first `first_size`, so that resuming is quick, then `size` at
+        a time, fewer at the end of an epoch; and the position before each group and after it, in samples of all ranks.
+        """
         samples, remote = self.order.n_samples, self.remote
-        position = self._position
+        position, step = self._position, first_size
         while True:
             epoch, first = divmod(position, samples)
             if self._epochs is not None and epoch >= self._epochs:
                 return
             start, end = epoch * samples, (epoch + 1) * samples
             mine = range(first + self._rank, first + self._handed_out(samples - first), self._world)
-            step = BLOCK - BLOCK % size or size
-            for low in range(0, len(mine), step):
+            low = 0
+            while low < len(mine):
                 block = np.array(mine[low : low + step], np.int64)
+                low, step = low + step, BLOCK - BLOCK % size or size
                 ids = sample_ids(self.order, epoch, block % samples)
                 for at in range(0, len(ids), size):
                     before = start + int(block[at]) - self._rank
@@ -323,7 +325,7 @@ class _Batches(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[dict[str, Any], int]]:
         info = get_worker_info()
         turn, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        for number, (ids, (_, after)) in enumerate(self._dataset.groups(self._batch_size)):
+        for number, (ids, (_, after)) in enumerate(self._dataset.groups(self._batch_size, self._batch_size)):
             if number % workers == turn:
                 yield self._dataset.read(ids), after
 
