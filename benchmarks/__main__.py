@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import exactness, memory, recovery, throughput
+from benchmarks import exactness, index_build, loading, memory, order, recovery, throughput
 from benchmarks.common import say
 
 QUICK: dict[str, list[str]] = {
@@ -14,12 +14,18 @@ QUICK: dict[str, list[str]] = {
     "throughput": ["--pairs=4", "--workers=2", "--cases=3M,30M"],
     "exactness": ["--quick"],
     "memory": ["--workers=2"],
+    "loading": ["--rounds=1", "--measure-s=1"],
+    "index_build": ["--mb=20", "--rounds=1"],
+    "order": ["--permutations=20"],
 }
 BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "recovery": recovery.main,
     "throughput": throughput.main,
     "exactness": exactness.main,
     "memory": memory.main,
+    "loading": loading.main,
+    "index_build": index_build.main,
+    "order": order.main,
 }
 
 

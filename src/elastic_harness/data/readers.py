@@ -25,7 +25,7 @@ try:
 except ImportError:
     _fast_loads = json.loads
 
-UNIT_BYTES = 64 << 20
+UNIT_BYTES = 32 << 20
 UNIT_FILES = 1000
 PIECE_BYTES = 16 << 20
 BOM = b"\xef\xbb\xbf"

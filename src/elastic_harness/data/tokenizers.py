@@ -54,7 +54,7 @@ class ByteTokenizer:
 
 
 class TiktokenTokenizer:
-    """One of tiktoken's encodings, by its name: `tiktoken:o200k_base`."""
+    """One of tiktoken's encodings, by its name: `tiktoken:o200k_base`, or one that a tiktoken plugin adds."""
 
     file = ""
     raw = False
@@ -70,7 +70,8 @@ class TiktokenTokenizer:
         self.identity = {"kind": "tiktoken", "name": name}
 
     def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[Any]]:
-        return [np.array(self._encoding.encode_ordinary(text.decode()), np.uint32) for text in texts]
+        encode = self._encoding.encode_to_numpy  # with no special token allowed, and none an error
+        return [encode(text.decode(), allowed_special=set(), disallowed_special=()) for text in texts]
 
     def decode(self, ids: npt.NDArray[Any]) -> str:
         return str(self._encoding.decode(ids.tolist()))
