@@ -244,7 +244,8 @@ def resume(make: Callable[[], Any], system: str, consumed: int) -> dict[str, Any
         fresh.load_state_dict(state)
         iterator = iter(fresh)
     next(iterator)
-    return {"resume_s": time.perf_counter() - begun, "state_bytes": 0 if system.startswith("torch") else len(repr(state))}
+    elapsed = time.perf_counter() - begun
+    return {"resume_s": elapsed, "state_bytes": 0 if system.startswith("torch") else len(repr(state))}
 
 
 def main() -> int:
