@@ -252,9 +252,37 @@ def test_a_second_build_at_the_same_time_is_refused(tmp_path: Path) -> None:
 def test_many_small_files(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
-    for i in range(2500):
+    for i in range(10_000):
         (folder / f"{i:05d}.txt").write_bytes(b"%d" % i)
-    assert len(readers.plan_units(readers.find_inputs([str(folder)]))) == 3
+    assert len(readers.plan_units(readers.find_inputs([str(folder)]))) == 10
     build([str(folder)], tmp_path / "i.bin")
-    assert texts_of(tmp_path / "i.bin") == [str(i) for i in range(2500)]
-    assert np.array_equal(TokenIndexFile(tmp_path / "i.bin").sources, np.arange(2500))
+    assert texts_of(tmp_path / "i.bin") == [str(i) for i in range(10_000)]
+    assert np.array_equal(TokenIndexFile(tmp_path / "i.bin").sources, np.arange(10_000))
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_odd_texts_come_back(tmp_path: Path, tokenizer: str) -> None:
+    """Line ends of all kinds, a byte order mark inside, controls, one letter, and one document larger than a batch."""
+    texts = ["a\r\nb\rc\n", "\ufeffmarked", "\0\0", "x", " ", "\u2028\u2029\x85", "\U0001f600" * 3, "long " * 300_000]
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": text}, ensure_ascii=number % 2 == 0) for number, text in enumerate(texts)]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join([*lines, "", '{"text": ""}']).encode())
+    chosen = tokenizers.train_bpe(["some text"], 300) if tokenizer == "bpe" else "bytes"
+    report = build([str(path)], tmp_path / "i.bin", tokenizer=chosen)
+    assert texts_of(tmp_path / "i.bin") == texts
+    assert report.empty == 2
+
+
+def test_the_standard_library_decides_what_is_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index must not depend on whether a faster parser is installed."""
+    lines = [
+        b'{"text": "a", "n": NaN}', b'{"text": "b", "text": "c"}', b'{"text": "d", "n": 1e999}', b'{"text": "\\ud800"}',
+        b'{"text": "e"} ', b'{"text": "f",}', b"[" * 3000, b'{"text": "g", "n": ' + b"9" * 400 + b"}",
+    ]  # fmt: skip
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    found = []
+    for loads in (readers._fast_loads, json.loads):
+        monkeypatch.setattr(readers, "_fast_loads", loads)
+        report = build([str(tmp_path / "a.jsonl")], tmp_path / "i.bin", max_bad_fraction=1.0)
+        found.append((texts_of(tmp_path / "i.bin"), report.problems))
+    assert found[0] == found[1] and found[0][0] == ["a", "c", "d", "e", "g"] and len(found[0][1]) == 3

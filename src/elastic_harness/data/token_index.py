@@ -420,7 +420,12 @@ def _read_header(path: Path | str, remote: RemoteFile | None) -> tuple[dict[str,
         raise ConfigError(f"The index {path} is truncated: it has {len(start)} bytes, not even its header; {again}.")
     _, version, length = FIXED.unpack_from(start)
     if version != VERSION:
-        advice = "update elastic-harness" if version > VERSION else again
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big") == VERSION
+        advice = (
+            "its bytes are in big-endian order, which is not supported: " + again
+            if swapped
+            else ("update elastic-harness" if version > VERSION else again)
+        )
         raise ConfigError(f"The index {path} has format version {version}, this program reads {VERSION}; {advice}.")
     end = FIXED.size + length
     if end + HASH.size > PAGE or HASH.unpack_from(start, end)[0] != xxhash.xxh3_64_intdigest(start[:end]):
