@@ -211,3 +211,39 @@ def test_text_is_indexed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert again.index.path == first.index.path and first.index.path.stat().st_mtime_ns == changed
     (tmp_path / "a.txt").write_text("another text " * 20)
     assert ResumableDataset(data_files=str(tmp_path / "a.txt"), seq_length=S).index.path != first.index.path
+
+
+class Virtual:
+    """An index of any size: each token is a function of its place."""
+
+    path, fingerprint, remote, packing, eot_id, vocab_size = "virtual", "0" * 32, False, None, 0, 50_000
+    tokenizer = {"kind": "virtual"}  # noqa: RUF012
+    documents = keys = np.zeros(0, np.uint64)
+
+    def __len__(self) -> int:
+        return 10**12 * S + 1
+
+    def read(self, starts: np.ndarray, length: int) -> np.ndarray:
+        return ((starts[:, None] + np.arange(length)) % 50_000).astype(np.uint16)
+
+    def prefetch(self, starts: np.ndarray, length: int) -> None: ...
+
+
+def test_a_trillion_samples_resume_in_the_middle() -> None:
+    first = ResumableDataset(Virtual(), S, seed=1)
+    assert len(first) == 10**12
+    state = {**first.state_dict(), "position": 10**12 // 2}
+    seen = []
+    for world in (1, 3):
+        ranks = [ResumableDataset(Virtual(), S, seed=1, rank=r, world_size=world) for r in range(world)]
+        for rank in ranks:
+            rank.load_state_dict(state)
+        shares = [ids_of(rank, 30 // world) for rank in ranks]
+        seen.append([shares[p % world][p // world] for p in range(30)])
+    assert seen[0] == seen[1] and len(set(seen[0])) == 30 and max(seen[0]) > 10**11
+    sample = next(iter(ranks[0]))
+    assert sample["input_ids"][0] == sample["sample_id"] * S % 50_000
+    end = {**state, "position": 10**12 - 2}
+    last = ResumableDataset(Virtual(), S, seed=1)
+    last.load_state_dict(end)
+    assert len(set(ids_of(last, 4))) == 4 and last.state_dict()["position"] == 10**12 + 2

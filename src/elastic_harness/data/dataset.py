@@ -151,7 +151,7 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
         return self._held_out.read(order((np.arange(batch) + index * batch) % windows))
 
     def fingerprint(self) -> dict[str, Any]:
-        """What decides the content of every sample; equal fingerprints read equal tokens."""
+        """What decides the content of every sample and their order; equal fingerprints read equal tokens."""
         return {
             "kind": "token index",
             "content": self._corpus(),
@@ -160,6 +160,7 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
             "split": self.split,
             "validation_fraction": self.validation_fraction,
             "n_samples": len(self),
+            "order": self.order.describe(),
         }
 
     # ---- alone: an iterable
