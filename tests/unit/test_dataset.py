@@ -217,7 +217,7 @@ class Virtual:
     """An index of any size: each token is a function of its place."""
 
     path, fingerprint, remote, packing, eot_id, vocab_size = "virtual", "0" * 32, False, None, 0, 50_000
-    tokenizer = {"kind": "virtual"}  # noqa: RUF012
+    tokenizer = {"kind": "virtual"}
     documents = keys = np.zeros(0, np.uint64)
 
     def __len__(self) -> int:
