@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -64,7 +63,10 @@ class VirtualIndex:
 
 def run(python: str, system: str, folder: Path, *options: object) -> dict[str, Any]:
     """One process of the worker; its last line of JSON, or {"error": …}."""
-    env = environment(DATA_OPTIMIZER_CACHE_FOLDER=str(folder / "litdata-cache"))
+    temporary = folder / "tmp"
+    temporary.mkdir(exist_ok=True)
+    env = environment(DATA_OPTIMIZER_CACHE_FOLDER=str(folder / "litdata-cache"), TMPDIR=str(temporary))
+    shared = set(os.listdir("/dev/shm"))
     command = [python, "-W", "ignore", str(WORKER), system, str(folder), *map(str, options)]
     try:
         ended = subprocess.run(
@@ -72,6 +74,9 @@ def run(python: str, system: str, folder: Path, *options: object) -> dict[str, A
         )
     except subprocess.TimeoutExpired:
         return {"error": f"did not end within {TIMEOUT_S:.0f} s"}
+    finally:  # what a rival leaves behind is not left behind
+        for name in set(os.listdir("/dev/shm")) - shared:
+            Path("/dev/shm", name).unlink(missing_ok=True)
     for line in reversed(ended.stdout.splitlines()):
         if line.startswith("{"):
             return json.loads(line)
@@ -160,7 +165,6 @@ def main(argv: list[str] | None = None) -> int:
         table, ratios = reading(python, folder, arguments.rounds, arguments.measure_s)
         batches = (arguments.tokens // SEQ_LENGTH) // BATCH // 2
         resumed = resuming(python, folder, batches)
-        shutil.rmtree(os.path.join("/tmp", "streaming"), ignore_errors=True)
     fastest = min(ratios, key=lambda system: ratios[system]["median"]) if ratios else None
     by_item = [r["median"] for s, r in ratios.items() if s not in ("torch", "stateful")]
     sizes = [resuming_at_any_size(10**exponent) for exponent in (5, 9, 12)]
