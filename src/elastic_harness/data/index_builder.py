@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,7 @@ def _run(
         return
     identity = (tokenizer.identity, tokenizer.file, os.getpid())
     context = multiprocessing.get_context("spawn")
+    resource_tracker.ensure_running()  # first: it removes the semaphores of the pool if this process is killed
     with concurrent.futures.ProcessPoolExecutor(min(processes, len(todo)), context, _begin, identity) as pool:
         running = {pool.submit(_part, folder, number, units[number], text_key): number for number in todo}
         try:
