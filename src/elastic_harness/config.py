@@ -174,6 +174,9 @@ class DataConfig(Section):
             return
         self._require(len(self.sources) > 0, "sources", "must name at least one index")
         self._require(self.path is None, "path", "cannot be given with data.sources", "leave one of them out")
+        for name, weights in (("weights", [self.weights]), ("weight_changes", (self.weight_changes or {}).values())):
+            unknown = sorted({key for given in weights for key in given or {}} - set(self.sources))
+            self._require(not unknown, name, f"may only name sources ({', '.join(self.sources)}), not {unknown}")
         for step in self.weight_changes or {}:
             fits = step.isdecimal() and int(step) > 0
             self._require(fits, "weight_changes", "must have whole steps of at least 1 for keys")

@@ -207,3 +207,30 @@ def test_neither_the_package_nor_its_settings_import_torch_or_numpy() -> None:
 def test_the_warm_up_fits_short_trainings(max_steps: int, warmup_steps: int) -> None:
     config = load_config(TrainerConfig, None, [f"training.max_steps={max_steps}"])
     assert config.scheduler.warmup_steps == warmup_steps
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ({"weights": {"a": 1}}, "data.weights.*needs data.sources"),
+        ({"sources": {"a": "a.bin"}, "path": "x"}, "data.path.*cannot be given with data.sources"),
+        ({"sources": {}}, "data.sources.*at least one"),
+        ({"sources": {"a": "a.bin"}, "weights": {"b": 1}}, r"data.weights.*may only name sources \(a\), not \['b'\]"),
+        ({"sources": {"a": "a.bin"}, "weight_changes": {5: {"b": 1}}}, "data.weight_changes.*may only name"),
+        ({"sources": {"a": "a.bin"}, "weight_changes": {"soon": {"a": 1}}}, "data.weight_changes.*whole steps"),
+        ({"sources": {"a": "a.bin"}, "weights": {"a": "much"}}, "data.weights.*mapping of names to number"),
+        ({"documents": "some"}, "data.documents.*one of join, separate, pack"),
+    ],
+)
+def test_mixtures_that_cannot_be_meant(data: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        TrainerConfig.from_dict({"data": data})
+
+
+def test_a_mixture_can_be_written_down(tmp_path: Path) -> None:
+    text = "data:\n  sources: {a: a.bin, b: b.bin}\n  weights: {a: 0.7, b: 3e-1}\n  weight_changes: {10: {a: 1}}\n"
+    (tmp_path / "c.yaml").write_text(text)
+    config = load_config(TrainerConfig, str(tmp_path / "c.yaml"), ["data.documents=separate"])
+    assert config.data.weights == {"a": 0.7, "b": 0.3} and config.data.weight_changes == {"10": {"a": 1.0}}
+    (tmp_path / "d.yaml").write_text(config.to_yaml())
+    assert load_config(TrainerConfig, str(tmp_path / "d.yaml")) == config
