@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness.checkpoint import local
+from elastic_harness.checkpoint import local, tensor_file
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 
 SKELETON = {"optimizer": {"groups": [{"lr": 0.1, "betas": [0.9, 0.95]}]}, "none": None, "flag": True}
@@ -113,14 +113,14 @@ def test_the_newest_comes_first_and_foreign_folders_are_passed_over(tmp_path: Pa
     assert steps(tmp_path) == [100, 20, 3]
 
 
-@pytest.mark.parametrize("where", [0, 8, 40, -1])
+@pytest.mark.parametrize("where", [0, 8, 40, 3000, -1])
 def test_one_flipped_bit_in_the_tensors_is_noticed(tmp_path: Path, where: int) -> None:
     path = put(tmp_path, 1) / "state.safetensors"
     content = bytearray(path.read_bytes())
     content[where] ^= 1
     path.write_bytes(content)
     (checkpoint,) = local.newest(tmp_path)
-    with pytest.raises(CheckpointCorrupt, match="sha256"):
+    with pytest.raises(CheckpointCorrupt, match=r"hash in its manifest|xxh3"):
         local.load(checkpoint)
 
 
@@ -171,12 +171,105 @@ def test_a_manifest_of_another_format_is_passed_over(tmp_path: Path) -> None:
 def test_a_manifest_that_disagrees_with_the_tensors_is_noticed(tmp_path: Path) -> None:
     path = put(tmp_path, 1) / "manifest.json"
     manifest = json.loads(path.read_bytes())
-    manifest["tensors"]["model.weight"]["shape"] = [4, 3]
-    manifest["sha256"] = local._self_hash(manifest)
-    path.write_text(json.dumps(manifest))
-    (checkpoint,) = local.newest(tmp_path)
-    with pytest.raises(CheckpointCorrupt, match=r"model\.weight"):
-        local.load(checkpoint)
+    good = manifest["tensors"]["model.weight"]
+    for damage in (
+        {"shape": [4, 4]},
+        {"shape": [-3, -4]},
+        {"shape": [1 << 40]},
+        {"dtype": "float64"},
+        {"dtype": "load"},
+        {"blocks": []},
+        {"blocks": [{**good["blocks"][0], "bytes": "many"}]},
+    ):
+        manifest["tensors"]["model.weight"] = good | damage
+        manifest["sha256"] = local._self_hash(manifest)
+        path.write_text(json.dumps(manifest))
+        (checkpoint,) = local.newest(tmp_path)
+        with pytest.raises(CheckpointCorrupt, match=r"contradicts itself about model\.weight"):
+            local.load(checkpoint)
+
+
+def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    path = put(tmp_path, 1) / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    for name in ("../../secret.safetensors", "/etc/x.safetensors", ".safetensors"):
+        manifest["files"] = {name: manifest["files"].popitem()[1]}
+        manifest["sha256"] = local._self_hash(manifest)
+        path.write_text(json.dumps(manifest))
+        assert local.newest(tmp_path) == []
+
+
+def frozen_and_trained(step: int) -> dict[str, torch.Tensor]:
+    """Frozen weights, most of all, and some that every step changes."""
+    draw = torch.Generator().manual_seed(1)
+    return {"frozen": torch.rand(50_000, generator=draw), "trained": torch.full((10_000,), float(step))}
+
+
+def inodes(folder: Path, step: int) -> set[int]:
+    return {p.stat().st_ino for p in (folder / f"step-{step:08d}").glob("*.safetensors")}
+
+
+def test_what_has_not_changed_is_not_written_again(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        local.save(tmp_path, step, {}, frozen_and_trained(step), {})
+    shared = inodes(tmp_path, 1)
+    assert all(shared < inodes(tmp_path, step) for step in range(2, 6))
+    newest = local.newest(tmp_path)
+    own = [(c.path / "state.safetensors").stat().st_size for c in newest]
+    assert own == [own[0]] * 4 + [own[-1]] and own[0] < own[-1] / 4
+    local.prune(tmp_path, 1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
+    assert_same(local.load(local.newest(tmp_path)[0])[1], frozen_and_trained(5))
+
+
+def test_a_file_of_which_little_is_left_is_not_kept(tmp_path: Path) -> None:
+    local.save(tmp_path, 1, {}, {"a": torch.ones(9000), "b": torch.ones(1000)}, {})
+    local.save(tmp_path, 2, {}, {"a": torch.zeros(9000), "b": torch.ones(1000)}, {})
+    assert inodes(tmp_path, 1).isdisjoint(inodes(tmp_path, 2))
+
+
+def test_a_damaged_block_does_not_live_on(tmp_path: Path) -> None:
+    path = local.save(tmp_path, 1, {}, frozen_and_trained(1), {}) / "state.safetensors"
+    with open(path, "r+b") as file:
+        file.seek(10_000)
+        file.write(b"damage")
+    local.save(tmp_path, 2, {}, frozen_and_trained(2), {})
+    newest, older = local.newest(tmp_path)
+    assert_same(local.load(newest)[1], frozen_and_trained(2))
+    with pytest.raises(CheckpointCorrupt, match="xxh3"):
+        local.load(older)
+
+
+def test_a_file_system_without_links_gets_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(local.os, "link", refuse)
+    for step in (1, 2):
+        local.save(tmp_path, step, {}, frozen_and_trained(step), {})
+    assert inodes(tmp_path, 1).isdisjoint(inodes(tmp_path, 2))
+    assert_same(local.load(local.newest(tmp_path)[0])[1], frozen_and_trained(2))
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_large_tensors_come_in_blocks_that_any_reader_of_safetensors_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    from safetensors.torch import load_file
+
+    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 8192)
+    if not direct:
+        monkeypatch.setattr(tensor_file.os, "O_DIRECT", 0)
+    tensors = {"large": torch.randn(70, 101), "small": torch.randn(5).bfloat16(), "exact": torch.randn(2048)}
+    path = local.save(tmp_path, 1, {}, tensors, {})
+    assert_same(local.load(local.newest(tmp_path)[0])[1], tensors)
+    seen = load_file(path / "state.safetensors")
+    assert_same({"small": seen["small"], "exact": seen["exact"]}, {k: tensors[k] for k in ("small", "exact")})
+    assert torch.equal(torch.cat([seen[f"large#{i}"] for i in range(4)]), tensors["large"].flatten())
+    tensors["large"][3] += 1  # in the first of four blocks
+    second = local.save(tmp_path, 2, {}, tensors, {})
+    assert (second / "state.safetensors").stat().st_size == 4096 + 8192
+    assert_same(local.load(local.newest(tmp_path)[0])[1], tensors)
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

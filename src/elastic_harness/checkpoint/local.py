@@ -2,21 +2,27 @@
 
 A checkpoint is a folder ``step-00000060`` with ``state.safetensors`` and a ``manifest.json``. It is written
 under a temporary name, synced, and renamed, so that the final name never shows a partial one. The manifest
-names every tensor with its type and shape, the file with its size and sha256, and its own sha256.
+names every tensor with its type, its shape and its blocks, each with its file, its place and its hash, and has
+its own sha256. A block that an older checkpoint has on disk is not written again: its file is linked into the
+folder. So every folder is whole by itself, and removing another takes nothing from it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elastic_harness.checkpoint import tensor_file
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 
 if TYPE_CHECKING:
@@ -25,8 +31,10 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 STATE_FILE = "state.safetensors"
 MANIFEST_FILE = "manifest.json"
-HASH_CHUNK_BYTES = 1 << 22
+READERS = 4  # threads that read and check blocks
+KEEP_FRACTION = 0.5  # an older file is linked if at least so much of it is still in use
 _NAME = re.compile(r"step-(\d{8,})(\.old)?")  # .old: stepped aside while its successor takes the name
+_FILE = re.compile(r"[A-Za-z0-9_-]+\.safetensors")
 _TEMPORARY = re.compile(r"step-\d{8,}(?:\.old)?\.tmp-(\d+)")
 
 
@@ -42,8 +50,8 @@ class Checkpoint:
 
     @property
     def bytes(self) -> int:
-        """The size of the tensors' file."""
-        return int(self.manifest["files"][STATE_FILE]["bytes"])
+        """The size of the tensors' files, those it shares with other checkpoints included."""
+        return sum(int(file["bytes"]) for file in self.manifest["files"].values())
 
 
 def save(
@@ -57,11 +65,9 @@ def save(
 
     ``skeleton`` and ``meta`` hold plain JSON values (a key that is not text raises TypeError);
     ``meta["lineage"]`` is the lineage, 0 if absent. Tensors may be on any device and of any shape; ones that
-    share memory are written separately. Blocks for the write and its fsync. One call at a time per process.
+    share memory are written separately. Blocks for the write and its fsync. One call at a time per folder.
     Raises InfrastructureError if the disk refuses; nothing is left behind then.
     """
-    from safetensors import SafetensorError
-
     folder = Path(folder)
     final = folder / f"step-{step:08d}"
     temporary = folder / f"{final.name}.tmp-{os.getpid()}"
@@ -71,13 +77,13 @@ def save(
             _sync_folder(folder.parent)
         _clean(folder)
         temporary.mkdir()
-        _write_state(temporary / STATE_FILE, tensors)
-        manifest = _manifest(temporary / STATE_FILE, step, skeleton, tensors, meta)
+        described, files = _write_tensors(temporary, tensors, newest(folder)[:1])
+        manifest = _manifest(step, skeleton, described, files, meta)
         _write_synced(temporary / MANIFEST_FILE, json.dumps(manifest, sort_keys=True, indent=1).encode())
         _sync_folder(temporary)
         _replace_folder(temporary, final)
         _sync_folder(folder)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise InfrastructureError(
             f"The checkpoint of step {step} cannot be written to {folder}: {error}; "
@@ -107,32 +113,45 @@ def load(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor], dic
 
     Raises CheckpointCorrupt if anything differs from the manifest; fall back to the next older one then.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load as load_bytes
+    import torch
 
     path, manifest = checkpoint.path, checkpoint.manifest
-    expected = manifest["files"][STATE_FILE]
-    try:
-        content = (path / STATE_FILE).read_bytes()
-    except OSError as error:
-        raise CheckpointCorrupt(f"{path / STATE_FILE} cannot be read: {error.strerror}.") from error
-    # What was hashed is what is parsed: the file is read once.
-    actual = hashlib.sha256(content).hexdigest()
-    if actual != expected["sha256"]:
-        raise CheckpointCorrupt(
-            f"{path / STATE_FILE} has sha256 {actual[:12]}…, its manifest says {expected['sha256'][:12]}…; "
-            "an older checkpoint must be used."
-        )
-    try:
-        tensors: dict[str, Tensor] = load_bytes(content)
-    except SafetensorError as error:
-        raise CheckpointCorrupt(f"{path / STATE_FILE} is not a safetensors file: {error}.") from error
-    described = {name: _describe(tensor) for name, tensor in tensors.items()}
-    if described != manifest["tensors"]:
-        differing = sorted(set(described) ^ set(manifest["tensors"])) or sorted(
-            name for name in described if described[name] != manifest["tensors"][name]
-        )
-        raise CheckpointCorrupt(f"{path / STATE_FILE} disagrees with its manifest about {differing[:5]}.")
+    tensors: dict[str, Tensor] = {}
+    work: list[tuple[str, int, int, memoryview, str]] = []  # file, place, size, where to, hash
+    for name, described in manifest["tensors"].items():
+        tensors[name], views = _empty(torch, path, name, described)
+        work += views
+    with contextlib.ExitStack() as stack:
+        descriptors: dict[str, int] = {}
+        for name, file in manifest["files"].items():
+            try:
+                descriptor = os.open(path / name, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                start = os.pread(descriptor, int(file["header_bytes"]), 0)
+            except OSError as error:
+                raise CheckpointCorrupt(f"{path / name} cannot be read: {error.strerror}.") from error
+            if tensor_file.hash_of(start) != file["header_xxh3"]:
+                raise CheckpointCorrupt(f"The header of {path / name} does not have the hash in its manifest.")
+            descriptors[name] = descriptor
+
+        def take(job: tuple[str, int, int, memoryview, str]) -> None:
+            file, begin, size, into, expected = job
+            try:
+                tensor_file.read(descriptors[file], begin, into)
+            except (OSError, EOFError) as error:
+                raise CheckpointCorrupt(
+                    f"{path / file} cannot be read at {begin}: {error or 'it is cut off'}."
+                ) from error
+            actual = tensor_file.hash_of(into)
+            if actual != expected:
+                raise CheckpointCorrupt(
+                    f"Bytes {begin} to {begin + size} of {path / file} have xxh3 {actual[:12]}…, the manifest says "
+                    f"{expected[:12]}…; another checkpoint must be used."
+                )
+
+        with ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint-reader") as pool:
+            for _ in pool.map(take, work):
+                pass
     return manifest["skeleton"], tensors, checkpoint.meta
 
 
@@ -157,8 +176,9 @@ def read_manifest(path: Path) -> Checkpoint | None:
             return None
         if manifest["sha256"] != _self_hash(manifest):
             return None
-        if (path / STATE_FILE).stat().st_size != manifest["files"][STATE_FILE]["bytes"]:
-            return None
+        for file, described in manifest["files"].items():
+            if not _FILE.fullmatch(file) or (path / file).stat().st_size != described["bytes"]:
+                return None
         return Checkpoint(path, manifest["step"], manifest["lineage"], manifest["meta"], manifest)
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -193,23 +213,123 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _write_state(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
+def _write_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], previous: list[Checkpoint]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write what is not on disk yet, link what is; returns the manifest's tensors and files."""
     if "__metadata__" in tensors:
         raise ValueError("A tensor is named __metadata__, which the safetensors format reserves; rename it.")
-    separate: dict[str, Tensor] = {}
-    storages: set[int] = set()
+    blocks: dict[str, list[dict[str, Any]]] = {}
+    contents: dict[str, memoryview] = {}
     for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        # safetensors refuses tensors that share memory, such as tied weights and views of one buffer.
-        if plain.untyped_storage().data_ptr() in storages:
-            plain = plain.clone()
-        storages.add(plain.untyped_storage().data_ptr())
-        separate[name] = plain
-    save_file(separate, path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+        contents[name] = content = tensor_file.content_of(tensor)
+        pieces = list(tensor_file.cut(len(content)))
+        blocks[name] = [{"bytes": high - low, "xxh3": tensor_file.hash_of(content[low:high])} for low, high in pieces]
+    files = _link_what_is_there(folder, tensors, blocks, previous)
+    entries: list[tensor_file.Entry] = []
+    written: list[dict[str, Any]] = []
+    for name, tensor in tensors.items():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        if kind not in tensor_file.DTYPES:
+            raise ValueError(f"The tensor {name} is of type {kind}, which safetensors does not have.")
+        low = 0
+        for number, block in enumerate(blocks[name]):
+            size = block["bytes"]
+            if "file" not in block:
+                alone = len(blocks[name]) == 1
+                shape = tuple(tensor.shape) if alone else (size // tensor.element_size(),)
+                entry = name if alone else f"{name}#{number}"
+                if not alone and entry in tensors:
+                    raise ValueError(f"The tensor {entry} has the name of a part of the tensor {name}; rename it.")
+                content = contents[name][low : low + size]
+                entries.append(tensor_file.Entry(entry, tensor_file.DTYPES[kind], shape, content))
+                written.append(block)
+            low += size
+    made = tensor_file.write(folder / STATE_FILE, entries)
+    for block, begin in zip(written, made.begins, strict=True):
+        block.update(file=STATE_FILE, begin=begin)
+    files[STATE_FILE] = {
+        "bytes": made.nbytes, "header_bytes": made.header_bytes, "header_xxh3": made.header_hash
+    }  # fmt: skip
+    described = {name: {**_describe(tensor), "blocks": blocks[name]} for name, tensor in tensors.items()}
+    return described, files
+
+
+def _link_what_is_there(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    blocks: Mapping[str, list[dict[str, Any]]],
+    previous: list[Checkpoint],
+) -> dict[str, Any]:
+    """Links the files of the previous checkpoint that have enough blocks in common with this one, and says in those
+    blocks where they are. A block is read and checked before it is trusted again."""
+    files: dict[str, Any] = {}
+    for checkpoint in previous:
+        found: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+        for name, tensor in tensors.items():
+            older = checkpoint.manifest["tensors"].get(name, {})
+            if {key: older.get(key) for key in ("dtype", "shape")} != _describe(tensor):
+                continue
+            for block, other in zip(blocks[name], older["blocks"], strict=False):
+                if block["bytes"] and (block["bytes"], block["xxh3"]) == (other["bytes"], other["xxh3"]):
+                    found.setdefault(other["file"], []).append((block, other))
+        for file, pairs in found.items():
+            described = checkpoint.manifest["files"][file]
+            enough = KEEP_FRACTION * described["bytes"]
+            if sum(block["bytes"] for block, _ in pairs) < enough:
+                continue
+            sound = _sound_blocks(checkpoint.path / file, pairs)
+            if sum(block["bytes"] for block, _ in sound) < enough:
+                continue
+            base = file if file != STATE_FILE else f"base-{checkpoint.manifest['sha256'][:16]}.safetensors"
+            try:
+                os.link(checkpoint.path / file, folder / base)
+            except OSError:  # a file system without links: everything is written
+                continue
+            files[base] = described
+            for block, other in sound:
+                block.update(file=base, begin=other["begin"])
+    return files
+
+
+def _sound_blocks(
+    path: Path, pairs: list[tuple[dict[str, Any], dict[str, Any]]]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Those blocks that are on disk as they were written: damage must not live on in every later checkpoint."""
+    sound = []
+    buffer = memoryview(bytearray(tensor_file.BLOCK_BYTES))
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        for block, other in pairs:
+            into = buffer[: block["bytes"]]
+            with contextlib.suppress(OSError, EOFError):
+                tensor_file.read(file.fileno(), other["begin"], into)
+                if tensor_file.hash_of(into) == block["xxh3"]:
+                    sound.append((block, other))
+    return sound
+
+
+def _empty(
+    torch: Any, path: Path, name: str, described: Mapping[str, Any]
+) -> tuple[Tensor, list[tuple[str, int, int, memoryview, str]]]:
+    """A tensor to be filled, and what its blocks are filled from. Nothing is allocated before its size is known to be
+    that of its blocks."""
+    try:
+        dtype, shape = getattr(torch, described["dtype"]), [int(n) for n in described["shape"]]
+        nbytes = math.prod(shape) * dtype.itemsize
+        sizes = [int(block["bytes"]) for block in described["blocks"]]
+        if described["dtype"] not in tensor_file.DTYPES or min(shape, default=0) < 0 or nbytes != sum(sizes):
+            raise ValueError(f"{shape} {described['dtype']} has {nbytes} bytes, its blocks {sum(sizes)}")
+        tensor = torch.empty(shape, dtype=dtype)
+        content = tensor_file.content_of(tensor)
+        jobs, low = [], 0
+        for block, size in zip(described["blocks"], sizes, strict=True):
+            if size:
+                into = content[low : low + size]
+                jobs.append((str(block["file"]), int(block["begin"]), size, into, str(block["xxh3"])))
+            low += size
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointCorrupt(f"The manifest in {path} contradicts itself about {name}: {error}.") from error
+    return tensor, jobs
 
 
 def _write_synced(path: Path, content: bytes) -> None:
@@ -239,10 +359,10 @@ def _replace_folder(source: Path, target: Path) -> None:
 
 
 def _manifest(
-    state: Path,
     step: int,
     skeleton: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Any],
+    files: Mapping[str, Any],
     meta: Mapping[str, Any],
 ) -> dict[str, Any]:
     manifest: dict[str, Any] = {
@@ -251,8 +371,8 @@ def _manifest(
         "lineage": int(meta.get("lineage", 0)),
         "meta": meta,
         "skeleton": skeleton,
-        "tensors": {name: _describe(tensor) for name, tensor in tensors.items()},
-        "files": {STATE_FILE: {"bytes": state.stat().st_size, "sha256": _file_hash(state)}},
+        "tensors": tensors,
+        "files": files,
     }
     manifest = _as_json(manifest, "manifest")
     manifest["sha256"] = _self_hash(manifest)
@@ -274,22 +394,10 @@ def _as_json(value: Any, where: str) -> Any:
 
 
 def _describe(tensor: Tensor) -> dict[str, Any]:
-    return {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "file": STATE_FILE,
-    }
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 
 def _self_hash(manifest: Mapping[str, Any]) -> str:
     """sha256 over the manifest without its own hash, as JSON with sorted keys and no blanks."""
     body = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _file_hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(HASH_CHUNK_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()

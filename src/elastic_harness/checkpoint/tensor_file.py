@@ -1,0 +1,159 @@
+"""One file of tensors: plain safetensors, written past the page cache in large pieces, read and checked block by block.
+
+A tensor's bytes are cut into blocks of at most 16 MiB, the unit of hashing and of what need not be written again. A
+tensor of one block is an entry under its own name, a larger one several one-dimensional entries `name#0`, `name#1`, ….
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK_BYTES = 16 << 20
+PAGE = 4096  # of O_DIRECT; the tensors' bytes begin at a multiple of it
+DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "complex64": "C64", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A block to be written: its name in the file, its safetensors type, its shape, its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    content: memoryview
+
+
+@dataclass(frozen=True)
+class Written:
+    """What `write` made: where each entry's bytes begin, the file's size, and the size and hash of its header."""
+
+    begins: list[int]
+    nbytes: int
+    header_bytes: int
+    header_hash: str
+
+
+def content_of(tensor: Tensor) -> memoryview:
+    """The tensor's bytes in row-major order; a view where it can be one."""
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
+
+
+def cut(nbytes: int) -> Iterator[tuple[int, int]]:
+    """The bounds of the blocks of a tensor of so many bytes; an empty tensor has one, which is empty."""
+    for low in range(0, max(nbytes, 1), BLOCK_BYTES):
+        yield low, min(low + BLOCK_BYTES, nbytes)
+
+
+def hash_of(content: memoryview | bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def write(path: Path, entries: Iterable[Entry]) -> Written:
+    """Write a new file and return once its content is on disk. Raises OSError; the file may then be partial."""
+    listed = list(entries)
+    header: dict[str, object] = {}
+    position, begins = 0, []
+    for entry in listed:
+        end = position + len(entry.content)
+        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [position, end]}
+        begins.append(position)
+        position = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    text += b" " * (-(len(text) + 8) % PAGE)  # the format allows blanks, and says how long the header is
+    start = struct.pack("<Q", len(text)) + text
+    writer = _Writer(path)
+    try:
+        writer.write(memoryview(start))
+        for entry in listed:
+            writer.write(entry.content)
+        nbytes = writer.finish()
+    finally:
+        writer.close()
+    return Written([len(start) + begin for begin in begins], nbytes, len(start), hash_of(start))
+
+
+def read(descriptor: int, begin: int, into: memoryview) -> None:
+    """Fill `into` from a place of the file. Raises EOFError if the file is too short."""
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done:]], begin + done)
+        if count == 0:
+            raise EOFError
+        done += count
+
+
+class _Writer:
+    """Appends through an aligned buffer, past the page cache where the file system lets it."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            self._descriptor = os.open(path, flags | os.O_DIRECT, 0o644)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            path.unlink(missing_ok=True)
+            self._descriptor = os.open(path, flags, 0o644)
+        self._buffer = mmap.mmap(-1, BLOCK_BYTES)
+        self._filled = 0
+        self._written = 0
+
+    def write(self, content: memoryview) -> None:
+        while len(content):
+            part = content[: BLOCK_BYTES - self._filled]
+            self._buffer[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            content = content[len(part) :]
+            if self._filled == BLOCK_BYTES:
+                self._flush(BLOCK_BYTES)
+
+    def finish(self) -> int:
+        """Write the rest, cut off its padding, wait for the disk; returns the size."""
+        size = self._written + self._filled
+        if self._filled:
+            padded = self._filled + -self._filled % PAGE
+            self._buffer[self._filled : padded] = bytes(padded - self._filled)
+            self._flush(padded)
+        os.ftruncate(self._descriptor, size)
+        os.fsync(self._descriptor)
+        return size
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+        self._buffer.close()
+
+    def _flush(self, count: int) -> None:
+        with memoryview(self._buffer) as whole:
+            done = 0
+            while done < count:
+                try:
+                    with whole[done:count] as rest:
+                        done += os.pwrite(self._descriptor, rest, self._written + done)
+                except OSError as error:
+                    flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+                    if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                        raise
+                    fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self._written += count
+        self._filled = 0
