@@ -334,7 +334,7 @@ class TrainingJob(Job):
         known = {"config.yaml", "run.json", "events.jsonl", "ledger.jsonl", "logs", "checkpoints", "lock", "generation"}
         assert names <= known | {"weights.safetensors"}, f"left in the run folder: {names - known}"
         checkpoints = self.run_dir / "checkpoints"
-        odd = [p.name for p in checkpoints.iterdir() if not re.fullmatch(r"step-\d{8}", p.name)]
+        odd = [p.name for p in checkpoints.iterdir() if not re.fullmatch(r"step-\d{8}(\.damaged)?", p.name)]
         assert not odd, f"left among the checkpoints: {odd}"
 
     def scale(self, workers: int) -> None:

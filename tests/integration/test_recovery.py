@@ -3,10 +3,12 @@ always those of the undisturbed run."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +55,25 @@ def test_all_at_once_go_back_to_the_checkpoint(train: Train, undisturbed: Weight
     loaded = job.events("checkpoint_loaded")[0]["step"]
     assert loaded > 0 and loaded % 2 == 0
     assert min(e["step"] for e in job.events("step_committed") if e["lineage"] == 1) == loaded
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_taken(train: Train, undisturbed: Weights) -> None:
+    job = train(3, steps=STEPS, settings=["checkpoint.interval_steps=2"])
+    job.fill()
+    job.advance(5)
+    job.until_event("checkpoint_saved", 2)
+    newest = max(e["step"] for e in job.events("checkpoint_saved"))
+    state = job.run_dir / "checkpoints" / f"step-{newest:08d}" / "state.safetensors"
+    with open(state, "r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(bytes(byte ^ 255 for byte in state.read_bytes()[-100:]))
+    for rank in range(3):
+        job.order(rank, "slot.backward", hit=rank + 1)
+    job.play()
+    job.finish(expected=undisturbed(STEPS))
+    assert job.events("checkpoint_loaded")[0]["step"] < newest
+    moved = [e["moved_to"] for e in job.events("checkpoint_corrupt") if e["moved_to"]]
+    assert moved and all(Path(path).name == f"step-{newest:08d}.damaged" for path in moved)
 
 
 def test_whoever_is_one_step_behind_replays_it(train: Train, undisturbed: Weights) -> None:

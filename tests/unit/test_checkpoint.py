@@ -240,6 +240,23 @@ def test_a_damaged_block_does_not_live_on(tmp_path: Path) -> None:
         local.load(older)
 
 
+def test_what_is_damaged_is_set_aside_and_kept(tmp_path: Path) -> None:
+    for step in (1, 2):
+        put(tmp_path, step)
+    newest, _ = local.newest(tmp_path)
+    assert local.quarantine(newest) is None and steps(tmp_path) == [2, 1], "it is whole"
+    for _ in range(2):
+        state = put(tmp_path, 2, 5.0) / "state.safetensors"
+        os.truncate(state, state.stat().st_size - 1)
+        aside = local.quarantine(newest)
+        assert aside is not None and aside.is_dir() and steps(tmp_path) == [1]
+        assert local.quarantine(newest) is None, "another process was quicker"
+    put(tmp_path, 3)
+    local.prune(tmp_path, 1)
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["step-00000002.damaged", "step-00000002.damaged-1", "step-00000003"]
+
+
 def test_a_file_system_without_links_gets_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(95, "Operation not supported")

@@ -16,7 +16,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +153,38 @@ def load(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor], dic
             for _ in pool.map(take, work):
                 pass
     return manifest["skeleton"], tensors, checkpoint.meta
+
+
+def check(checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> None:
+    """Read every byte and compare it with its hash, without torch. `progress(bytes)` is called as it goes. Raises
+    CheckpointCorrupt that names the first damaged tensor."""
+    for name, file in checkpoint.manifest["files"].items():
+        _check_bytes(checkpoint.path / name, 0, int(file["header_bytes"]), file["header_xxh3"], "its header")
+    for name, described in checkpoint.manifest["tensors"].items():
+        for block in described["blocks"]:
+            if block["bytes"]:
+                path = checkpoint.path / block["file"]
+                _check_bytes(path, int(block["begin"]), int(block["bytes"]), block["xxh3"], f"the tensor {name}")
+                if progress is not None:
+                    progress(int(block["bytes"]))
+
+
+def quarantine(checkpoint: Checkpoint) -> Path | None:
+    """If a checkpoint is damaged on disk, rename it so that it is not offered again, and return its new path; nothing
+    of it is deleted. None if it is whole, or another process has done so."""
+    try:
+        check(checkpoint)
+        return None
+    except CheckpointCorrupt:
+        pass
+    for number in range(1000):
+        aside = checkpoint.path.with_name(f"{checkpoint.path.name}.damaged{f'-{number}' if number else ''}")
+        if not aside.exists():
+            with contextlib.suppress(OSError):
+                os.rename(checkpoint.path, aside)
+                return aside
+            return None
+    return None
 
 
 def prune(folder: Path, keep_last: int) -> list[Path]:
@@ -306,6 +338,17 @@ def _sound_blocks(
                 if tensor_file.hash_of(into) == block["xxh3"]:
                     sound.append((block, other))
     return sound
+
+
+def _check_bytes(path: Path, begin: int, size: int, expected: str, what: str) -> None:
+    try:
+        with open(path, "rb") as file:
+            file.seek(begin)
+            content = file.read(size)
+    except OSError as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror}.") from error
+    if len(content) != size or tensor_file.hash_of(content) != expected:
+        raise CheckpointCorrupt(f"{path} is damaged between {begin} and {begin + size}, in {what}.")
 
 
 def _empty(

@@ -100,7 +100,8 @@ class Saver:
             skeleton, tensors, _ = local.load(found)
         except CheckpointCorrupt as error:
             self._corrupt.add(version)
-            self._report("checkpoint_corrupt", {"step": version, "error": str(error)})
+            aside = None if found is None else local.quarantine(found)
+            self._report("checkpoint_corrupt", {"step": version, "error": str(error), "moved_to": aside and str(aside)})
             raise
         self._registry.restore(skeleton, tensors)
         self._report("checkpoint_loaded", {"step": version, "path": str(found.path)})

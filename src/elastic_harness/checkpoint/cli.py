@@ -1,0 +1,197 @@
+"""`elastic-harness checkpoint ls|show|verify|diff|export|prune`: look into checkpoints, and take weights out of them.
+
+WHERE is a run's folder or its id under runs/, a folder of checkpoints, or one checkpoint; where one is needed, the
+newest of several is meant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic_harness.checkpoint import local
+from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
+
+EXIT_DAMAGED = 1
+MODEL = "model."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one of the subcommands; returns the exit code. Raises HarnessError."""
+    parser = argparse.ArgumentParser(
+        prog="elastic-harness checkpoint",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, run, summary in (
+        ("ls", ls, "the checkpoints, newest first"),
+        ("show", show, "one checkpoint as JSON: its tensors, files and what else it holds"),
+        ("verify", verify, f"read every byte and check every hash; exit code {EXIT_DAMAGED} if one is wrong"),
+        ("diff", diff, "which tensors differ between two checkpoints, by their hashes"),
+        ("export", export, "the weights as one .safetensors or .pt file that plain PyTorch loads"),
+        ("prune", prune, "remove all but the newest"),
+    ):
+        command = commands.add_parser(name, help=summary, description=summary)
+        command.add_argument("where", metavar="WHERE")
+        command.set_defaults(run=run)
+        if name == "diff":
+            command.add_argument("other", metavar="OTHER")
+        if name == "export":
+            command.add_argument("output", metavar="OUTPUT", help="a name ending in .safetensors or .pt")
+            command.add_argument("--all", action="store_true", help="optimizer and the rest too, under their own names")
+        if name == "prune":
+            command.add_argument("--keep-last", type=int, required=True, metavar="N", help="how many stay, at least 1")
+            command.add_argument("--dry-run", action="store_true", help="only say what would go")
+        if name in ("ls", "diff"):
+            command.add_argument("--json", action="store_true", help="as JSON")
+    arguments = parser.parse_args(argv)
+    return int(arguments.run(arguments))
+
+
+def ls(arguments: argparse.Namespace) -> int:
+    found = _all(arguments.where)
+    rows: list[dict[str, Any]] = [
+        {
+            "path": str(checkpoint.path),
+            "step": checkpoint.step,
+            "lineage": checkpoint.lineage,
+            "bytes": checkpoint.bytes,
+            "own_bytes": int(checkpoint.manifest["files"][local.STATE_FILE]["bytes"]),
+            "tensors": len(checkpoint.manifest["tensors"]),
+            "written": (checkpoint.path / local.MANIFEST_FILE).stat().st_mtime,
+        }
+        for checkpoint in found
+    ]
+    if arguments.json:
+        print(json.dumps(rows))
+        return 0
+    print(f"{'step':>10}  {'lineage':>7}  {'MB':>10}  {'MB own':>10}  {'written':<19}  path")
+    for row in rows:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["written"]))
+        print(
+            f"{row['step']:>10}  {row['lineage']:>7}  {row['bytes'] / 1e6:>10.1f}  {row['own_bytes'] / 1e6:>10.1f}  "
+            f"{when}  {row['path']}"
+        )
+    return 0
+
+
+def show(arguments: argparse.Namespace) -> int:
+    checkpoint = _one(arguments.where)
+    manifest = checkpoint.manifest
+    tensors = {
+        name: {"dtype": tensor["dtype"], "shape": tensor["shape"], "blocks": len(tensor["blocks"])}
+        for name, tensor in manifest["tensors"].items()
+    }
+    print(json.dumps({"path": str(checkpoint.path), **manifest, "tensors": tensors}, indent=1))
+    return 0
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    found, damaged = _all(arguments.where), 0
+    with Progress(transient=True, console=Console(stderr=True)) as shown:
+        task = shown.add_task("verifying", total=sum(checkpoint.bytes for checkpoint in found))
+        for checkpoint in found:
+            try:
+                local.check(checkpoint, lambda nbytes: shown.advance(task, nbytes))
+                shown.console.print(f"{checkpoint.path}: whole", highlight=False, soft_wrap=True)
+            except CheckpointCorrupt as error:
+                damaged += 1
+                shown.console.print(f"{checkpoint.path}: DAMAGED: {error}", highlight=False, soft_wrap=True)
+    print(f"{len(found) - damaged} of {len(found)} checkpoints are whole")
+    return EXIT_DAMAGED if damaged else 0
+
+
+def diff(arguments: argparse.Namespace) -> int:
+    first, second = (_one(where).manifest["tensors"] for where in (arguments.where, arguments.other))
+    only_first, only_second = sorted(set(first) - set(second)), sorted(set(second) - set(first))
+    differing = [name for name in sorted(set(first) & set(second)) if _content(first[name]) != _content(second[name])]
+    same = len(set(first) & set(second)) - len(differing)
+    if arguments.json:
+        found = {"only_first": only_first, "only_second": only_second, "differing": differing, "same": same}
+        print(json.dumps(found))
+    else:
+        for mark, names in (("<", only_first), (">", only_second), ("≠", differing)):
+            for name in names:
+                print(f"{mark} {name}")
+        alone = len(only_first) + len(only_second)
+        print(f"{same} tensors are the same, {len(differing)} differ, {alone} are in one of the two")
+    return EXIT_DAMAGED if differing or only_first or only_second else 0
+
+
+def export(arguments: argparse.Namespace) -> int:
+    checkpoint, output = _one(arguments.where), Path(arguments.output)
+    if output.suffix not in (".safetensors", ".pt"):
+        raise ConfigError(f"The output {output} must end in .safetensors or .pt, which says what to write.")
+    _, tensors, _ = local.load(checkpoint)
+    if not arguments.all:
+        tensors = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
+    temporary = output.with_name(f".{output.name}.tmp")
+    try:
+        if output.suffix == ".pt":
+            import torch
+
+            torch.save(tensors, temporary)
+        else:
+            from safetensors.torch import save_file
+
+            save_file(tensors, temporary)
+        temporary.replace(output)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise InfrastructureError(f"{output} cannot be written: {error}.") from error
+    print(f"{output}: {len(tensors)} tensors of {checkpoint.path}")
+    return 0
+
+
+def prune(arguments: argparse.Namespace) -> int:
+    if arguments.keep_last < 1:
+        raise ConfigError(f"--keep-last is {arguments.keep_last}, but at least 1 must stay.")
+    found = _all(arguments.where)
+    if arguments.dry_run:
+        removed = [checkpoint.path for checkpoint in found[arguments.keep_last :]]
+    else:
+        removed = local.prune(found[0].path.parent, arguments.keep_last)
+    for path in removed:
+        print(f"{'would remove' if arguments.dry_run else 'removed'} {path}")
+    return 0
+
+
+def _content(tensor: dict[str, Any]) -> tuple[Any, ...]:
+    return tensor["dtype"], tensor["shape"], [block["xxh3"] for block in tensor["blocks"]]
+
+
+def _one(where: str) -> local.Checkpoint:
+    return _all(where)[0]
+
+
+def _all(where: str) -> list[local.Checkpoint]:
+    """The valid checkpoints there, newest first; at least one. Says which folders are passed over."""
+    path = next((p for p in (Path(where), Path("runs") / where) if p.exists()), None)
+    if path is None:
+        raise ConfigError(f"{where} does not exist; give a run, a folder of checkpoints or a checkpoint.")
+    if (path / local.MANIFEST_FILE).exists():
+        checkpoint = local.read_manifest(path)
+        if checkpoint is None:
+            raise CheckpointCorrupt(
+                f"{path} is no whole checkpoint: its manifest is damaged or of another version, a file is missing or "
+                "has another size, or the folder was renamed."
+            )
+        return [checkpoint]
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = local.newest(folder)
+    known = {checkpoint.path.name for checkpoint in found}
+    for entry in sorted(folder.glob("step-*")):
+        if entry.name not in known:
+            print(f"passed over, not whole: {entry}", file=sys.stderr)
+    if not found:
+        raise ConfigError(f"There is no checkpoint in {folder}.")
+    return found
