@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from elastic_harness.checkpoint import tensor_file
@@ -328,16 +329,31 @@ def _sound_blocks(
     path: Path, pairs: list[tuple[dict[str, Any], dict[str, Any]]]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Those blocks that are on disk as they were written: damage must not live on in every later checkpoint."""
-    sound = []
-    buffer = memoryview(bytearray(tensor_file.BLOCK_BYTES))
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        for block, other in pairs:
+    buffers: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(READERS):
+        buffers.put(memoryview(bytearray(tensor_file.BLOCK_BYTES)))
+
+    def is_sound(pair: tuple[dict[str, Any], dict[str, Any]]) -> bool:
+        block, other = pair
+        buffer = buffers.get()
+        try:
             into = buffer[: block["bytes"]]
-            with contextlib.suppress(OSError, EOFError):
-                tensor_file.read(file.fileno(), other["begin"], into)
-                if tensor_file.hash_of(into) == block["xxh3"]:
-                    sound.append((block, other))
-    return sound
+            tensor_file.read(descriptor, other["begin"], into)
+            return tensor_file.hash_of(into) == block["xxh3"]
+        except (OSError, EOFError):
+            return False
+        finally:
+            buffers.put(buffer)
+
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return []
+    try:
+        with ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint-reader") as pool:
+            return [pair for pair, sound in zip(pairs, pool.map(is_sound, pairs), strict=True) if sound]
+    finally:
+        os.close(descriptor)
 
 
 def _check_bytes(path: Path, begin: int, size: int, expected: str, what: str) -> None:

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from elastic_harness.checkpoint import local
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 from elastic_harness.failpoints import failpoint
@@ -30,6 +33,7 @@ class Saver:
         self._report = report
         self._writer: threading.Thread | None = None
         self._corrupt: set[int] = set()
+        self._copies: dict[str, Tensor] = {}
         self._newest: tuple[int, int] | None = None  # lineage and version of the last save begun here
 
     def save(self, version: int, lineage: int) -> None:
@@ -40,12 +44,21 @@ class Saver:
             return
         self._newest = (lineage, version)
         skeleton, tensors = self._registry.capture()
-        copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        copies = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
+        self._copies = copies
         failpoint("checkpoint.copied", version)
         self._writer = threading.Thread(
             target=self._write, args=(version, lineage, skeleton, copies), name="checkpoint-writer"
         )
         self._writer.start()
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy on the CPU, in the memory of the last one, which is written by now: fresh memory costs many times what
+        copying does."""
+        kept = self._copies.get(name)
+        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return kept.copy_(tensor.detach())
 
     def save_unless_saved(self, version: int, lineage: int) -> None:
         """Save where no rank 0 is there to do it: several members may try, one after the other, and one write is
