@@ -197,6 +197,16 @@ def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
         manifest["sha256"] = local._self_hash(manifest)
         path.write_text(json.dumps(manifest))
         assert local.newest(tmp_path) == []
+    path = put(tmp_path, 2) / "manifest.json"
+    for where, key, value in (("tensors", "file", "../../secret"), ("files", "header_bytes", 1 << 60)):
+        manifest = json.loads(path.read_bytes())
+        block = manifest["tensors"]["model.weight"]["blocks"][0]
+        target = manifest["files"]["state.safetensors"] if where == "files" else block
+        target[key] = value
+        manifest["sha256"] = local._self_hash(manifest)
+        path.write_text(json.dumps(manifest))
+        assert local.newest(tmp_path) == []
+        path = put(tmp_path, 2) / "manifest.json"
 
 
 def frozen_and_trained(step: int) -> dict[str, torch.Tensor]:

@@ -212,6 +212,10 @@ def read_manifest(path: Path) -> Checkpoint | None:
         for file, described in manifest["files"].items():
             if not _FILE.fullmatch(file) or (path / file).stat().st_size != described["bytes"]:
                 return None
+            if not 0 <= described["header_bytes"] <= described["bytes"]:
+                return None
+        if not all(b["file"] in manifest["files"] for t in manifest["tensors"].values() for b in t["blocks"]):
+            return None
         return Checkpoint(path, manifest["step"], manifest["lineage"], manifest["meta"], manifest)
     except (OSError, ValueError, KeyError, TypeError):
         return None
