@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -183,33 +180,10 @@ def test_worker_processes_open_it_by_its_address(local: TokenIndexFile, server: 
 
 
 @pytest.mark.slow
-def test_it_opens_from_s3(local: TokenIndexFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("moto")
+def test_it_opens_from_s3(local: TokenIndexFile, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    log = open(tmp_path / "moto.log", "w+")
-    code = "from moto.server import main; main(['-p', '0', '-H', '127.0.0.1'])"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=log, stderr=subprocess.STDOUT)
-    try:
-        end, address = time.monotonic() + 60, ""
-        while not address and time.monotonic() < end:
-            time.sleep(0.05)
-            found = [w for w in Path(log.name).read_text().split() if w.startswith("http://127.0.0.1")]
-            address = found[0] if found else ""
-        urllib.request.urlopen(urllib.request.Request(f"{address}/corpora", b"", method="PUT")).close()
-        for name, value in {
-            "AWS_ENDPOINT_URL": address,
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_REGION": "us-east-1",
-            "AWS_ACCESS_KEY_ID": "made-up",
-            "AWS_SECRET_ACCESS_KEY": "made-up",
-        }.items():
-            monkeypatch.setenv(name, value)
-        obstore.put(obstore.store.from_url("s3://corpora"), "a/i.bin", Path(local.path))
-        index = TokenIndexFile("s3://corpora/a/i.bin", verify=True)
-        assert np.array_equal(index.read(np.array([5, 999_999]), 1000), local.read(np.array([5, 999_999]), 1000))
-        with pytest.raises(ConfigError, match="does not exist"):
-            TokenIndexFile("s3://corpora/a/j.bin")
-    finally:
-        process.kill()
-        process.wait()
-        log.close()
+    obstore.put(obstore.store.from_url(s3), "a/i.bin", Path(local.path))
+    index = TokenIndexFile(f"{s3}/a/i.bin", verify=True)
+    assert np.array_equal(index.read(np.array([5, 999_999]), 1000), local.read(np.array([5, 999_999]), 1000))
+    with pytest.raises(ConfigError, match="does not exist"):
+        TokenIndexFile(f"{s3}/a/j.bin")

@@ -1,4 +1,4 @@
-"""`elastic-harness checkpoint ls|show|verify|diff|export|prune`: look into checkpoints, and take weights out of them.
+"""`elastic-harness checkpoint ls|show|verify|diff|export|push|pull|prune`: look into checkpoints, move them.
 
 WHERE is a run's folder or its id under runs/, a folder of checkpoints, or one checkpoint; where one is needed, the
 newest of several is meant.
@@ -7,14 +7,15 @@ newest of several is meant.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.checkpoint import local
+from elastic_harness.checkpoint import local, transfer
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
 
 EXIT_DAMAGED = 1
@@ -35,11 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("verify", verify, f"read every byte and check every hash; exit code {EXIT_DAMAGED} if one is wrong"),
         ("diff", diff, "which tensors differ between two checkpoints, by their hashes"),
         ("export", export, "the weights as one .safetensors or .pt file that plain PyTorch loads"),
+        ("push", push, "upload one to object storage, and read it back to check it"),
+        ("pull", pull, "download one, or the newest of several, and check it"),
         ("prune", prune, "remove all but the newest"),
     ):
         command = commands.add_parser(name, help=summary, description=summary)
-        command.add_argument("where", metavar="WHERE")
+        command.add_argument("where", metavar="URL" if name == "pull" else "WHERE")
         command.set_defaults(run=run)
+        if name == "push":
+            command.add_argument("url", metavar="URL", help="s3://bucket/prefix, gs://…, az://…; it goes below that")
+        if name == "pull":
+            command.add_argument("folder", metavar="FOLDER", help="a run, or a folder of checkpoints")
         if name == "diff":
             command.add_argument("other", metavar="OTHER")
         if name == "export":
@@ -150,6 +157,40 @@ def export(arguments: argparse.Namespace) -> int:
         raise InfrastructureError(f"{output} cannot be written: {error}.") from error
     print(f"{output}: {len(tensors)} tensors of {checkpoint.path}")
     return 0
+
+
+def push(arguments: argparse.Namespace) -> int:
+    checkpoint = _one(arguments.where)
+    with _bar("uploading", checkpoint.bytes) as advance:
+        where = transfer.push(checkpoint, arguments.url, advance)
+    print(f"{where}: uploaded and checked, {checkpoint.bytes / 1e6:.1f} MB")
+    return 0
+
+
+def pull(arguments: argparse.Namespace) -> int:
+    folder = Path(arguments.folder)
+    folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    with _bar("downloading", None) as advance:
+        checkpoint = transfer.pull(arguments.where, folder, advance)
+    print(f"{checkpoint.path}: downloaded and checked, {checkpoint.bytes / 1e6:.1f} MB")
+    return 0
+
+
+@contextlib.contextmanager
+def _bar(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr; gives what moves it on."""
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn(what),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+    )
+    with progress.Progress(*columns, transient=True, console=Console(stderr=True)) as shown:
+        task = shown.add_task("", total=total)
+        yield lambda nbytes: shown.advance(task, nbytes)
 
 
 def prune(arguments: argparse.Namespace) -> int:

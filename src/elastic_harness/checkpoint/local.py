@@ -81,9 +81,7 @@ def save(
         described, files = _write_tensors(temporary, tensors, newest(folder)[:1])
         manifest = _manifest(step, skeleton, described, files, meta)
         _write_synced(temporary / MANIFEST_FILE, json.dumps(manifest, sort_keys=True, indent=1).encode())
-        _sync_folder(temporary)
-        _replace_folder(temporary, final)
-        _sync_folder(folder)
+        publish(temporary, final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise InfrastructureError(
@@ -200,9 +198,22 @@ def prune(folder: Path, keep_last: int) -> list[Path]:
     return removed
 
 
-def read_manifest(path: Path) -> Checkpoint | None:
-    """The checkpoint in this folder, or None if its manifest is missing, damaged or of another format."""
-    name = _NAME.fullmatch(path.name)
+def is_file_name(name: str) -> bool:
+    """Whether a manifest may name this file: a plain name, in its own folder."""
+    return _FILE.fullmatch(name) is not None
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give a whole checkpoint its name, durably; one of that name is replaced."""
+    _sync_folder(temporary)
+    _replace_folder(temporary, final)
+    _sync_folder(final.parent)
+
+
+def read_manifest(path: Path, name_to_have: str | None = None) -> Checkpoint | None:
+    """The checkpoint in this folder, or None if its manifest is missing, damaged or of another format. The folder has
+    the name of its step, or will have it (`name_to_have`)."""
+    name = _NAME.fullmatch(name_to_have or path.name)
     try:
         manifest = json.loads((path / MANIFEST_FILE).read_bytes())
         if name is None or manifest["format_version"] != FORMAT_VERSION or manifest["step"] != int(name[1]):
@@ -210,7 +221,7 @@ def read_manifest(path: Path) -> Checkpoint | None:
         if manifest["sha256"] != _self_hash(manifest):
             return None
         for file, described in manifest["files"].items():
-            if not _FILE.fullmatch(file) or (path / file).stat().st_size != described["bytes"]:
+            if not is_file_name(file) or (path / file).stat().st_size != described["bytes"]:
                 return None
             if not 0 <= described["header_bytes"] <= described["bytes"]:
                 return None

@@ -8,12 +8,9 @@ is still wrong then.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,66 +21,29 @@ import numpy.typing as npt
 import xxhash
 
 from elastic_harness.errors import ConfigError, InfrastructureError
+from elastic_harness.object_store import ObjectStore
 
-SCHEMES = ("s3://", "gs://", "az://", "http://", "https://")
 FETCHES_AT_ONCE = 16
 READ_AHEAD_CHUNKS = 64  # at most so many are asked for before they are needed
 HELD_CHUNKS = 256  # mapped into this process
 TRIES = 3
-PAUSES_S = (0.0, 0.2, 1.0, 5.0)
 SWEEP_PART = 16  # the folder is looked through after each 1/16 of what it may hold was added
 Int64s = npt.NDArray[np.int64]
 
 
-def is_remote(path: str | Path) -> bool:
-    return str(path).startswith(SCHEMES)
-
-
 class RemoteFile:
-    """One object, read by byte ranges. Raises ConfigError if it is not there or may not be read, InfrastructureError if
-    the storage does not answer."""
+    """One object, read by byte ranges. Raises what ObjectStore raises."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        try:
-            self._obstore: Any = importlib.import_module("obstore")
-            stores = importlib.import_module("obstore.store")
-        except ImportError as error:
-            raise ConfigError(f"Reading {url} needs obstore: pip install 'elastic-harness[remote]'.") from error
         folder, _, self._name = url.rpartition("/")
-        options = {"client_options": {"allow_http": True}} if url.startswith("http://") else {}
-        try:
-            self._store = stores.from_url(folder, **options)
-        except Exception as error:  # obstore's errors have no common base below Exception
-            raise ConfigError(f"{url} is no address of an index: {error}.") from error
+        self._store = ObjectStore(folder)
 
     def size(self) -> int:
-        return int(self._ask(lambda: self._obstore.head(self._store, self._name))["size"])
+        return self._store.size(self._name)
 
     def read(self, low: int, high: int) -> bytes:
-        """The bytes from low to high, blocking until they are here."""
-        content = bytes(self._ask(lambda: self._obstore.get_range(self._store, self._name, start=low, end=high)))
-        if len(content) != high - low:
-            raise InfrastructureError(f"{self.url} gave {len(content)} bytes for the {high - low} from {low} on.")
-        return content
-
-    def _ask(self, request: Callable[[], Any]) -> Any:
-        """The answer. obstore tries again if the storage refuses, but not if it breaks off: that is done here."""
-        errors = self._obstore.exceptions
-        for pause_s in PAUSES_S:
-            time.sleep(pause_s)
-            try:
-                return request()
-            except (FileNotFoundError, errors.NotFoundError) as error:
-                raise ConfigError(f"The index {self.url} does not exist.") from error
-            except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
-                raise ConfigError(f"The index {self.url} may not be read with these credentials: {error}.") from error
-            except Exception as error:
-                last = error
-        raise InfrastructureError(
-            f"The index {self.url} cannot be read: {str(last).splitlines()[0]} It was tried {len(PAUSES_S)} times; "
-            "start again when the storage answers, or copy the index to local disk."
-        ) from last
+        return self._store.read(self._name, low, high)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ import xxhash
 
 from elastic_harness.data.corpus import cache_folder
 from elastic_harness.data.packing import Packing
-from elastic_harness.data.remote import ChunkCache, Layout, RemoteFile, is_remote
+from elastic_harness.data.remote import ChunkCache, Layout, RemoteFile
 from elastic_harness.errors import ConfigError, InfrastructureError
+from elastic_harness.object_store import is_remote
 
 MAGIC = b"EHTOKENS"
 VERSION = 1

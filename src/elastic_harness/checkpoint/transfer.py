@@ -1,0 +1,157 @@
+"""Checkpoints to and from object storage: data first, read back and checked, the manifest last and only if absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from elastic_harness.checkpoint import local, tensor_file
+from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
+from elastic_harness.object_store import ObjectStore
+
+REQUESTS = 8  # at once
+PIECE_BYTES = 16 << 20
+_MANIFEST = re.compile(r"(?:(.*)/)?(step-\d{8,})/manifest\.json|manifest\.json")
+Progress = Callable[[int], None]
+
+
+def push(checkpoint: local.Checkpoint, url: str, progress: Progress = lambda nbytes: None) -> str:
+    """Upload a checkpoint below `url` and return where it is; that it is whole there has been checked by reading it
+    back. What an upload that was cut off has left whole is not sent again. Blocks; `progress(bytes)` is called as it
+    goes, with the checkpoint's size in all. Raises CheckpointCorrupt if it is damaged here, ConfigError if another one
+    of that name is there, InfrastructureError if the storage does not answer or changes what is sent."""
+    local.check(checkpoint)
+    store = ObjectStore(f"{url.rstrip('/')}/{checkpoint.path.name}")
+    content = (checkpoint.path / local.MANIFEST_FILE).read_bytes()
+    if _manifest(store) is None:
+        for name, file in checkpoint.manifest["files"].items():
+            if not _whole(checkpoint, store, name):
+                store.put_file(name, checkpoint.path / name)
+                if not _whole(checkpoint, store, name):
+                    raise InfrastructureError(
+                        f"{store.url}/{name} does not have the bytes that were sent. Try again; if it stays so, the "
+                        "storage or the network changes data."
+                    )
+            progress(int(file["bytes"]))
+        store.create(local.MANIFEST_FILE, content)
+    if _manifest(store) != content:
+        raise ConfigError(f"{store.url} is another checkpoint, with another manifest; push to another place.")
+    return store.url
+
+
+def pull(url: str, folder: Path, progress: Progress = lambda nbytes: None) -> local.Checkpoint:
+    """Download a checkpoint, or the newest of several below `url`, into a folder of checkpoints. It appears there when
+    it is whole, checked and on disk. Raises ConfigError if there is none or one of that name is here, CheckpointCorrupt
+    if it is damaged there, InfrastructureError if the storage does not answer or the disk refuses."""
+    store, name = _find(url)
+    final = folder / name
+    if final.exists():
+        raise ConfigError(f"{final} is here already; remove it, or pull into another folder.")
+    temporary = folder / f"{name}.tmp-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        content = _manifest(store)
+        if content is None:
+            raise ConfigError(f"There is no checkpoint at {store.url}.")
+        for file, size in _files(content, store.url).items():
+            _download(store, file, size, temporary / file, progress)
+        with open(temporary / local.MANIFEST_FILE, "xb") as written:
+            written.write(content)
+            written.flush()
+            os.fsync(written.fileno())
+        found = local.read_manifest(temporary, name)
+        if found is None:
+            raise CheckpointCorrupt(f"{store.url} is no whole checkpoint: its manifest does not fit its files.")
+        local.check(found)
+        local.publish(temporary, final)
+    except OSError as error:
+        raise InfrastructureError(f"{final} cannot be written: {error}; free space there.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    (checkpoint,) = (c for c in local.newest(folder) if c.path == final)
+    return checkpoint
+
+
+def _manifest(store: ObjectStore) -> bytes | None:
+    """The manifest that is there, if there is one."""
+    try:
+        return store.read(local.MANIFEST_FILE, 0, store.size(local.MANIFEST_FILE))
+    except ConfigError:
+        return None
+
+
+def _find(url: str) -> tuple[ObjectStore, str]:
+    """The checkpoint at a URL or the newest below it, and its name."""
+    url = url.rstrip("/")
+    last = url.rpartition("/")[2]
+    if re.fullmatch(r"step-\d{8,}", last):
+        return ObjectStore(url), last
+    names = sorted(match[2] for match in map(_MANIFEST.fullmatch, ObjectStore(url).names()) if match and match[2])
+    if not names:
+        raise ConfigError(f"There is no checkpoint below {url}.")
+    newest = max(names, key=lambda name: int(name[5:]))
+    return ObjectStore(f"{url}/{newest}"), newest
+
+
+def _files(content: bytes, where: str) -> dict[str, int]:
+    """Names and sizes of a manifest's files, none of them outside its folder."""
+    try:
+        files = {str(name): int(file["bytes"]) for name, file in json.loads(content)["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointCorrupt(f"The manifest of {where} is damaged: {error}.") from error
+    odd = [name for name in files if not local.is_file_name(name)]
+    if odd:
+        raise CheckpointCorrupt(f"The manifest of {where} names the file {odd[0]!r}, which is none of a checkpoint.")
+    return files
+
+
+def _download(store: ObjectStore, name: str, size: int, path: Path, progress: Progress) -> None:
+    if store.size(name) != size:
+        raise CheckpointCorrupt(f"{store.url}/{name} has {store.size(name)} bytes, its manifest says {size}.")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+
+        def fetch(low: int) -> int:
+            content = store.read(name, low, min(low + PIECE_BYTES, size))
+            os.pwrite(descriptor, content, low)
+            return len(content)
+
+        with ThreadPoolExecutor(REQUESTS, thread_name_prefix="checkpoint-pull") as pool:
+            for nbytes in pool.map(fetch, range(0, size, PIECE_BYTES)):
+                progress(nbytes)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _whole(checkpoint: local.Checkpoint, store: ObjectStore, name: str) -> bool:
+    """Whether a file is in the storage as it is here, by reading it back."""
+    try:
+        if store.size(name) != int(checkpoint.manifest["files"][name]["bytes"]):
+            return False
+    except ConfigError:
+        return False
+
+    def right(piece: tuple[int, int, str]) -> bool:
+        begin, size, expected = piece
+        return tensor_file.hash_of(store.read(name, begin, begin + size)) == expected
+
+    with ThreadPoolExecutor(REQUESTS, thread_name_prefix="checkpoint-push") as pool:
+        return all(pool.map(right, _pieces(checkpoint, name)))
+
+
+def _pieces(checkpoint: local.Checkpoint, name: str) -> Iterator[tuple[int, int, str]]:
+    """What of a file has a hash: its header and its blocks, as place, size and hash."""
+    file = checkpoint.manifest["files"][name]
+    yield 0, int(file["header_bytes"]), file["header_xxh3"]
+    for tensor in checkpoint.manifest["tensors"].values():
+        for block in tensor["blocks"]:
+            if block["file"] == name and block["bytes"]:
+                yield int(block["begin"]), int(block["bytes"]), block["xxh3"]

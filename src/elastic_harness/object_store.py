@@ -1,0 +1,87 @@
+"""A folder in object storage or behind HTTP, through obstore: what our own parts need of it, with our own errors."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from elastic_harness.errors import ConfigError, InfrastructureError
+
+SCHEMES = ("s3://", "gs://", "az://", "http://", "https://")
+PAUSES_S = (0.0, 0.2, 1.0, 5.0)  # before each try of a request
+
+
+def is_remote(path: str | Path) -> bool:
+    return str(path).startswith(SCHEMES)
+
+
+class ObjectStore:
+    """The objects below a URL. Credentials are those of the usual environment variables. Every call blocks; it raises
+    ConfigError for what is not there or not allowed, InfrastructureError if the storage does not answer."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        try:
+            self._obstore: Any = importlib.import_module("obstore")
+            stores = importlib.import_module("obstore.store")
+        except ImportError as error:
+            raise ConfigError(f"{url} needs obstore: pip install 'elastic-harness[remote]'.") from error
+        options = {"client_options": {"allow_http": True}} if url.startswith("http://") else {}
+        try:
+            self._store = stores.from_url(self.url, **options)
+        except Exception as error:  # obstore's errors have no common base below Exception
+            raise ConfigError(f"{url} is no address in object storage: {error}.") from error
+
+    def size(self, name: str) -> int:
+        return int(self._ask(name, lambda: self._obstore.head(self._store, name))["size"])
+
+    def read(self, name: str, low: int, high: int) -> bytes:
+        """The bytes from low to high of one object."""
+        content = bytes(self._ask(name, lambda: self._obstore.get_range(self._store, name, start=low, end=high)))
+        if len(content) != high - low:
+            raise InfrastructureError(
+                f"{self.url}/{name} gave {len(content)} bytes for the {high - low} from {low} on."
+            )
+        return content
+
+    def put_file(self, name: str, path: Path) -> None:
+        """Upload a file, in parts if it is large; an object of that name is replaced."""
+        self._ask(name, lambda: self._obstore.put(self._store, name, path))
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Upload an object that must not exist yet; False if it does."""
+        exists = self._obstore.exceptions.AlreadyExistsError
+
+        def put() -> bool:
+            try:
+                self._obstore.put(self._store, name, content, mode="create", use_multipart=False)
+                return True
+            except exists:
+                return False
+
+        return bool(self._ask(name, put))
+
+    def names(self) -> list[str]:
+        """All objects below the URL."""
+        return self._ask("", lambda: [str(entry["path"]) for page in self._obstore.list(self._store) for entry in page])
+
+    def _ask(self, name: str, request: Callable[[], Any]) -> Any:
+        """The answer. obstore tries again if the storage refuses, but not if it breaks off: that is done here."""
+        errors, where = self._obstore.exceptions, f"{self.url}/{name}"
+        for pause_s in PAUSES_S:
+            time.sleep(pause_s)
+            try:
+                return request()
+            except (FileNotFoundError, errors.NotFoundError) as error:
+                raise ConfigError(f"{where} does not exist.") from error
+            except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
+                raise ConfigError(f"These credentials are not enough for {where}: {error}.") from error
+            except Exception as error:
+                last = error
+        raise InfrastructureError(
+            f"{where} cannot be reached: {str(last).splitlines()[0]} It was tried {len(PAUSES_S)} times; start again "
+            "when the storage answers."
+        ) from last

@@ -1,0 +1,127 @@
+"""Checkpoints to and from an S3 server: whole there or not there at all, and the same when they come back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_harness.checkpoint import local, transfer
+from elastic_harness.checkpoint.cli import main
+from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
+from elastic_harness.object_store import ObjectStore
+
+obstore = pytest.importorskip("obstore")
+pytestmark = pytest.mark.slow
+
+
+def saved(folder: Path, step: int = 7, numbers: int = 9_000_000) -> local.Checkpoint:
+    """36 MB by default: three blocks, and an upload in several parts."""
+    tensors = {"model.w": torch.arange(numbers, dtype=torch.float32), "m": torch.full((5,), float(step))}
+    local.save(folder, step, {"step": step}, tensors, {})
+    return local.newest(folder)[0]
+
+
+def content(checkpoint: local.Checkpoint) -> dict[str, list[float]]:
+    return {name: tensor.tolist() for name, tensor in local.load(checkpoint)[1].items()}
+
+
+def test_there_and_back(s3: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = saved(tmp_path / "here")
+    assert main(["push", str(tmp_path / "here"), f"{s3}/runs/a"]) == 0
+    assert "uploaded and checked" in capsys.readouterr().out
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert main(["pull", f"{s3}/runs/a", str(tmp_path / "run")]) == 0
+    (pulled,) = local.newest(tmp_path / "run" / "checkpoints")
+    assert content(pulled) == content(checkpoint) and pulled.manifest == checkpoint.manifest
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000007"]
+    with pytest.raises(ConfigError, match="is here already"):
+        transfer.pull(f"{s3}/runs/a/step-00000007", tmp_path / "run" / "checkpoints")
+
+
+def test_a_linked_base_goes_along_and_the_newest_is_pulled(s3: str, tmp_path: Path) -> None:
+    for step in (7, 12):
+        where = transfer.push(saved(tmp_path / "here", step), s3)
+    assert len([n for n in ObjectStore(where).names() if "base-" in n]) == 1
+    pulled = transfer.pull(s3, tmp_path / "there")
+    assert pulled.step == 12 and content(pulled) == content(local.newest(tmp_path / "here")[0])
+
+
+def test_pushing_again_sends_nothing_and_another_of_that_name_is_refused(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = saved(tmp_path / "here", numbers=1000)
+    transfer.push(checkpoint, s3)
+    monkeypatch.setattr(ObjectStore, "put_file", lambda *arguments: pytest.fail("it is there"))
+    transfer.push(checkpoint, s3)
+    with pytest.raises(ConfigError, match="another checkpoint"):
+        transfer.push(saved(tmp_path / "other", numbers=999), s3)
+
+
+def test_an_upload_that_was_cut_off_is_no_checkpoint_and_goes_on(s3: str, tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path / "here")
+    code = "import sys; from elastic_harness.checkpoint.cli import main; sys.exit(main(sys.argv[1:]))"
+    killed = 0
+    for delay_s in (0.3, 0.5, 0.6, 0.7, 0.8, 0.9):
+        push = subprocess.Popen(
+            [sys.executable, "-c", code, "push", str(tmp_path / "here"), s3], stdout=subprocess.DEVNULL
+        )
+        time.sleep(delay_s)
+        push.kill()
+        killed += push.wait() < 0
+        if any(name.endswith("manifest.json") for name in ObjectStore(s3).names()):
+            break
+        with pytest.raises(ConfigError, match="There is no checkpoint"):
+            transfer.pull(s3, tmp_path / "there")
+    assert killed
+    transfer.push(checkpoint, s3)
+    assert content(transfer.pull(s3, tmp_path / "there")) == content(checkpoint)
+
+
+def test_wrong_bytes_in_the_storage_are_noticed_by_both(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = saved(tmp_path / "here", numbers=1000)
+    store = obstore.store.from_url(f"{s3}/step-00000007")
+    damaged = bytearray((checkpoint.path / "state.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    obstore.put(store, "state.safetensors", bytes(damaged))
+    own = ObjectStore.put_file
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "put_file", lambda self, name, path: None)  # a storage that keeps what it had
+        with pytest.raises(InfrastructureError, match="does not have the bytes that were sent"):
+            transfer.push(checkpoint, s3)
+    assert not [n for n in ObjectStore(s3).names() if n.endswith("manifest.json")]
+    assert ObjectStore.put_file is own
+    transfer.push(checkpoint, s3)
+    obstore.put(store, "state.safetensors", bytes(damaged))
+    with pytest.raises(CheckpointCorrupt, match="is damaged between"):
+        transfer.pull(s3, tmp_path / "there")
+    obstore.put(store, "state.safetensors", bytes(damaged[:-1]))
+    with pytest.raises(CheckpointCorrupt, match="its manifest says"):
+        transfer.pull(s3, tmp_path / "there")
+    for wrong in (b"{}", b"[1]", b'{"files": {"../x.safetensors": {"bytes": 1}}}'):
+        obstore.put(store, "manifest.json", wrong)
+        with pytest.raises(CheckpointCorrupt):
+            transfer.pull(s3, tmp_path / "there")
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_what_is_damaged_here_is_not_uploaded(s3: str, tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path / "here", numbers=1000)
+    os.truncate(checkpoint.path / "state.safetensors", 100)
+    with pytest.raises(CheckpointCorrupt):
+        transfer.push(checkpoint, s3)
+    assert ObjectStore(s3).names() == []
+
+
+def test_a_manifest_is_created_once(s3: str) -> None:
+    store = ObjectStore(s3)
+    made: list[Any] = [store.create("a", b"first"), store.create("a", b"second")]
+    assert made == [True, False] and store.read("a", 0, 5) == b"first"
