@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from integration.harness import TrainingJob
+from integration.launch_tools import Job
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +34,20 @@ def train(tmp_path: Path) -> Iterator[Callable[..., TrainingJob]]:
 
     def begin(*arguments: object, **settings: object) -> TrainingJob:
         jobs.append(TrainingJob(tmp_path / str(len(jobs)), *arguments, **settings))  # type: ignore[arg-type]
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Starts jobs of made-up workers."""
+    jobs: list[Job] = []
+
+    def begin(*arguments: object, **settings: object) -> Job:
+        jobs.append(Job(tmp_path / "run", *arguments, **settings))  # type: ignore[arg-type]
         return jobs[-1]
 
     yield begin

@@ -35,6 +35,11 @@ def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProc
     )
 
 
+def workers(count: int, *more: object) -> tuple[object, ...]:
+    """Options of `launch` for so many workers."""
+    return ("--nproc-per-node", count, *more)
+
+
 class Job:
     """A launch under test. `output` is complete once `wait` has returned."""
 

@@ -8,32 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from integration.launch_tools import Job, command, environment, processes_of, run
+from integration.launch_tools import Job, command, environment, processes_of, run, workers
 
 pytestmark = pytest.mark.slow
 Start = Callable[..., Job]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    jobs: list[Job] = []
-
-    def begin(*arguments: object, **settings: object) -> Job:
-        jobs.append(Job(tmp_path / "run", *arguments, **settings))  # type: ignore[arg-type]
-        return jobs[-1]
-
-    yield begin
-    for job in jobs:
-        job.close()
-
-
-def workers(count: int, *more: object) -> tuple:
-    return ("--nproc-per-node", count, *more)
 
 
 def script(tmp_path: Path, text: str) -> Path:

@@ -5,32 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from integration.launch_tools import Job, run
+from integration.launch_tools import Job, run, workers
 
 pytestmark = pytest.mark.slow
 Start = Callable[..., Job]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    jobs: list[Job] = []
-
-    def begin(*arguments: object, **settings: object) -> Job:
-        jobs.append(Job(tmp_path / "run", *arguments, **settings))  # type: ignore[arg-type]
-        return jobs[-1]
-
-    yield begin
-    for job in jobs:
-        job.close()
-
-
-def workers(count: int, *more: object) -> tuple:
-    return ("--nproc-per-node", count, *more)
 
 
 def test_an_undisturbed_run_finishes_and_cleans_up(start: Start) -> None:
