@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from elastic_harness.config import TrainerConfig, load_config
-from elastic_harness.data.corpus import Corpus, CorpusDataset
+from elastic_harness.data.corpus import Corpus
+from elastic_harness.data.dataset import ResumableDataset
 from elastic_harness.data.order import epoch_order
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.models.gpt import GPT
@@ -40,7 +41,12 @@ class Workload:
             eps=chosen.eps,
             weight_decay=chosen.weight_decay,
         )
-        self.dataset = CorpusDataset(Corpus.open(config.data.path), config.data.seq_length, config.seed)
+        self.dataset = ResumableDataset(
+            Corpus.open(config.data.path),
+            config.data.seq_length,
+            config.seed,
+            validation_fraction=config.data.validation_fraction,
+        )
         self.global_batch = config.training.global_batch_samples
         self.micro_batch = config.training.micro_batch_samples
         self.schedule = Schedule(len(self.dataset), self.global_batch)

@@ -162,7 +162,7 @@ class DataConfig(Section):
     weight_changes: dict[str, dict[str, float]] | None = None  # other weights from a step on
     documents: Literal["join", "separate", "pack"] = "join"  # of a token index: whether windows respect documents
     seq_length: int = 128
-    validation_fraction: float = 0.05  # held out: the tail of a text, whole documents of an index
+    validation_fraction: float = 0.05  # held out: of an index whole documents, of a text pieces of 16 KiB
 
     def check(self) -> None:
         self._at_least(1, "seq_length")

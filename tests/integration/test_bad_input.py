@@ -34,7 +34,7 @@ def trainer(*settings: object) -> subprocess.CompletedProcess[str]:
         ("training.max_step=3", "Did you mean training.max_steps?"),
         ("data.path={}/missing", "missing does not exist"),
         ("data.path={}/empty.txt", "holds no text"),
-        ("data.path={}/short.txt", "one window needs data.seq_length + 1 = 129"),
+        ("data.path={}/short.txt", "one window needs seq_length + 1 = 129"),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_2(tmp_path: Path, setting: str, named: str) -> None:

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_harness.data.corpus import Corpus, CorpusDataset, cache_folder
+from elastic_harness.data import ResumableDataset
+from elastic_harness.data.corpus import Corpus, cache_folder
 from elastic_harness.data.mapstyle import MapStyle
 from elastic_harness.data.order import TINY, EpochOrder, Permutation, epoch_order, order_key
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
@@ -185,7 +186,7 @@ def test_several_processes_may_copy_the_same_text_at_once(tmp_path: Path) -> Non
     assert all(process.returncode == 0 for process in running)
     assert len(results) == 1
     copies = list((tmp_path / "cache" / "elastic_harness" / "corpora").iterdir())
-    assert sorted(c.suffix for c in copies) == [".json", ".u8"]
+    assert sorted(c.suffix for c in copies) == [".json", ".npy", ".u8"]
 
 
 def test_opening_a_text_does_not_import_torch() -> None:
@@ -217,15 +218,15 @@ def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> No
     assert cache_folder().is_absolute()
 
 
-def dataset(tmp_path: Path, size: int, seq_length: int, fraction: float = 0.1) -> CorpusDataset:
+def dataset(tmp_path: Path, size: int, seq_length: int, fraction: float = 0.0) -> ResumableDataset:
     content = (np.arange(size) % 251 + 1).astype(np.uint8).tobytes()  # 251 is prime: windows differ
     path = write(tmp_path, text=content) / "text"
-    return CorpusDataset(Corpus.open(path), seq_length, seed=3, validation_fraction=fraction)
+    return ResumableDataset(Corpus.open(path), seq_length, seed=3, validation_fraction=fraction)
 
 
 def test_windows_hold_the_text_and_labels_run_one_ahead(tmp_path: Path) -> None:
-    data = dataset(tmp_path, 1000, 8)
-    text = data.corpus.data.astype(np.int64)
+    data = dataset(tmp_path, 900, 8)
+    text = Corpus.open(tmp_path / "text").data.astype(np.int64)
     assert len(data) == (900 - 1) // 8 == 112
     batch = data.read(np.array([0, 111, 5]))
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
@@ -239,37 +240,53 @@ def test_windows_hold_the_text_and_labels_run_one_ahead(tmp_path: Path) -> None:
             data.read([bad])
 
 
-def test_training_never_sees_the_held_out_tail(tmp_path: Path) -> None:
-    data = dataset(tmp_path, 1001, 10)
-    held_out = data.corpus.data[901:].astype(np.int64)
-    assert data.validation_windows == 9
-    rows = {tuple(r) for r in data.validation_batch(0, 9)["input_ids"].tolist()}
-    assert rows == {tuple(held_out[i * 10 : i * 10 + 10].tolist()) for i in range(9)}
-    last = data.read([len(data) - 1])["labels"][0]
-    assert int(last[-1]) == int(data.corpus.data[len(data) * 10])
-    assert len(data) * 10 < 901
+def test_pieces_are_cut_within_files_and_keep_their_keys_when_text_is_added(tmp_path: Path) -> None:
+    texts = {name: os.urandom(50_000).hex().encode() for name in ("a", "b", "c")}
+    few = Corpus.open(write(tmp_path / "few", a=texts["a"], c=texts["c"] * 11))
+    many = Corpus.open(write(tmp_path / "many", a=texts["a"], b=texts["b"], c=texts["c"] * 11))
+    size = len(texts["a"]) + 1  # and a newline, as none of them ends in one
+    assert size in few.documents.tolist() and {size, 2 * size} <= set(many.documents.tolist())
+    assert np.diff(few.documents.astype(np.int64)).max() <= 16 << 10
+    assert len(few.documents) == len(few.keys) + 1 and few.documents[-1] == len(few)
+    assert len(many.keys) > len(few.keys) and set(few.keys.tolist()) < set(many.keys.tolist())
+
+
+def test_training_never_sees_what_is_held_out(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes((np.arange(1 << 20) // 4096).astype(np.uint8).tobytes())  # each piece has four letters of its own
+    corpus = Corpus.open(path)
+
+    def letters(split: str) -> set[int]:
+        data = ResumableDataset(corpus, 512, validation_fraction=0.2, split=split)  # type: ignore[arg-type]
+        return set(data.read(np.arange(len(data)))["input_ids"].flatten().tolist())
+
+    assert letters("train").isdisjoint(letters("validation"))
+    assert 8 < len(letters("validation")) < 110 and len(letters("train") | letters("validation")) == 256
+    data = ResumableDataset(corpus, 512, validation_fraction=0.2)
+    assert set(data.validation_batch(0, 50)["input_ids"].flatten().tolist()) <= letters("validation")
 
 
 def test_validation_batches_are_the_same_every_time_and_wrap_around(tmp_path: Path) -> None:
-    data = dataset(tmp_path, 1000, 10)
+    data = dataset(tmp_path, 30_000, 10, 0.2)
     assert torch.equal(data.validation_batch(2, 4)["labels"], data.validation_batch(2, 4)["labels"])
-    wrapped = data.validation_batch(0, 2 * data.validation_windows)["labels"]
-    assert torch.equal(wrapped[: data.validation_windows], wrapped[data.validation_windows :])
+    windows = len(ResumableDataset(data.index, 10, split="validation", validation_fraction=0.2))
+    wrapped = data.validation_batch(0, 2 * windows)["labels"]
+    assert torch.equal(wrapped[:windows], wrapped[windows:])
 
 
 def test_texts_shorter_than_a_window_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"9 bytes.*seq_length \+ 1 = 10"):
-        dataset(tmp_path, 9, 9, 0)
-    assert len(dataset(tmp_path, 10, 9, 0)) == 1
-    with pytest.raises(ConfigError, match="held-out"):
+    with pytest.raises(ConfigError, match=r"has 9 tokens.*seq_length \+ 1 = 10"):
+        dataset(tmp_path, 9, 9)
+    assert len(dataset(tmp_path, 10, 9)) == 1
+    with pytest.raises(ConfigError, match="held out"):
         dataset(tmp_path, 20, 9).validation_batch(0, 1)
 
 
 def test_a_fingerprint_names_what_decides_the_samples(tmp_path: Path) -> None:
-    first, second = dataset(tmp_path, 1000, 8).fingerprint(), dataset(tmp_path, 1000, 16).fingerprint()
-    assert first["sha256"] == second["sha256"]
+    first, second = dataset(tmp_path, 20_000, 8).fingerprint(), dataset(tmp_path, 20_000, 16).fingerprint()
+    assert first["content"] == second["content"]
     assert first != second
-    assert first != dataset(tmp_path, 1000, 8, 0.2).fingerprint()
+    assert first != dataset(tmp_path, 20_000, 8, 0.2).fingerprint()
 
 
 class Squares(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

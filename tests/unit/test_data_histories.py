@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -167,5 +168,5 @@ class ExactSteps(History):
 
 Iterating.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
 ExactSteps.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
-test_any_history_of_ranks = Iterating.TestCase
+test_any_history_of_ranks = pytest.mark.slow(Iterating.TestCase)
 test_any_history_of_exact_steps = ExactSteps.TestCase

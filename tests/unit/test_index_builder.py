@@ -249,6 +249,7 @@ def test_a_second_build_at_the_same_time_is_refused(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "i.bin"]
 
 
+@pytest.mark.slow
 def test_many_small_files(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()

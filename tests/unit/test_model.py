@@ -60,6 +60,7 @@ def test_parameters_are_counted_once(tied: bool) -> None:
     assert (model.head.weight is model.embedding.weight) is tied
 
 
+@pytest.mark.slow
 def test_one_batch_can_be_learned_by_heart() -> None:
     model, idx = GPT(SMALL), tokens(2, 17)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -105,6 +105,7 @@ def test_a_storm_without_kills_proves_nothing(pair: tuple[Path, Path, tuple[Kill
     assert not outcome.ok
 
 
+@pytest.mark.slow
 def test_report_is_self_contained_and_shows_every_kill(pair: tuple[Path, Path, tuple[Kill, ...]]) -> None:
     pytest.importorskip("matplotlib")
     from elastic_harness.demo.report import Page, write

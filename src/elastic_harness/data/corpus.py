@@ -1,50 +1,76 @@
-"""Byte-level text: any file or folder as one memory-mapped array, and windows of it as samples.
+"""Plain text, byte by byte: any file or folder as one memory-mapped array, read as a token index is.
 
 The text is copied once into a cache folder, under the hash of its content, so that a file edited during
 a run cannot change what the run reads. Rules for folders: all files below it in the order of their paths,
 without hidden ones, empty ones and binaries (a NUL in the first 8 KiB); a newline is added after a
-file that does not end in one. torch is imported only where tensors are returned.
+file that does not end in one. Its documents, which a split goes by, are pieces of the files. Does not import torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from elastic_harness.data.order import Permutation, order_key
 from elastic_harness.errors import ConfigError, InfrastructureError
-
-if TYPE_CHECKING:
-    import torch
 
 CHUNK_BYTES = 1 << 22
 SNIFF_BYTES = 8192
-INDEX_VERSION = 1
+INDEX_VERSION = 2
+PIECE_BYTES = 16 << 10  # of a file, the unit of the split; of a text below 1 MiB, a 64th of it
+LEAST_PIECE_BYTES = 256
 DEFAULT_MINIMUM_BYTES = 1 << 20  # a stripped standard library with less is passed over
 DEFAULT_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as one read-only array of bytes, identified by its content's hash."""
+    """A text as one read-only array of bytes, identified by its content's hash. It has what a data set reads of a
+    TokenIndexFile. documents: (P + 1,) the bounds of its pieces, each within a file. keys: (P,) their hashes."""
 
     name: str
     sha256: str
     data: npt.NDArray[np.uint8]
+    documents: npt.NDArray[np.uint64]
+    keys: npt.NDArray[np.uint64]
+
+    vocab_size: ClassVar[int] = 256
+    eot_id: ClassVar[int] = 0
+    tokenizer: ClassVar[dict[str, Any]] = {"kind": "bytes"}
+    packing: ClassVar[None] = None
+    remote: ClassVar[bool] = False
 
     def __len__(self) -> int:
         return int(self.data.shape[0])
+
+    @property
+    def path(self) -> str:
+        return self.name
+
+    @property
+    def fingerprint(self) -> str:
+        return self.sha256
+
+    def read(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.uint8]:
+        """(m, length) bytes from each of these (m,) positions on."""
+        windows = np.lib.stride_tricks.sliding_window_view(np.asarray(self.data), length)
+        return np.asarray(windows[starts])
+
+    def prefetch(self, starts: npt.NDArray[np.int64], length: int) -> None:
+        """Nothing: it is all here."""
 
     @classmethod
     def open(cls, path: str | Path | None = None, cache: Path | None = None) -> Corpus:
@@ -59,66 +85,8 @@ class Corpus:
         if size == 0:
             raise ConfigError(f"The corpus {name} holds no text: all its files are empty or binary; give another path.")
         data = np.memmap(folder / f"{sha256}.u8", dtype=np.uint8, mode="r", shape=(size,))
-        return cls(name, sha256, data)
-
-
-class CorpusDataset:
-    """Windows of ``seq_length`` tokens: sample i reads bytes [i*S, i*S + S] of the training part.
-
-    The last ``validation_fraction`` of the bytes is held out; training windows end before it.
-    """
-
-    def __init__(self, corpus: Corpus, seq_length: int, seed: int, validation_fraction: float = 0.05) -> None:
-        self.corpus = corpus
-        self.seq_length = seq_length
-        self.seed = seed
-        self._train_bytes = len(corpus) - int(len(corpus) * validation_fraction)
-        self._windows = (self._train_bytes - 1) // seq_length
-        self.validation_windows = max(0, (len(corpus) - self._train_bytes - 1) // seq_length)
-        if self._windows < 1:
-            raise ConfigError(
-                f"The corpus {corpus.name} has {self._train_bytes} bytes to train on, but one window needs "
-                f"data.seq_length + 1 = {seq_length + 1}; give more text or a smaller data.seq_length."
-            )
-
-    def __len__(self) -> int:
-        """The number of samples in one epoch."""
-        return self._windows
-
-    def read(self, sample_ids: npt.ArrayLike) -> dict[str, torch.Tensor]:
-        """The batch of these samples: ``input_ids`` and, one token ahead, ``labels``; int64, (m, S)."""
-        return self._windows_at(np.asarray(sample_ids, dtype=np.int64), self._windows, 0)
-
-    def validation_batch(self, index: int, batch: int) -> dict[str, torch.Tensor]:
-        """Held-out batch ``index`` of ``batch`` windows: the same in every run of this seed; wraps around."""
-        if self.validation_windows < 1:
-            raise ConfigError(
-                f"The corpus {self.corpus.name} has no held-out window of data.seq_length + 1 = "
-                f"{self.seq_length + 1} bytes; raise data.validation_fraction, give more text, "
-                "or set training.eval_interval_steps=0."
-            )
-        order = Permutation(self.validation_windows, order_key(self.seed, 0, "validation"))
-        positions = (np.arange(batch, dtype=np.int64) + index * batch) % self.validation_windows
-        return self._windows_at(order(positions), self.validation_windows, self._train_bytes)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """What decides the content of every sample; equal fingerprints read equal bytes."""
-        return {
-            "kind": "corpus",
-            "sha256": self.corpus.sha256,
-            "bytes": len(self.corpus),
-            "seq_length": self.seq_length,
-            "n_samples": len(self),
-        }
-
-    def _windows_at(self, ids: npt.NDArray[np.int64], windows: int, base: int) -> dict[str, torch.Tensor]:
-        import torch
-
-        if ids.size and (ids.min() < 0 or ids.max() >= windows):
-            raise IndexError(f"sample ids span {ids.min()} … {ids.max()}, but must lie in 0 … {windows - 1}.")
-        offsets = base + ids[:, None] * self.seq_length + np.arange(self.seq_length + 1, dtype=np.int64)
-        tokens = torch.from_numpy(self.corpus.data[offsets].astype(np.int64))  # (m, S + 1)
-        return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+        documents, keys = np.load(folder / f"{sha256}.pieces.npy", allow_pickle=False)
+        return cls(name, sha256, data, documents, keys[:-1])
 
 
 def cache_folder() -> Path:
@@ -213,7 +181,8 @@ def _read_index(index: Path, folder: Path) -> tuple[str, int] | None:
     try:
         entry = json.loads(index.read_bytes())
         sha256, size = entry["sha256"], entry["bytes"]
-        if entry["version"] == INDEX_VERSION and (folder / f"{sha256}.u8").stat().st_size == size:
+        whole = (folder / f"{sha256}.u8").stat().st_size == size and (folder / f"{sha256}.pieces.npy").exists()
+        if entry["version"] == INDEX_VERSION and whole:
             return sha256, size
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -221,31 +190,43 @@ def _read_index(index: Path, folder: Path) -> tuple[str, int] | None:
 
 
 def _copy(files: Iterable[Path], folder: Path) -> tuple[str, int]:
-    """Writes the files one after another to ``<sha256>.u8``; several processes may do so at once."""
-    digest, size = hashlib.sha256(), 0
+    """Writes the files one after another to ``<sha256>.u8``, and where their pieces begin and what is their hash to
+    ``<sha256>.pieces.npy``; several processes may do so at once."""
+    digest, ends = hashlib.sha256(), [0]
     descriptor, temporary = tempfile.mkstemp(prefix="copy-", suffix=".tmp", dir=folder)
     try:
         with os.fdopen(descriptor, "wb") as target:
-            for piece in _pieces(files):
-                digest.update(piece)
-                size += target.write(piece)
+            last = b"\n"
+            for file in files:
+                if not last.endswith(b"\n"):
+                    ends[-1] += target.write(b"\n")
+                    digest.update(b"\n")
+                size = 0
+                with file.open("rb") as stream:
+                    while piece := stream.read(CHUNK_BYTES):
+                        digest.update(piece)
+                        size += target.write(piece)
+                        last = piece
+                ends.append(ends[-1] + size)
+        pieces = io.BytesIO()
+        np.save(pieces, _pieces(Path(temporary), ends), allow_pickle=False)
+        _write_atomically(folder / f"{digest.hexdigest()}.pieces.npy", pieces.getvalue())
         os.chmod(temporary, 0o444)
         os.replace(temporary, folder / f"{digest.hexdigest()}.u8")
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    return digest.hexdigest(), size
+    return digest.hexdigest(), ends[-1]
 
 
-def _pieces(files: Iterable[Path]) -> Iterator[bytes]:
-    last = b"\n"
-    for file in files:
-        if not last.endswith(b"\n"):
-            yield b"\n"
-        with file.open("rb") as stream:
-            while piece := stream.read(CHUNK_BYTES):
-                last = piece
-                yield piece
+def _pieces(text: Path, ends: list[int]) -> npt.NDArray[np.uint64]:
+    """(2, P + 1) uint64: the bounds of the pieces of all files, and the hash of each; a last one of 0."""
+    step = PIECE_BYTES if ends[-1] >= 64 * PIECE_BYTES else max(LEAST_PIECE_BYTES, ends[-1] // 64)
+    starts = [start for low, high in pairwise(ends) for start in range(low, high, step)]
+    bounds = [*starts, ends[-1]]
+    with open(text, "rb") as stream:
+        keys = [xxhash.xxh3_64_intdigest(stream.read(high - low)) for low, high in pairwise(bounds)]
+    return np.array([bounds, [*keys, 0]], np.uint64)
 
 
 def _write_atomically(path: Path, content: bytes) -> None:

@@ -26,14 +26,21 @@ NO_LABEL = -100  # what torch's cross entropy leaves out
 
 
 class Index(Protocol):
-    """What is read of a token index: `TokenIndexFile`, or something of that shape. documents: (D + 1,) their bounds.
-    keys: (D,) hashes of their content."""
+    """What is read of a token index: `TokenIndexFile`, `Corpus`, or something of that shape. documents: (D + 1,) their
+    bounds. keys: (D,) hashes of their content."""
 
-    fingerprint: str
-    eot_id: int
-    vocab_size: int
-    tokenizer: dict[str, Any]
-    remote: bool  # what is read from it may be far away
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def eot_id(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def tokenizer(self) -> dict[str, Any]: ...
+    @property
+    def remote(self) -> bool:
+        """What is read from it may be far away."""
+        ...
 
     @property
     def path(self) -> Path | str: ...

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_harness.config import TrainerConfig, load_config
-from elastic_harness.data.corpus import Corpus, CorpusDataset
+from elastic_harness.data.corpus import Corpus
 from elastic_harness.data.dataset import ResumableDataset
 from elastic_harness.data.mixture import Mixture
 from elastic_harness.data.token_index import is_token_index
@@ -64,7 +64,7 @@ def train(config: TrainerConfig, run_dir: str | None = None) -> None:
             run.log("validation", step=run.step, loss=validate(config, forward, dataset, device))
 
 
-def open_dataset(config: TrainerConfig) -> tuple[CorpusDataset | ResumableDataset, str]:
+def open_dataset(config: TrainerConfig) -> tuple[ResumableDataset, str]:
     """The data that `data.path` names, and where it comes from in words. Raises ConfigError if the model does not know
     all of its tokens."""
     data = config.data
@@ -78,7 +78,9 @@ def open_dataset(config: TrainerConfig) -> tuple[CorpusDataset | ResumableDatase
             )
         corpus = Corpus.open(data.path)
         name = f"{corpus.name} (sha256 {corpus.sha256[:16]})"
-        return CorpusDataset(corpus, data.seq_length, config.seed, data.validation_fraction), name
+        return ResumableDataset(
+            corpus, data.seq_length, config.seed, validation_fraction=data.validation_fraction
+        ), name
     dataset = ResumableDataset(
         data.path,
         data.seq_length,
@@ -124,9 +126,7 @@ def cross_entropy(model: Any, batch: dict[str, Tensor], device: torch.device) ->
 
 
 @torch.no_grad()
-def validate(
-    config: TrainerConfig, model: Any, dataset: CorpusDataset | ResumableDataset, device: torch.device
-) -> float:
+def validate(config: TrainerConfig, model: Any, dataset: ResumableDataset, device: torch.device) -> float:
     """Mean loss over the first held-out batches, in evaluation mode."""
     model.eval()
     losses, labels = [], 0
