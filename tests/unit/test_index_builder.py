@@ -88,6 +88,12 @@ def test_parquet(tmp_path: Path) -> None:
         build([str(tmp_path / "p.parquet")], tmp_path / "i.bin", text_key="body")
     build([str(tmp_path / "p.parquet")], tmp_path / "i.bin", text_key="body", max_bad_fraction=0.5)
     assert texts_of(tmp_path / "i.bin") == ["a", "b"]
+    zstandard = pytest.importorskip("zstandard")
+    whole = (tmp_path / "p.parquet").read_bytes()
+    for name, content in (("q.parquet.gz", gzip.compress(whole)), ("q.parquet.zst", zstandard.compress(whole))):
+        (tmp_path / name).write_bytes(content)
+        build([str(tmp_path / name)], tmp_path / "j.bin", text_key="body", max_bad_fraction=0.5)
+        assert texts_of(tmp_path / "j.bin") == ["a", "b"]
 
 
 def test_a_large_plain_text_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +236,7 @@ def test_a_bad_piece_does_not_join_two_documents(tmp_path: Path, monkeypatch: py
     assert texts_of(tmp_path / "i.bin") == ["good\n", "next"] and report.bad == 1
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.parquet.gz"])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     pytest.importorskip("zstandard")
     pytest.importorskip("pyarrow")

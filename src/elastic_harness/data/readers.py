@@ -203,7 +203,11 @@ def _encoded(text: str, number: int) -> Document:
 def _rows(path: str, text_key: str) -> Iterator[Document]:
     parquet = _import("pyarrow.parquet", path)
     try:
-        file = parquet.ParquetFile(path)
+        if path.endswith(".parquet"):
+            file = parquet.ParquetFile(path)
+        else:  # compressed once more: it has to be read from its end
+            with _open(path) as whole:
+                file = parquet.ParquetFile(io.BytesIO(whole.read()))
     except ValueError as error:  # pyarrow's ArrowInvalid
         raise ConfigError(f"The input {path} is no Parquet file: {error}.") from error
     with file:
