@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -49,6 +48,12 @@ def disk_limit(folder: Path, nbytes: int) -> None:
 
 def save_ours(folder: Path, state: dict[str, torch.Tensor]) -> None:
     local.save(folder / "ours", 1, {}, state, {})
+
+
+def save_ours_again(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    """The next checkpoint, of which two thirds are on disk already; then only the first is left to be loaded."""
+    path = local.save(folder / "ours", 2, {}, state, {})
+    shutil.rmtree(path)
 
 
 def save_torch(folder: Path, state: dict[str, torch.Tensor]) -> None:
@@ -145,7 +150,6 @@ def main(argv: list[str] | None = None) -> int:
                     if not warm:
                         drop(folder)
                     note(f"load_{name}_{kind}", lambda load=load, folder=folder: load(folder, state))
-            shutil.rmtree(folder / "ours")
         say(f"round {number + 1}: " + ", ".join(f"{k} {v[-1]:.2f}" for k, v in seconds.items()))
     ratios = {
         "save / write limit": ratio_summary(seconds["save_ours"], seconds["write_limit"]),
@@ -171,12 +175,6 @@ def main(argv: list[str] | None = None) -> int:
         arguments.out,
     )
     return 0
-
-
-def save_ours_again(folder: Path, state: dict[str, Any]) -> None:
-    """The next checkpoint, of which two thirds are on disk already; then only the first is left to be loaded."""
-    path = local.save(folder / "ours", 2, {}, state, {})
-    shutil.rmtree(path)
 
 
 if __name__ == "__main__":

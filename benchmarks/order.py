@@ -38,9 +38,8 @@ def normal_p(z: float) -> float:
     return math.erfc(abs(z) / math.sqrt(2))
 
 
-def chi_squared_p(counts: npt.NDArray[Any], expected: float) -> float:
+def chi_squared_p(counts: npt.NDArray[Any], expected: float, degrees: int) -> float:
     """Upper p-value; Wilson and Hilferty's cube-root approximation (1931), good for this many cells."""
-    degrees = counts.size - 1
     value = float(((counts - expected) ** 2).sum() / expected)
     z = ((value / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / math.sqrt(2 / (9 * degrees))
     return 0.5 * math.erfc(z / math.sqrt(2))
@@ -51,11 +50,7 @@ def pairs(order: Order, following: Order) -> float:
     where = np.arange(n) * cells // n * cells + order * cells // n
     counts = np.bincount(where, minlength=cells * cells)
     # Rows and columns are fixed by n: the table has (cells - 1)^2 degrees of freedom.
-    expected = n / cells**2
-    value = float(((counts - expected) ** 2).sum() / expected)
-    degrees = (cells - 1) ** 2
-    z = ((value / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / math.sqrt(2 / (9 * degrees))
-    return 0.5 * math.erfc(z / math.sqrt(2))
+    return chi_squared_p(counts, n / cells**2, (cells - 1) ** 2)
 
 
 def ascents(order: Order, following: Order) -> float:
@@ -71,7 +66,7 @@ def serial(order: Order, following: Order) -> float:
 def steps(order: Order, following: Order) -> float:
     n, classes = len(order), 256
     differences = np.diff(order) % n
-    return chi_squared_p(np.bincount(differences * classes // n, minlength=classes), (n - 1) / classes)
+    return chi_squared_p(np.bincount(differences * classes // n, minlength=classes), (n - 1) / classes, classes - 1)
 
 
 def epochs(order: Order, following: Order) -> float:

@@ -33,7 +33,7 @@ class Rows(Dataset):  # type: ignore[type-arg]
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, ids: list[int]) -> dict[str, torch.Tensor]:
+    def __getitem__(self, ids: Any) -> dict[str, Any]:
         rows = self.rows[np.asarray(ids)]
         return {
             "input_ids": torch.from_numpy(rows[:, :-1].astype(np.int64)),
@@ -41,17 +41,10 @@ class Rows(Dataset):  # type: ignore[type-arg]
         }
 
 
-class OneRow(Dataset):  # type: ignore[type-arg]
+class OneRow(Rows):
     """The same, a window at a time, as most training scripts have it; also what Grain reads."""
 
-    def __init__(self, path: Path, seq_length: int) -> None:
-        tokens = np.asarray(np.memmap(path, np.uint16, mode="r"))
-        self.rows = np.lib.stride_tricks.sliding_window_view(tokens, seq_length + 1)[::seq_length]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, number: Any) -> dict[str, np.ndarray]:
+    def __getitem__(self, number: Any) -> dict[str, Any]:
         row = self.rows[int(number)]
         return {"input_ids": row[:-1].astype(np.int64), "labels": row[1:].astype(np.int64)}
 
@@ -276,7 +269,6 @@ def main() -> int:
     if arguments.system == "litdata":  # its copy of the chunks would stay behind
         shutil.rmtree(os.environ.get("DATA_OPTIMIZER_CACHE_FOLDER", arguments.folder / "none"), ignore_errors=True)
     os._exit(0)  # threads of some rivals do not end by themselves
-    return 0
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from elastic_harness.data.mixture import order_of
-from elastic_harness.data.order import EpochOrder, Order, sample_ids
+from elastic_harness.data.order import EpochOrder, Order, Places, ids_of
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError, HarnessError
 from elastic_harness.events import read_events
@@ -178,23 +179,25 @@ class _Replay:
                 f"has {len(line.slot_samples)} sample hashes and {len(line.slot_weight)} weights for {line.slots} slots"
             )
             return found
-        for slot, ids in enumerate(self.slot_ids(line.step)):
+        for slot, places in enumerate(self.slot_places(line.step)):
+            ids = ids_of(identity.order, places)
             if line.slot_samples[slot] != slot_digest(ids):
                 found.append(f"slot {slot} {self._misread(line.step, slot, line.slot_samples[slot], ids)}")
                 continue
             if (line.slot_weight[slot] > 0) != (len(ids) > 0):
                 found.append(f"slot {slot} has weight {line.slot_weight[slot]} but {len(ids)} samples")
-            low, high = span.slot_range(slot, identity.micro_batch_samples)
-            found += self._book(span.epoch, np.arange(low, high, dtype=np.int64), slot)
+            found += self._book(places, slot)
         return found
 
-    def slot_ids(self, step: int) -> list[np.ndarray]:
-        """The sample ids that every slot of a step has to read, by arithmetic alone."""
+    def slot_places(self, step: int) -> list[Places]:
+        """What every slot of a step has to read, by arithmetic alone."""
         identity, span = self.identity, self.schedule.at(step)
         ranges = [span.slot_range(slot, identity.micro_batch_samples) for slot in range(identity.slots)]
         positions = np.arange(span.first, span.first + span.count, dtype=np.int64)
-        ids = sample_ids(identity.order, span.epoch, positions)
-        return [ids[low - span.first : high - span.first] for low, high in ranges]
+        step_places = identity.order.places(span.epoch, positions)  # for all at once: it costs as much for one position
+        return [
+            Places(*(column[low - span.first : high - span.first] for column in step_places)) for low, high in ranges
+        ]
 
     def gaps(self) -> list[str]:
         """Steps between 0 and the last one that no line covers."""
@@ -224,7 +227,7 @@ class _Replay:
                     self.epochs_complete += 1
                     continue
                 sample = 0 if used is None else int(np.flatnonzero(~used)[0])
-                where = last if self._names else (turn + 1) * self.steps_per_epoch - 1
+                where = last if order.names else (turn + 1) * self.steps_per_epoch - 1
                 found.append(
                     f"step {where}: ends {self._pass(source, turn)}, in which {size - count} samples were never used, "
                     f"sample {sample} among them"
@@ -233,23 +236,17 @@ class _Replay:
 
     def sources(self) -> tuple[tuple[str, int, int], ...]:
         """Of a mixture: name, samples, and how many were used, of each source."""
-        used = [0] * len(self._names)
+        order, used = self.identity.order, Counter[int]()
         for (source, _), samples in self._used.items():
-            if self._names:
-                used[source] += int(samples.sum())
-        return tuple(zip(self._names, self.identity.order.sizes, used, strict=False))
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return getattr(self.identity.order, "names", ())
+            used[source] += int(samples.sum())
+        return tuple((name, order.sizes[source], used[source]) for source, name in enumerate(order.names))
 
     def _pass(self, source: int, turn: int) -> str:
-        return f"pass {turn} through {self._names[source]}" if self._names else f"epoch {turn}"
+        names = self.identity.order.names
+        return f"pass {turn} through {names[source]}" if names else f"epoch {turn}"
 
-    def _book(self, epoch: int, positions: np.ndarray, slot: int) -> list[str]:
-        order = self.identity.order
-        places = order.places(epoch, positions)
-        found = []
+    def _book(self, places: Places, slot: int) -> list[str]:
+        order, found = self.identity.order, []
         for source, turn in dict.fromkeys(zip(places.sources.tolist(), places.passes.tolist(), strict=True)):
             ids = places.numbers[(places.sources == source) & (places.passes == turn)]
             used = self._used.setdefault((source, turn), np.zeros(order.sizes[source], dtype=bool))
@@ -264,9 +261,9 @@ class _Replay:
         """What a wrong hash means, as far as the ledger tells: whose samples were read instead."""
         if self._owner_of_digest is None:
             self._owner_of_digest = {
-                slot_digest(expected): (other, position)
+                slot_digest(ids_of(self.identity.order, places)): (other, slot)
                 for other in self.lines
-                for position, expected in enumerate(self.slot_ids(other))
+                for slot, places in enumerate(self.slot_places(other))
             }
         due = f"samples {_some(ids)} were due there and were not read"
         owner = self._owner_of_digest.get(digest)
@@ -308,15 +305,7 @@ def _identity(run: str, events: list[Mapping[str, Any]]) -> tuple[RunIdentity, l
 
 def _order(numbers: Mapping[str, int], description: Mapping[str, Any] | None) -> Order:
     """The order that a run describes; without a description, epochs shuffled by the run's seed."""
-    if description is None:
-        return EpochOrder(numbers["n_samples"], numbers["seed"])
-    match description.get("kind"):
-        case "epochs":
-            return EpochOrder(int(description["n_samples"]), int(description["seed"]))
-        case "mixture":
-            return order_of(description)
-        case kind:
-            raise ConfigError(f"the run follows an order of kind {kind!r}; update elastic-harness to verify it")
+    return EpochOrder(numbers["n_samples"], numbers["seed"]) if description is None else order_of(description)
 
 
 def _conflicting_lines(ledger: Ledger) -> list[str]:

@@ -215,7 +215,7 @@ def test_an_unusable_cache_is_named_with_the_way_out(tmp_path: Path) -> None:
 
 def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache_folder().is_absolute()
+    assert cache_folder("corpora").is_absolute()
 
 
 def dataset(tmp_path: Path, size: int, seq_length: int, fraction: float = 0.0) -> ResumableDataset:

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elastic_harness.checkpoint import tensor_file
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
@@ -55,6 +56,16 @@ class Checkpoint:
         return sum(int(file["bytes"]) for file in self.manifest["files"].values())
 
 
+class Hashed(NamedTuple):
+    """Some bytes of a checkpoint's file with their hash, and what they are in words."""
+
+    file: str
+    begin: int
+    nbytes: int
+    xxh3: str
+    what: str
+
+
 def save(
     folder: Path,
     step: int,
@@ -78,9 +89,10 @@ def save(
             _sync_folder(folder.parent)
         _clean(folder)
         temporary.mkdir()
-        described, files = _write_tensors(temporary, tensors, newest(folder)[:1])
+        previous = next(iter(newest(folder)), None)
+        described, files = _write_tensors(temporary, tensors, previous)
         manifest = _manifest(step, skeleton, described, files, meta)
-        _write_synced(temporary / MANIFEST_FILE, json.dumps(manifest, sort_keys=True, indent=1).encode())
+        write_synced(temporary / MANIFEST_FILE, json.dumps(manifest, sort_keys=True, indent=1).encode())
         publish(temporary, final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -112,13 +124,11 @@ def load(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor], dic
 
     Raises CheckpointCorrupt if anything differs from the manifest; fall back to the next older one then.
     """
-    import torch
-
     path, manifest = checkpoint.path, checkpoint.manifest
     tensors: dict[str, Tensor] = {}
     work: list[tuple[str, int, int, memoryview, str]] = []  # file, place, size, where to, hash
     for name, described in manifest["tensors"].items():
-        tensors[name], views = _empty(torch, path, name, described)
+        tensors[name], views = _empty(path, name, described)
         work += views
     with contextlib.ExitStack() as stack:
         descriptors: dict[str, int] = {}
@@ -154,18 +164,34 @@ def load(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor], dic
     return manifest["skeleton"], tensors, checkpoint.meta
 
 
+def hashed(checkpoint: Checkpoint) -> Iterator[Hashed]:
+    """Everything that has a hash: the header of each file, and each block of each tensor."""
+    for name, file in checkpoint.manifest["files"].items():
+        yield Hashed(name, 0, int(file["header_bytes"]), file["header_xxh3"], "its header")
+    for name, tensor in checkpoint.manifest["tensors"].items():
+        for block in tensor["blocks"]:
+            if block["bytes"]:
+                yield Hashed(
+                    block["file"], int(block["begin"]), int(block["bytes"]), block["xxh3"], f"the tensor {name}"
+                )
+
+
 def check(checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> None:
     """Read every byte and compare it with its hash, without torch. `progress(bytes)` is called as it goes. Raises
     CheckpointCorrupt that names the first damaged tensor."""
-    for name, file in checkpoint.manifest["files"].items():
-        _check_bytes(checkpoint.path / name, 0, int(file["header_bytes"]), file["header_xxh3"], "its header")
-    for name, described in checkpoint.manifest["tensors"].items():
-        for block in described["blocks"]:
-            if block["bytes"]:
-                path = checkpoint.path / block["file"]
-                _check_bytes(path, int(block["begin"]), int(block["bytes"]), block["xxh3"], f"the tensor {name}")
-                if progress is not None:
-                    progress(int(block["bytes"]))
+    for part in hashed(checkpoint):
+        path = checkpoint.path / part.file
+        try:
+            with open(path, "rb") as file:
+                file.seek(part.begin)
+                content = file.read(part.nbytes)
+        except OSError as error:
+            raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror}.") from error
+        if len(content) != part.nbytes or tensor_file.hash_of(content) != part.xxh3:
+            end = part.begin + part.nbytes
+            raise CheckpointCorrupt(f"{path} is damaged between {part.begin} and {end}, in {part.what}.")
+        if progress is not None:
+            progress(part.nbytes)
 
 
 def quarantine(checkpoint: Checkpoint) -> Path | None:
@@ -176,14 +202,14 @@ def quarantine(checkpoint: Checkpoint) -> Path | None:
         return None
     except CheckpointCorrupt:
         pass
-    for number in range(1000):
-        aside = checkpoint.path.with_name(f"{checkpoint.path.name}.damaged{f'-{number}' if number else ''}")
-        if not aside.exists():
-            with contextlib.suppress(OSError):
-                os.rename(checkpoint.path, aside)
-                return aside
-            return None
-    return None
+    endings = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
+    names = (checkpoint.path.with_name(f"{checkpoint.path.name}.damaged{ending}") for ending in endings)
+    aside = next(name for name in names if not name.exists())
+    try:
+        os.rename(checkpoint.path, aside)
+    except OSError:
+        return None
+    return aside
 
 
 def prune(folder: Path, keep_last: int) -> list[Path]:
@@ -262,7 +288,7 @@ def _remove(path: Path) -> None:
 
 
 def _write_tensors(
-    folder: Path, tensors: Mapping[str, Tensor], previous: list[Checkpoint]
+    folder: Path, tensors: Mapping[str, Tensor], previous: Checkpoint | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Write what is not on disk yet, link what is; returns the manifest's tensors and files."""
     if "__metadata__" in tensors:
@@ -273,7 +299,7 @@ def _write_tensors(
         contents[name] = content = tensor_file.content_of(tensor)
         pieces = list(tensor_file.cut(len(content)))
         blocks[name] = [{"bytes": high - low, "xxh3": tensor_file.hash_of(content[low:high])} for low, high in pieces]
-    files = _link_what_is_there(folder, tensors, blocks, previous)
+    files = _link_what_is_there(folder, tensors, blocks, previous) if previous else {}
     entries: list[tensor_file.Entry] = []
     written: list[dict[str, Any]] = []
     for name, tensor in tensors.items():
@@ -307,36 +333,35 @@ def _link_what_is_there(
     folder: Path,
     tensors: Mapping[str, Tensor],
     blocks: Mapping[str, list[dict[str, Any]]],
-    previous: list[Checkpoint],
+    previous: Checkpoint,
 ) -> dict[str, Any]:
     """Links the files of the previous checkpoint that have enough blocks in common with this one, and says in those
     blocks where they are. A block is read and checked before it is trusted again."""
+    found: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    for name, tensor in tensors.items():
+        older = previous.manifest["tensors"].get(name, {})
+        if {key: older.get(key) for key in ("dtype", "shape")} != _describe(tensor):
+            continue
+        for block, other in zip(blocks[name], older["blocks"], strict=False):
+            if block["bytes"] and (block["bytes"], block["xxh3"]) == (other["bytes"], other["xxh3"]):
+                found.setdefault(other["file"], []).append((block, other))
     files: dict[str, Any] = {}
-    for checkpoint in previous:
-        found: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
-        for name, tensor in tensors.items():
-            older = checkpoint.manifest["tensors"].get(name, {})
-            if {key: older.get(key) for key in ("dtype", "shape")} != _describe(tensor):
-                continue
-            for block, other in zip(blocks[name], older["blocks"], strict=False):
-                if block["bytes"] and (block["bytes"], block["xxh3"]) == (other["bytes"], other["xxh3"]):
-                    found.setdefault(other["file"], []).append((block, other))
-        for file, pairs in found.items():
-            described = checkpoint.manifest["files"][file]
-            enough = KEEP_FRACTION * described["bytes"]
-            if sum(block["bytes"] for block, _ in pairs) < enough:
-                continue
-            sound = _sound_blocks(checkpoint.path / file, pairs)
-            if sum(block["bytes"] for block, _ in sound) < enough:
-                continue
-            base = file if file != STATE_FILE else f"base-{checkpoint.manifest['sha256'][:16]}.safetensors"
-            try:
-                os.link(checkpoint.path / file, folder / base)
-            except OSError:  # a file system without links: everything is written
-                continue
-            files[base] = described
-            for block, other in sound:
-                block.update(file=base, begin=other["begin"])
+    for file, pairs in found.items():
+        described = previous.manifest["files"][file]
+        enough = KEEP_FRACTION * described["bytes"]
+        if sum(block["bytes"] for block, _ in pairs) < enough:
+            continue
+        sound = _sound_blocks(previous.path / file, pairs)
+        if sum(block["bytes"] for block, _ in sound) < enough:
+            continue
+        base = file if file != STATE_FILE else f"base-{previous.manifest['sha256'][:16]}.safetensors"
+        try:
+            os.link(previous.path / file, folder / base)
+        except OSError:  # a file system without links: everything is written
+            continue
+        files[base] = described
+        for block, other in sound:
+            block.update(file=base, begin=other["begin"])
     return files
 
 
@@ -371,22 +396,13 @@ def _sound_blocks(
         os.close(descriptor)
 
 
-def _check_bytes(path: Path, begin: int, size: int, expected: str, what: str) -> None:
-    try:
-        with open(path, "rb") as file:
-            file.seek(begin)
-            content = file.read(size)
-    except OSError as error:
-        raise CheckpointCorrupt(f"{path} cannot be read: {error.strerror}.") from error
-    if len(content) != size or tensor_file.hash_of(content) != expected:
-        raise CheckpointCorrupt(f"{path} is damaged between {begin} and {begin + size}, in {what}.")
-
-
 def _empty(
-    torch: Any, path: Path, name: str, described: Mapping[str, Any]
+    path: Path, name: str, described: Mapping[str, Any]
 ) -> tuple[Tensor, list[tuple[str, int, int, memoryview, str]]]:
     """A tensor to be filled, and what its blocks are filled from. Nothing is allocated before its size is known to be
     that of its blocks."""
+    import torch
+
     try:
         dtype, shape = getattr(torch, described["dtype"]), [int(n) for n in described["shape"]]
         nbytes = math.prod(shape) * dtype.itemsize
@@ -406,7 +422,8 @@ def _empty(
     return tensor, jobs
 
 
-def _write_synced(path: Path, content: bytes) -> None:
+def write_synced(path: Path, content: bytes) -> None:
+    """A new file, on disk when this returns."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from elastic_harness.object_store import ObjectStore
 
 REQUESTS = 8  # at once
 PIECE_BYTES = 16 << 20
-_MANIFEST = re.compile(r"(?:(.*)/)?(step-\d{8,})/manifest\.json|manifest\.json")
+_STEP = r"step-\d{8,}"
 Progress = Callable[[int], None]
 
 
@@ -62,10 +62,7 @@ def pull(url: str, folder: Path, progress: Progress = lambda nbytes: None) -> lo
             raise ConfigError(f"There is no checkpoint at {store.url}.")
         for file, size in _files(content, store.url).items():
             _download(store, file, size, temporary / file, progress)
-        with open(temporary / local.MANIFEST_FILE, "xb") as written:
-            written.write(content)
-            written.flush()
-            os.fsync(written.fileno())
+        local.write_synced(temporary / local.MANIFEST_FILE, content)
         found = local.read_manifest(temporary, name)
         if found is None:
             raise CheckpointCorrupt(f"{store.url} is no whole checkpoint: its manifest does not fit its files.")
@@ -91,9 +88,10 @@ def _find(url: str) -> tuple[ObjectStore, str]:
     """The checkpoint at a URL or the newest below it, and its name."""
     url = url.rstrip("/")
     last = url.rpartition("/")[2]
-    if re.fullmatch(r"step-\d{8,}", last):
+    if re.fullmatch(_STEP, last):
         return ObjectStore(url), last
-    names = sorted(match[2] for match in map(_MANIFEST.fullmatch, ObjectStore(url).names()) if match and match[2])
+    found = (re.fullmatch(rf"(?:.*/)?({_STEP})/{local.MANIFEST_FILE}", name) for name in ObjectStore(url).names())
+    names = [match[1] for match in found if match]
     if not names:
         raise ConfigError(f"There is no checkpoint below {url}.")
     newest = max(names, key=lambda name: int(name[5:]))
@@ -113,8 +111,8 @@ def _files(content: bytes, where: str) -> dict[str, int]:
 
 
 def _download(store: ObjectStore, name: str, size: int, path: Path, progress: Progress) -> None:
-    if store.size(name) != size:
-        raise CheckpointCorrupt(f"{store.url}/{name} has {store.size(name)} bytes, its manifest says {size}.")
+    if (there := store.size(name)) != size:
+        raise CheckpointCorrupt(f"{store.url}/{name} has {there} bytes, its manifest says {size}.")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
 
@@ -139,19 +137,8 @@ def _whole(checkpoint: local.Checkpoint, store: ObjectStore, name: str) -> bool:
     except ConfigError:
         return False
 
-    def right(piece: tuple[int, int, str]) -> bool:
-        begin, size, expected = piece
-        return tensor_file.hash_of(store.read(name, begin, begin + size)) == expected
+    def right(part: local.Hashed) -> bool:
+        return tensor_file.hash_of(store.read(name, part.begin, part.begin + part.nbytes)) == part.xxh3
 
     with ThreadPoolExecutor(REQUESTS, thread_name_prefix="checkpoint-push") as pool:
-        return all(pool.map(right, _pieces(checkpoint, name)))
-
-
-def _pieces(checkpoint: local.Checkpoint, name: str) -> Iterator[tuple[int, int, str]]:
-    """What of a file has a hash: its header and its blocks, as place, size and hash."""
-    file = checkpoint.manifest["files"][name]
-    yield 0, int(file["header_bytes"]), file["header_xxh3"]
-    for tensor in checkpoint.manifest["tensors"].values():
-        for block in tensor["blocks"]:
-            if block["file"] == name and block["bytes"]:
-                yield int(block["begin"]), int(block["bytes"]), block["xxh3"]
+        return all(pool.map(right, (part for part in local.hashed(checkpoint) if part.file == name)))

@@ -80,7 +80,7 @@ class Corpus:
         Raises ConfigError if there is no text there.
         """
         name, files = _default_source() if path is None else _given_source(Path(path))
-        folder = cache if cache is not None else cache_folder()
+        folder = cache if cache is not None else cache_folder("corpora")
         sha256, size = _cached(files, folder, name)
         if size == 0:
             raise ConfigError(f"The corpus {name} holds no text: all its files are empty or binary; give another path.")
@@ -89,12 +89,13 @@ class Corpus:
         return cls(name, sha256, data, documents, keys[:-1])
 
 
-def cache_folder() -> Path:
-    """Where copies of texts are kept: below XDG_CACHE_HOME, or ~/.cache."""
+def cache_folder(kind: str) -> Path:
+    """Where copies of texts ("corpora"), indexes built on the way and chunks of remote ones are kept: below
+    XDG_CACHE_HOME, or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):  # the XDG specification has relative values ignored
-        return Path(base) / "elastic_harness" / "corpora"
-    return Path(os.path.expanduser("~")) / ".cache" / "elastic_harness" / "corpora"
+        return Path(base) / "elastic_harness" / kind
+    return Path(os.path.expanduser("~")) / ".cache" / "elastic_harness" / kind
 
 
 def _given_source(path: Path) -> tuple[str, list[Path]]:

@@ -186,7 +186,7 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
                 self._position = min(before + number * self._world, after)
                 yield dict(zip(together, sample, strict=True)) | {"sample_id": sample_id}
 
-    def batches(self, size: int, read_ahead: int = 1) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
+    def batches(self, size: int, read_ahead: int) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
         """This rank's samples from the position on in batches of `size`, fewer at the end of an epoch, each with the
         position after it. `read_ahead` batches are read at once."""
         for ids, (before, after) in self.groups(size * read_ahead, first_size=size):
@@ -337,7 +337,7 @@ def find_or_build(data_files: Sequence[str], tokenizer: str) -> TokenIndexFile:
     chosen = tokenizers.load(tokenizer)
     files = [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in find_inputs(data_files)]
     key = xxhash.xxh3_128_hexdigest(json.dumps([files, chosen.identity], sort_keys=True).encode())
-    path = cache_folder().with_name("indexes") / f"{key}.bin"
+    path = cache_folder("indexes") / f"{key}.bin"
     if not path.exists():
         index_builder.build_once(data_files, path, chosen)
     return TokenIndexFile(path)

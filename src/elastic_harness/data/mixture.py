@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elastic_harness.data.order import Int64s, Places, epoch_order
+from elastic_harness.data.order import EpochOrder, Int64s, Order, Places, epoch_order
 from elastic_harness.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -161,7 +161,13 @@ def whole_weights(names: Sequence[str], weights: Mapping[str, float], what: str)
     return tuple(rounded)
 
 
-def order_of(description: Mapping[str, Any]) -> MixtureOrder:
-    """The order that `describe()` gave, from its JSON."""
-    stages = [Stage(int(first), tuple(int(w) for w in weights)) for first, weights in description["stages"]]
-    return MixtureOrder(description["names"], description["sizes"], stages, int(description["seed"]))
+def order_of(description: Mapping[str, Any]) -> Order:
+    """The order that `describe()` gave, from its JSON. Raises ConfigError for a kind that is not known."""
+    match description.get("kind"):
+        case "epochs":
+            return EpochOrder(int(description["n_samples"]), int(description["seed"]))
+        case "mixture":
+            stages = [Stage(int(first), tuple(int(w) for w in weights)) for first, weights in description["stages"]]
+            return MixtureOrder(description["names"], description["sizes"], stages, int(description["seed"]))
+        case kind:
+            raise ConfigError(f"the run follows an order of kind {kind!r}; update elastic-harness to verify it")

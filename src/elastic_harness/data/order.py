@@ -27,12 +27,6 @@ _ROUNDS_OF_MIX = (
 
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
-U_31, _32 = np.uint64(31), np.uint64(32)
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_ROUNDS_OF_MIX = (
-    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
-    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
-)
 
 
 def order_key(seed: int, epoch: int, purpose: str = "order") -> int:
@@ -51,9 +45,11 @@ class Places(NamedTuple):
 
 
 class Order(Protocol):
-    """All of a run's sample order. n_samples: positions in an epoch. sizes: the samples of each source. `verify` makes
-    it again from `describe()`, so it must need nothing else."""
+    """All of a run's sample order. n_samples: positions in an epoch. names, sizes: of a mixture's sources; a single one
+    has no name. `verify` makes it again from `describe()`, so it must need nothing else."""
 
+    @property
+    def names(self) -> tuple[str, ...]: ...
     @property
     def n_samples(self) -> int: ...
     @property
@@ -70,8 +66,12 @@ class Order(Protocol):
 
 
 def sample_ids(order: Order, epoch: int, positions: Int64s) -> Int64s:
-    """The (m,) ids at these positions; the sources' samples are numbered one source after another."""
-    places = order.places(epoch, positions)
+    """The (m,) ids at these positions."""
+    return ids_of(order, order.places(epoch, positions))
+
+
+def ids_of(order: Order, places: Places) -> Int64s:
+    """The (m,) ids of what is at these places; the sources' samples are numbered one source after another."""
     if len(order.sizes) == 1:
         return places.numbers
     return places.numbers + offsets(order.sizes)[places.sources]
@@ -84,6 +84,8 @@ def offsets(sizes: tuple[int, ...]) -> Int64s:
 
 class EpochOrder:
     """One source, in a new order in each epoch."""
+
+    names = ()
 
     def __init__(self, n_samples: int, seed: int) -> None:
         self.n_samples = n_samples

@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,10 @@ class Layout:
     low: int
     high: int
     size: int
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """The bounds of all chunks."""
+        return map(self.bounds, range(-(-(self.high - self.low) // self.size)))
 
     def bounds(self, chunk: int) -> tuple[int, int]:
         start = self.low + chunk * self.size

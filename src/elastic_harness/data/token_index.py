@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -81,7 +81,6 @@ class TokenIndexFile:
         self.eot_id = int(header["eot_id"])
         self.tokenizer: dict[str, Any] = header["tokenizer"]
         self.fingerprint: str = header["fingerprint"]
-        self._windows: dict[int, Tokens] = {}  # every window of one length, as a view
         self._cache = None if file is None else self._open_cache(file, cache_bytes)
         if verify:
             self.verify()
@@ -157,10 +156,9 @@ class TokenIndexFile:
             dtype = self.sections["tokens"].dtype
             rows = [self._cache.read(low, high).view(dtype) for low, high in self._byte_ranges(starts, length)]
             return np.stack(rows) if rows else np.empty((0, length), dtype)
-        if length not in self._windows:
-            tokens = np.asarray(self.tokens)
-            self._windows = {length: np.lib.stride_tricks.sliding_window_view(tokens, length)}
-        return self._windows[length][starts]  # copies whole rows, where indexing each token would not
+        # Indexing windows copies whole rows, where indexing each token would not.
+        windows: Tokens = np.lib.stride_tricks.sliding_window_view(np.asarray(self.tokens), length)
+        return windows[starts]
 
     def prefetch(self, starts: npt.NDArray[np.int64], length: int) -> None:
         """Begin to fetch what reading these would need; nothing for a file that is here."""
@@ -179,9 +177,8 @@ class TokenIndexFile:
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
         """Read the whole file and check every chunk. `progress(bytes)` is called as it goes. Raises ConfigError that
         names the first damaged section and where it is."""
-        end = self.sections["chunks"].offset
         if self._cache is not None:
-            for low, high in _chunk_bounds(end):
+            for low, high in self._layout:
                 self._cache.read(low, high)
                 if progress is not None:
                     progress(high - low)
@@ -189,7 +186,7 @@ class TokenIndexFile:
         expected = self._map("chunks")
         with open(self.path, "rb") as file:
             file.seek(PAGE)
-            for number, (low, high) in enumerate(_chunk_bounds(end)):
+            for number, (low, high) in enumerate(self._layout):
                 if xxhash.xxh3_64_intdigest(file.read(high - low)) != int(expected[number]):
                     names = [n for n, s in self.sections.items() if s.offset < high and s.offset + s.nbytes > low]
                     where = ", ".join(names) or "padding"
@@ -200,15 +197,19 @@ class TokenIndexFile:
                 if progress is not None:
                     progress(high - low)
 
+    @property
+    def _layout(self) -> Layout:
+        """The chunks that have a hash: all behind the header, up to the hashes themselves."""
+        return Layout(PAGE, self.sections["chunks"].offset, CHUNK_BYTES)
+
     def _open_cache(self, file: RemoteFile, cache_bytes: int) -> ChunkCache:
         """The cache, under the content's own name, with the hashes of all chunks, which the header's hash covers."""
         section = self.sections["chunks"]
         hashes = file.read(section.offset, section.offset + section.nbytes)
         if _fingerprint(self.header, hashes) != self.fingerprint:
             raise ConfigError(f"The chunk hashes of the index {self.path} are damaged; upload it again.")
-        layout = Layout(PAGE, section.offset, CHUNK_BYTES)
-        folder = cache_folder().with_name("remote") / self.fingerprint
-        return ChunkCache(file, layout, np.frombuffer(hashes, "<u8"), folder, cache_bytes)
+        folder = cache_folder("remote") / self.fingerprint
+        return ChunkCache(file, self._layout, np.frombuffer(hashes, "<u8"), folder, cache_bytes)
 
     def _map(self, name: str) -> Tokens:
         section = self.sections[name]
@@ -383,11 +384,6 @@ class _Hashing:
         self._hashes.append(self._hash.intdigest())
         self._hash = xxhash.xxh3_64()
         self._in_chunk = 0
-
-
-def _chunk_bounds(end: int) -> Iterator[tuple[int, int]]:
-    for low in range(PAGE, end, CHUNK_BYTES):
-        yield low, min(low + CHUNK_BYTES, end)
 
 
 def _header_bytes(header: Mapping[str, Any]) -> bytes:

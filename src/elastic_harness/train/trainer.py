@@ -18,7 +18,7 @@ from elastic_harness.config import TrainerConfig, load_config
 from elastic_harness.data.corpus import Corpus
 from elastic_harness.data.dataset import ResumableDataset
 from elastic_harness.data.mixture import Mixture
-from elastic_harness.data.token_index import is_token_index
+from elastic_harness.data.token_index import TokenIndexFile, is_token_index
 from elastic_harness.data.windows import NO_LABEL, Index
 from elastic_harness.errors import ConfigError
 from elastic_harness.models.gpt import GPT
@@ -68,43 +68,36 @@ def open_dataset(config: TrainerConfig) -> tuple[ResumableDataset, str]:
     """The data that `data.path` names, and where it comes from in words. Raises ConfigError if the model does not know
     all of its tokens."""
     data = config.data
+    given: dict[str, Any]
     if data.sources is not None:
-        return open_mixture(config, data.sources)
-    if data.path is None or not is_token_index(data.path):
-        if data.documents != "join":
-            raise ConfigError(
-                f"data.documents is {data.documents!r}, but a text is one stream of bytes; give a token index "
-                "(elastic-harness index build) as data.path."
-            )
+        given, origin = {"mixture": mixture_of(config, data.sources)}, f"a mixture of {', '.join(data.sources)}"
+    elif data.path is not None and is_token_index(data.path):
+        index = TokenIndexFile(data.path)
+        given, origin = {"index_file": index}, f"{data.path} (fingerprint {index.fingerprint[:16]})"
+    elif data.documents == "join":
         corpus = Corpus.open(data.path)
-        name = f"{corpus.name} (sha256 {corpus.sha256[:16]})"
-        return ResumableDataset(
-            corpus, data.seq_length, config.seed, validation_fraction=data.validation_fraction
-        ), name
+        given, origin = {"index_file": corpus}, f"{corpus.name} (sha256 {corpus.sha256[:16]})"
+    else:
+        raise ConfigError(
+            f"data.documents is {data.documents!r}, but a text is one stream of bytes; give a token index "
+            "(elastic-harness index build) as data.path."
+        )
     dataset = ResumableDataset(
-        data.path,
-        data.seq_length,
-        config.seed,
-        documents=data.documents,
-        validation_fraction=data.validation_fraction,
-    )
-    check_vocabulary(config, dataset.index)
-    return dataset, f"{data.path} (fingerprint {dataset.index.fingerprint[:16]})"
-
-
-def open_mixture(config: TrainerConfig, sources: dict[str, str]) -> tuple[ResumableDataset, str]:
-    """The mixture of `data.sources`; its weights change with the first sample of the steps in `data.weight_changes`."""
-    data, batch = config.data, config.training.global_batch_samples
-    changes = {int(step) * batch: weights for step, weights in (data.weight_changes or {}).items()}
-    dataset = ResumableDataset(
-        mixture=Mixture(sources, data.weights or dict.fromkeys(sources, 1.0), changes),
+        **given,
         seq_length=data.seq_length,
         seed=config.seed,
         documents=data.documents,
         validation_fraction=data.validation_fraction,
     )
     check_vocabulary(config, dataset.index)
-    return dataset, f"a mixture of {', '.join(sources)}"
+    return dataset, origin
+
+
+def mixture_of(config: TrainerConfig, sources: dict[str, str]) -> Mixture:
+    """The mixture of `data.sources`; its weights change with the first sample of the steps in `data.weight_changes`."""
+    data, batch = config.data, config.training.global_batch_samples
+    changes = {int(step) * batch: weights for step, weights in (data.weight_changes or {}).items()}
+    return Mixture(sources, data.weights or dict.fromkeys(sources, 1.0), changes)
 
 
 def check_vocabulary(config: TrainerConfig, index: Index) -> None:
