@@ -89,9 +89,10 @@ def test_wrong_bytes_in_the_storage_are_noticed_by_both(
 ) -> None:
     checkpoint = saved(tmp_path / "here", numbers=1000)
     store = obstore.store.from_url(f"{s3}/step-00000007")
+    place = f"{checkpoint.manifest['sha256'][:16]}/state.safetensors"
     damaged = bytearray((checkpoint.path / "state.safetensors").read_bytes())
     damaged[-1] ^= 1
-    obstore.put(store, "state.safetensors", bytes(damaged))
+    obstore.put(store, place, bytes(damaged))
     own = ObjectStore.put_file
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "put_file", lambda self, name, path: None)  # a storage that keeps what it had
@@ -100,10 +101,10 @@ def test_wrong_bytes_in_the_storage_are_noticed_by_both(
     assert not [n for n in ObjectStore(s3).names() if n.endswith("manifest.json")]
     assert ObjectStore.put_file is own
     transfer.push(checkpoint, s3)
-    obstore.put(store, "state.safetensors", bytes(damaged))
+    obstore.put(store, place, bytes(damaged))
     with pytest.raises(CheckpointCorrupt, match="is damaged between"):
         transfer.pull(s3, tmp_path / "there")
-    obstore.put(store, "state.safetensors", bytes(damaged[:-1]))
+    obstore.put(store, place, bytes(damaged[:-1]))
     with pytest.raises(CheckpointCorrupt, match="its manifest says"):
         transfer.pull(s3, tmp_path / "there")
     for wrong in (b"{}", b"[1]", b'{"files": {"../x.safetensors": {"bytes": 1}}}'):
@@ -111,6 +112,34 @@ def test_wrong_bytes_in_the_storage_are_noticed_by_both(
         with pytest.raises(CheckpointCorrupt):
             transfer.pull(s3, tmp_path / "there")
     assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_another_upload_of_that_name_at_the_same_time_replaces_nothing(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends its data when ours is checked and its manifest not there yet, and is cut off."""
+    ours, other = saved(tmp_path / "ours", numbers=1000), saved(tmp_path / "other", numbers=999)
+    create, calls = ObjectStore.create, []
+
+    def late(self: ObjectStore, name: str, manifest: bytes) -> bool:
+        calls.append(name)
+        if len(calls) == 2:
+            raise InfrastructureError("cut off")
+        with pytest.raises(InfrastructureError, match="cut off"):
+            transfer.push(other, s3)
+        return create(self, name, manifest)
+
+    monkeypatch.setattr(ObjectStore, "create", late)
+    transfer.push(ours, s3)
+    assert len(calls) == 2 and content(transfer.pull(s3, tmp_path / "there")) == content(ours)
+
+
+def test_only_what_is_directly_below_is_pulled(s3: str, tmp_path: Path) -> None:
+    transfer.push(saved(tmp_path / "here", 7, numbers=1000), s3)
+    transfer.push(saved(tmp_path / "here", 12, numbers=1000), f"{s3}/another-run")
+    assert transfer.pull(s3, tmp_path / "there").step == 7
+    with pytest.raises(ConfigError, match="There is no checkpoint below"):
+        transfer.pull(f"{s3}/another", tmp_path / "there")
 
 
 def test_what_is_damaged_here_is_not_uploaded(s3: str, tmp_path: Path) -> None:

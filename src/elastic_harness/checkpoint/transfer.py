@@ -1,4 +1,8 @@
-"""Checkpoints to and from object storage: data first, read back and checked, the manifest last and only if absent."""
+"""Checkpoints to and from object storage: data first, read back and checked, the manifest last and only if absent.
+
+Below `step-00000060/` there are `manifest.json` and, in a folder named after the manifest's own hash, its files:
+another checkpoint of that name that is uploaded at the same time cannot replace what was checked.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from elastic_harness.checkpoint import local, tensor_file
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
@@ -31,7 +36,7 @@ def push(checkpoint: local.Checkpoint, url: str, progress: Progress = lambda nby
     if _manifest(store) is None:
         for name, file in checkpoint.manifest["files"].items():
             if not _whole(checkpoint, store, name):
-                store.put_file(name, checkpoint.path / name)
+                store.put_file(_place(checkpoint.manifest, name), checkpoint.path / name)
                 if not _whole(checkpoint, store, name):
                     raise InfrastructureError(
                         f"{store.url}/{name} does not have the bytes that were sent. Try again; if it stays so, the "
@@ -60,8 +65,8 @@ def pull(url: str, folder: Path, progress: Progress = lambda nbytes: None) -> lo
         content = _manifest(store)
         if content is None:
             raise ConfigError(f"There is no checkpoint at {store.url}.")
-        for file, size in _files(content, store.url).items():
-            _download(store, file, size, temporary / file, progress)
+        for file, (place, size) in _files(content, store.url).items():
+            _download(store, place, size, temporary / file, progress)
         local.write_synced(temporary / local.MANIFEST_FILE, content)
         found = local.read_manifest(temporary, name)
         if found is None:
@@ -90,7 +95,7 @@ def _find(url: str) -> tuple[ObjectStore, str]:
     last = url.rpartition("/")[2]
     if re.fullmatch(_STEP, last):
         return ObjectStore(url), last
-    found = (re.fullmatch(rf"(?:.*/)?({_STEP})/{local.MANIFEST_FILE}", name) for name in ObjectStore(url).names())
+    found = (re.fullmatch(rf"({_STEP})/{local.MANIFEST_FILE}", name) for name in ObjectStore(url).names())
     names = [match[1] for match in found if match]
     if not names:
         raise ConfigError(f"There is no checkpoint below {url}.")
@@ -98,10 +103,16 @@ def _find(url: str) -> tuple[ObjectStore, str]:
     return ObjectStore(f"{url}/{newest}"), newest
 
 
-def _files(content: bytes, where: str) -> dict[str, int]:
-    """Names and sizes of a manifest's files, none of them outside its folder."""
+def _place(manifest: Mapping[str, Any], name: str) -> str:
+    """Where a file is, below the checkpoint's own URL."""
+    return f"{manifest['sha256'][:16]}/{name}"
+
+
+def _files(content: bytes, where: str) -> dict[str, tuple[str, int]]:
+    """Places and sizes of a manifest's files, none of them outside its folder."""
     try:
-        files = {str(name): int(file["bytes"]) for name, file in json.loads(content)["files"].items()}
+        manifest = json.loads(content)
+        files = {str(name): (_place(manifest, name), int(file["bytes"])) for name, file in manifest["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorrupt(f"The manifest of {where} is damaged: {error}.") from error
     odd = [name for name in files if not local.is_file_name(name)]
@@ -131,14 +142,15 @@ def _download(store: ObjectStore, name: str, size: int, path: Path, progress: Pr
 
 def _whole(checkpoint: local.Checkpoint, store: ObjectStore, name: str) -> bool:
     """Whether a file is in the storage as it is here, by reading it back."""
+    place = _place(checkpoint.manifest, name)
     try:
-        if store.size(name) != int(checkpoint.manifest["files"][name]["bytes"]):
+        if store.size(place) != int(checkpoint.manifest["files"][name]["bytes"]):
             return False
     except ConfigError:
         return False
 
     def right(part: local.Hashed) -> bool:
-        return tensor_file.hash_of(store.read(name, part.begin, part.begin + part.nbytes)) == part.xxh3
+        return tensor_file.hash_of(store.read(place, part.begin, part.begin + part.nbytes)) == part.xxh3
 
     with ThreadPoolExecutor(REQUESTS, thread_name_prefix="checkpoint-push") as pool:
         return all(pool.map(right, (part for part in local.hashed(checkpoint) if part.file == name)))
