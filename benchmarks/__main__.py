@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import exactness, index_build, loading, memory, order, recovery, throughput
+from benchmarks import checkpoint, exactness, index_build, loading, memory, order, recovery, throughput
 from benchmarks.common import say
 
 QUICK: dict[str, list[str]] = {
@@ -17,6 +17,7 @@ QUICK: dict[str, list[str]] = {
     "loading": ["--rounds=1", "--measure-s=1"],
     "index_build": ["--mb=20", "--rounds=1"],
     "order": ["--permutations=20"],
+    "checkpoint": ["--mb=200", "--rounds=1"],
 }
 BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "recovery": recovery.main,
@@ -26,6 +27,7 @@ BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "loading": loading.main,
     "index_build": index_build.main,
     "order": order.main,
+    "checkpoint": checkpoint.main,
 }
 
 
@@ -33,7 +35,7 @@ def main() -> int:
     """Run the chosen ones; each writes benchmarks/results/<name>.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=f"default: {' '.join(BENCHMARKS)}")
-    parser.add_argument("--quick", action="store_true", help="a few minutes instead of about an hour")
+    parser.add_argument("--quick", action="store_true", help="a few minutes instead of more than an hour")
     args = parser.parse_args()
     if unknown := set(args.names) - set(BENCHMARKS):
         parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are: {', '.join(BENCHMARKS)}")

@@ -150,7 +150,7 @@ def measure(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=float, default=150.0, help="of JSONL for a BPE; three times as much for bytes")
+    parser.add_argument("--mb", type=float, default=60.0, help="of JSONL for a BPE; three times as much for bytes")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", help="default: benchmarks/results/index_build.json")
     arguments = parser.parse_args(argv)
