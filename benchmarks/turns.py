@@ -17,7 +17,8 @@ START_TIMEOUT_S = 180.0
 # a worker that waits at the gate makes no progress, which must not count as a hang
 PATIENT = (
     "elastic.progress_timeout_min_s=250", "elastic.progress_timeout_max_s=300", "training.max_steps=1000000",
-    "checkpoint.interval_steps=0",
+    "checkpoint.checkpoint_interval=0",
+    "checkpoint.memory_snapshot_interval=0",
 )  # fmt: skip
 
 

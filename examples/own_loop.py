@@ -36,7 +36,7 @@ def main() -> None:
     config = elastic_harness.Config.from_dict(  # ◄ instead of a DataLoader: 64 samples a step, in 16 slots of 4
         {
             "training": {"max_steps": arguments.steps, "global_batch_samples": 64, "micro_batch_samples": 4},
-            "checkpoint": {"interval_steps": 10},
+            "checkpoint": {"checkpoint_interval": 10},
         }
     )
     run = elastic_harness.start(  # ◄

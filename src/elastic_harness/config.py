@@ -102,16 +102,53 @@ class ElasticConfig(Section):
 
 @dataclass(frozen=True)
 class CheckpointConfig(Section):
-    """When state is written to disk, and how many of the written ones stay."""
+    """When state is copied to shared memory, written to disk and uploaded; how much of it stays; what a failure means.
+
+    Intervals are in steps; 0: never, except at the end. "auto" keeps a tier where saving costs as much as it saves,
+    from its measured cost and the time between failures, between `interval_min_s` and `interval_max_s`.
+    """
 
     section: ClassVar[str] = "checkpoint"
 
-    interval_steps: int = 50  # 0: only at the end
-    keep_last: int = 3
+    checkpoint_interval: int | Literal["auto"] = 50  # to local disk
+    memory_snapshot_interval: int | Literal["auto"] = 10  # to shared memory only
+    upload_interval: int = 1  # to object storage: a checkpoint on disk that is at least so many steps past the last
+    nvme_path: str | None = None  # the folder on local disk; null: "checkpoints" in the run's folder
+    s3_bucket: str | None = None  # a bucket, or s3://bucket/prefix, gs://…, az://…; null: nothing is uploaded
+    keep_last: int = 3  # on disk, the newest
+    keep_every: int = 0  # and every one whose step is a multiple of this
+    keep_best: int = 0  # and so many with the best `best_metric`
+    best_metric: str = "loss"
+    best_mode: Literal["min", "max"] = "min"
+    s3_keep_last: int = 0  # in object storage; 0: all
+    async_save_policy: Literal["warn", "retry", "fail"] = "warn"  # when a write or an upload fails
+    upload_mbps_max: float = 0.0  # megabits per second; 0: no limit
+    full_every: int = 0  # of so many uploads one is whole, the others only differences; 0: all are whole
+    mtbf_hours: float | None = None  # mean time between failures, for "auto"; null: as observed
+    interval_min_s: float = 1.0
+    interval_max_s: float = 3600.0
+    nonfinite_window: int = 0  # when the loss is not finite, checkpoints of so many steps before are set aside; 0: none
 
     def check(self) -> None:
-        self._at_least(0, "interval_steps")
-        self._at_least(1, "keep_last")
+        for name in ("checkpoint_interval", "memory_snapshot_interval"):
+            value = getattr(self, name)
+            self._require(value == "auto" or value >= 0, name, 'must be "auto" or at least 0')
+        self._at_least(1, "keep_last", "upload_interval")
+        self._at_least(0, "keep_every", "keep_best", "s3_keep_last", "full_every", "upload_mbps_max")
+        self._at_least(0, "nonfinite_window")
+        self._positive("mtbf_hours", "interval_min_s")
+        self._require(self.nvme_path != "", "nvme_path", "must name a folder", "or leave it out")
+        self._require(self.s3_bucket != "", "s3_bucket", "must name a bucket", "or leave it out")
+        self._require(
+            self.interval_min_s <= self.interval_max_s,
+            "interval_min_s",
+            f"must not exceed checkpoint.interval_max_s={self.interval_max_s}",
+        )
+
+    @property
+    def upload_url(self) -> str | None:
+        """Where checkpoints are uploaded to; a bare name is a bucket in S3."""
+        return self.s3_bucket if self.s3_bucket is None or "://" in self.s3_bucket else f"s3://{self.s3_bucket}"
 
 
 @dataclass(frozen=True)
@@ -142,7 +179,7 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         """The whole configuration as YAML; ``load_config`` reads back an equal one."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     @classmethod
     def from_dict(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from elastic_harness.errors import ConfigError, InfrastructureError
 
 SCHEMES = ("s3://", "gs://", "az://", "http://", "https://")
+PIECE_BYTES = 1 << 20  # of an upload with a limit
 PAUSES_S = (0.0, 0.2, 1.0, 5.0)  # before each try of a request
 
 
@@ -47,9 +48,15 @@ class ObjectStore:
             )
         return content
 
-    def put_file(self, name: str, path: Path) -> None:
-        """Upload a file, in parts if it is large; an object of that name is replaced."""
-        self._ask(name, lambda: self._obstore.put(self._store, name, path))
+    def put_file(self, name: str, path: Path, mbps_max: float = 0.0) -> None:
+        """Upload a file, in parts if it is large; an object of that name is replaced. `mbps_max`: megabits per second
+        at most, 0: no limit."""
+        self._ask(name, lambda: self._obstore.put(self._store, name, _paced(path, mbps_max) if mbps_max else path))
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects; those that are not there are no error."""
+        if names:
+            self._ask(names[0], lambda: self._obstore.delete(self._store, list(names)))
 
     def create(self, name: str, content: bytes) -> bool:
         """Upload an object that must not exist yet; False if it does."""
@@ -85,3 +92,13 @@ class ObjectStore:
             f"{where} cannot be reached: {str(last).splitlines()[0]} It was tried {len(PAUSES_S)} times; start again "
             "when the storage answers."
         ) from last
+
+
+def _paced(path: Path, mbps_max: float) -> Iterator[bytes]:
+    """A file's content in pieces, as fast as is allowed."""
+    begun, sent = time.monotonic(), 0
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
+            sent += len(piece)
+            time.sleep(max(0.0, begun + 8e-6 * sent / mbps_max - time.monotonic()))

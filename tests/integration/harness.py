@@ -14,7 +14,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,7 @@ class TrainingJob(Job):
         steps: int,
         settings: Sequence[str] = (),
         script: Path = TRAINER,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.workers = workers
         self.steps = steps
@@ -82,7 +83,11 @@ class TrainingJob(Job):
         self._arguments = (self.tests, *TINY, f"training.max_steps={steps}", *settings)
         self._script = script
         super().__init__(
-            folder / "run", *self._arguments, script=script, options=("--nproc-per-node", workers, *options)
+            folder / "run",
+            *self._arguments,
+            script=script,
+            options=("--nproc-per-node", workers, *options),
+            variables=variables,
         )
 
     def relaunch(self, workers: int) -> None:
@@ -338,7 +343,7 @@ class TrainingJob(Job):
         known = {"config.yaml", "run.json", "events.jsonl", "ledger.jsonl", "logs", "checkpoints", "lock", "generation"}
         assert names <= known | {"weights.safetensors"}, f"left in the run folder: {names - known}"
         checkpoints = self.run_dir / "checkpoints"
-        odd = [p.name for p in checkpoints.iterdir() if not re.fullmatch(r"step-\d{8}(\.damaged)?", p.name)]
+        odd = [p.name for p in checkpoints.iterdir() if not re.fullmatch(r"step-\d{8}(\.damaged)?|latest|best", p.name)]
         assert not odd, f"left among the checkpoints: {odd}"
 
     def scale(self, workers: int) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,21 @@ def workers(count: int, *more: object) -> tuple[object, ...]:
 class Job:
     """A launch under test. `output` is complete once `wait` has returned."""
 
-    def __init__(self, run_dir: Path, *arguments: object, script: Path = FAKE_WORKER, options: tuple = ()) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *arguments: object,
+        script: Path = FAKE_WORKER,
+        options: tuple = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.run_dir = run_dir
         self.output = ""
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(run_dir.with_name(run_dir.name + f".out-{time.time_ns()}"), "w+b")
         self.process = subprocess.Popen(
             command("launch", "--standalone", "--run-dir", run_dir, *options, script, *arguments),
-            env=environment(),
+            env={**environment(), **(variables or {})},
             stdin=subprocess.DEVNULL,
             stdout=self._file,
             stderr=subprocess.STDOUT,

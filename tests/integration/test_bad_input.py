@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 import subprocess
 import sys
@@ -73,16 +72,21 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_checkpoints_first_and_the_job_last(tmp_path: Path) -> None:
-    def small_files_only() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-
+    """The process that writes checkpoints may only write small files; the weights have something in their way."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import resource, sys\n"
+        "if any('checkpoint.writer' in word for word in sys.orig_argv):\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))\n"
+    )
+    (tmp_path / "run" / "weights.safetensors" / "in the way").mkdir(parents=True)
+    variables = environment()
     module = (sys.executable, "-m", "elastic_harness.train", "--config", str(CONFIGS / "small.yaml"))
     (tmp_path / "text.txt").write_text("a line of text\n" * 1000)
-    settings = ("training.max_steps=5", "model.n_layer=1", "checkpoint.interval_steps=2")
+    settings = ("training.max_steps=5", "model.n_layer=1", "checkpoint.checkpoint_interval=2")
     ended = subprocess.run(
         [*module, "--run-dir", str(tmp_path / "run"), *settings, f"data.path={tmp_path}/text.txt"],
-        preexec_fn=small_files_only,
-        env=environment(),
+        env={**variables, "PYTHONPATH": f"{tmp_path / 'site'}:{variables['PYTHONPATH']}"},
         capture_output=True,
         text=True,
         timeout=120,

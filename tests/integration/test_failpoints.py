@@ -13,6 +13,8 @@ from collections.abc import Callable
 import pytest
 
 from elastic_harness import failpoints
+from elastic_harness.checkpoint import local
+from elastic_harness.checkpoint.manifest import newest
 from integration.harness import TrainingJob
 
 pytestmark = pytest.mark.slow
@@ -46,16 +48,28 @@ IN_RECOVERY = (
 ELSEWHERE = (
     "recovery.receiving",
     "recovery.serving",
+    "checkpoint.begun",
     "checkpoint.copied",
-    "checkpoint.written",
     "finish.saved",
     "finish.sent",
     "leave.began",
 )
 
 
+# Passed by the process that writes checkpoints.
+IN_WRITER = (
+    "checkpoint.sealed",
+    "checkpoint.synced",
+    "checkpoint.described",
+    "checkpoint.written",
+    "checkpoint.pruned",
+)
+
+
 def test_the_lists_name_every_place() -> None:
-    assert {p for p, _ in IN_STEP} | {*IN_RECOVERY, *ELSEWHERE} == set(failpoints.PLACES)
+    assert {p for p, _ in IN_STEP} | {*IN_RECOVERY, *ELSEWHERE, *IN_WRITER, "checkpoint.uploading"} == set(
+        failpoints.PLACES
+    )
 
 
 @pytest.mark.parametrize("first", [pytest.param(0, id="rank0"), pytest.param(1, id="last", marks=pytest.mark.soak)])
@@ -99,13 +113,42 @@ def test_a_joiner_and_its_donor_die_during_the_transfer(train: Start, undisturbe
 
 
 def test_rank_0_dies_while_saving(train: Start, undisturbed: Callable[[int], str]) -> None:
-    job = train(2, "--spares", 1, steps=STEPS, settings=["checkpoint.interval_steps=2"])
-    for place in ("checkpoint.copied", "checkpoint.written"):
+    job = train(2, "--spares", 1, steps=STEPS, settings=["checkpoint.checkpoint_interval=2"])
+    for place in ("checkpoint.begun", "checkpoint.copied"):
         job.fill(spares=1)
         job.order(0, place)
         job.play(4)
     job.finish(expected=undisturbed(STEPS))
-    assert len(list((job.run_dir / "checkpoints").iterdir())) == 3
+    assert len(list((job.run_dir / "checkpoints").glob("step-*"))) == 3
+
+
+def test_another_worker_dies_while_it_copies_its_share(train: Start, undisturbed: Callable[[int], str]) -> None:
+    job = train(3, steps=STEPS, settings=["checkpoint.checkpoint_interval=2"])
+    for rank in (1, 2):
+        job.fill()
+        job.order(rank, "checkpoint.copied")
+        job.play(4)
+    job.finish(expected=undisturbed(STEPS))
+
+
+def test_the_writer_dies_at_every_place(train: Start, undisturbed: Callable[[int], str]) -> None:
+    """Each writer at another place, of a checkpoint that the next one then finishes; the job does not notice."""
+    rules = [f"{place} member=writer-{number} kill" for number, place in enumerate(IN_WRITER, 1)]
+    job = train(
+        2,
+        steps=STEPS,
+        settings=["checkpoint.checkpoint_interval=2", "checkpoint.keep_last=2"],
+        variables={failpoints.VARIABLE: "; ".join(rules)},
+    )
+    job.fill()
+    for number in range(1, len(IN_WRITER) + 1):
+        job.advance(3)
+        job.until(lambda number=number: len(job.events("checkpoint_writer_died")) == number, "a writer's death")
+    job.finish(expected=undisturbed(STEPS))
+    kept = newest(job.run_dir / "checkpoints")
+    assert kept[0].step == STEPS and len(kept) == 2
+    for checkpoint in kept:
+        local.check(checkpoint)
 
 
 def test_kills_after_the_last_step(train: Start, undisturbed: Callable[[int], str]) -> None:

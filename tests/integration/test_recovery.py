@@ -8,10 +8,10 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+from elastic_harness.checkpoint.manifest import newest as checkpoints
 from integration.harness import TrainingJob
 from integration.launch_tools import run
 
@@ -43,7 +43,7 @@ def test_two_at_once_and_all_but_one(train: Train, undisturbed: Weights) -> None
 
 
 def test_all_at_once_go_back_to_the_checkpoint(train: Train, undisturbed: Weights) -> None:
-    job = train(3, steps=STEPS, settings=["checkpoint.interval_steps=2"])
+    job = train(3, steps=STEPS, settings=["checkpoint.checkpoint_interval=2"])
     job.fill()
     job.advance(5)
     job.until_event("checkpoint_saved")
@@ -57,23 +57,54 @@ def test_all_at_once_go_back_to_the_checkpoint(train: Train, undisturbed: Weight
     assert min(e["step"] for e in job.events("step_committed") if e["lineage"] == 1) == loaded
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_taken(train: Train, undisturbed: Weights) -> None:
-    job = train(3, steps=STEPS, settings=["checkpoint.interval_steps=2"])
-    job.fill()
-    job.advance(5)
-    job.until_event("checkpoint_saved", 2)
-    newest = max(e["step"] for e in job.events("checkpoint_saved"))
-    state = job.run_dir / "checkpoints" / f"step-{newest:08d}" / "state.safetensors"
+def damage(job: TrainingJob, step: int) -> None:
+    """Change the last bytes of a checkpoint on disk."""
+    state = job.run_dir / "checkpoints" / f"step-{step:08d}" / "state.safetensors"
     with open(state, "r+b") as file:
         file.seek(-100, os.SEEK_END)
         file.write(bytes(byte ^ 255 for byte in state.read_bytes()[-100:]))
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_taken(train: Train, undisturbed: Weights) -> None:
+    job = train(3, steps=STEPS, settings=["checkpoint.checkpoint_interval=2"])
+    job.fill()
+    job.advance(5)
+    job.until_event("checkpoint_saved", 2)
+    assert run("stop", job.run_dir).returncode == 0  # with the launcher goes the memory
+    job.allow(job.limit + 2)
+    assert job.wait() == 143
+    newest = max(c.step for c in checkpoints(job.run_dir / "checkpoints"))
+    damage(job, newest)
+    job.relaunch(3)
+    job.finish(expected=undisturbed(STEPS))
+    assert job.events("checkpoint_loaded")[0]["step"] < newest
+    assert [e["step"] for e in job.events("checkpoint_corrupt")] == [newest]
+    assert (job.run_dir / "checkpoints" / f"step-{newest:08d}.damaged").is_dir()
+
+
+def test_damage_on_disk_does_not_matter_while_memory_has_it(train: Train, undisturbed: Weights) -> None:
+    job = train(3, steps=STEPS, settings=["checkpoint.checkpoint_interval=2"])
+    job.fill()
+    job.advance(5)
+    job.until_event("checkpoint_saved", 2)
+    damage(job, max(e["step"] for e in job.events("checkpoint_saved")))
     for rank in range(3):
         job.order(rank, "slot.backward", hit=rank + 1)
     job.play()
     job.finish(expected=undisturbed(STEPS))
-    assert job.events("checkpoint_loaded")[0]["step"] < newest
-    moved = [e["moved_to"] for e in job.events("checkpoint_corrupt") if e["moved_to"]]
-    assert moved and all(Path(path).name == f"step-{newest:08d}.damaged" for path in moved)
+    assert [e["tier"] for e in job.events("checkpoint_loaded")] == ["memory"]
+
+
+def test_memory_survives_workers_agent_and_writer(train: Train, undisturbed: Weights) -> None:
+    """Nothing is on disk; what the launcher holds is enough."""
+    job = train(2, steps=STEPS, settings=["checkpoint.checkpoint_interval=0", "checkpoint.memory_snapshot_interval=3"])
+    job.fill()
+    job.advance(8)
+    os.kill(job.record()["agent_pid"], signal.SIGKILL)
+    job.until(lambda: job.events("checkpoint_loaded"), "the state to be restored")
+    job.finish(expected=undisturbed(STEPS))
+    loaded = job.events("checkpoint_loaded")[0]
+    assert loaded["tier"] == "memory" and loaded["step"] in (3, 6)
 
 
 def test_whoever_is_one_step_behind_replays_it(train: Train, undisturbed: Weights) -> None:

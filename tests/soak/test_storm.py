@@ -41,7 +41,7 @@ def test_storm(
 SETTINGS = [
     "elastic.progress_timeout_min_s=3",
     "elastic.first_step_timeout_s=20",
-    "checkpoint.interval_steps=5",
+    "checkpoint.checkpoint_interval=5",
 ]
 
 

@@ -15,7 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness.checkpoint import local, tensor_file
+from elastic_harness.checkpoint import layout, local, retention, tensor_file
+from elastic_harness.checkpoint import manifest as manifest_module
+from elastic_harness.checkpoint.retention import Retention
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 
 SKELETON = {"optimizer": {"groups": [{"lr": 0.1, "betas": [0.9, 0.95]}]}, "none": None, "flag": True}
@@ -162,8 +164,8 @@ def test_a_file_that_vanishes_after_listing_is_corrupt_not_a_crash(tmp_path: Pat
 def test_a_manifest_of_another_format_is_passed_over(tmp_path: Path) -> None:
     path = put(tmp_path, 1) / "manifest.json"
     manifest = json.loads(path.read_bytes())
-    manifest["format_version"] = 2
-    manifest["sha256"] = local._self_hash(manifest)
+    manifest["format_version"] = 99
+    manifest["sha256"] = manifest_module.self_hash(manifest)
     path.write_text(json.dumps(manifest))
     assert local.newest(tmp_path) == []
 
@@ -172,17 +174,22 @@ def test_a_manifest_that_disagrees_with_the_tensors_is_noticed(tmp_path: Path) -
     path = put(tmp_path, 1) / "manifest.json"
     manifest = json.loads(path.read_bytes())
     good = manifest["tensors"]["model.weight"]
+    (piece,) = good["slices"]
     for damage in (
         {"shape": [4, 4]},
         {"shape": [-3, -4]},
         {"shape": [1 << 40]},
         {"dtype": "float64"},
         {"dtype": "load"},
-        {"blocks": []},
-        {"blocks": [{**good["blocks"][0], "bytes": "many"}]},
+        {"slices": []},
+        {"slices": [{**piece, "blocks": []}]},
+        {"slices": [{**piece, "offset": [1, 0]}]},
+        {"slices": [{**piece, "sizes": [2, 4]}]},
+        {"slices": [piece, piece]},
+        {"slices": [{**piece, "blocks": [{**piece["blocks"][0], "bytes": "many"}]}]},
     ):
         manifest["tensors"]["model.weight"] = good | damage
-        manifest["sha256"] = local._self_hash(manifest)
+        manifest["sha256"] = manifest_module.self_hash(manifest)
         path.write_text(json.dumps(manifest))
         (checkpoint,) = local.newest(tmp_path)
         with pytest.raises(CheckpointCorrupt, match=r"contradicts itself about model\.weight"):
@@ -194,16 +201,16 @@ def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     manifest = json.loads(path.read_bytes())
     for name in ("../../secret.safetensors", "/etc/x.safetensors", ".safetensors"):
         manifest["files"] = {name: manifest["files"].popitem()[1]}
-        manifest["sha256"] = local._self_hash(manifest)
+        manifest["sha256"] = manifest_module.self_hash(manifest)
         path.write_text(json.dumps(manifest))
         assert local.newest(tmp_path) == []
     path = put(tmp_path, 2) / "manifest.json"
     for where, key, value in (("tensors", "file", "../../secret"), ("files", "header_bytes", 1 << 60)):
         manifest = json.loads(path.read_bytes())
-        block = manifest["tensors"]["model.weight"]["blocks"][0]
+        block = manifest["tensors"]["model.weight"]["slices"][0]["blocks"][0]
         target = manifest["files"]["state.safetensors"] if where == "files" else block
         target[key] = value
-        manifest["sha256"] = local._self_hash(manifest)
+        manifest["sha256"] = manifest_module.self_hash(manifest)
         path.write_text(json.dumps(manifest))
         assert local.newest(tmp_path) == []
         path = put(tmp_path, 2) / "manifest.json"
@@ -227,8 +234,8 @@ def test_what_has_not_changed_is_not_written_again(tmp_path: Path) -> None:
     newest = local.newest(tmp_path)
     own = [(c.path / "state.safetensors").stat().st_size for c in newest]
     assert own == [own[0]] * 4 + [own[-1]] and own[0] < own[-1] / 4
-    local.prune(tmp_path, 1)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
+    retention.prune(tmp_path, Retention(1))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000005"]
     assert_same(local.load(local.newest(tmp_path)[0])[1], frozen_and_trained(5))
 
 
@@ -262,9 +269,9 @@ def test_what_is_damaged_is_set_aside_and_kept(tmp_path: Path) -> None:
         assert aside is not None and aside.is_dir() and steps(tmp_path) == [1]
         assert local.quarantine(newest) is None, "another process was quicker"
     put(tmp_path, 3)
-    local.prune(tmp_path, 1)
+    retention.prune(tmp_path, Retention(1))
     names = sorted(p.name for p in tmp_path.iterdir())
-    assert names == ["step-00000002.damaged", "step-00000002.damaged-1", "step-00000003"]
+    assert names == ["latest", "step-00000002.damaged", "step-00000002.damaged-1", "step-00000003"]
 
 
 def test_a_file_system_without_links_gets_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +291,8 @@ def test_large_tensors_come_in_blocks_that_any_reader_of_safetensors_has(
 ) -> None:
     from safetensors.torch import load_file
 
-    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 8192)
+    monkeypatch.setattr(tensor_file, "BUFFER_BYTES", 8192)
+    monkeypatch.setattr(layout, "PIECE_BYTES", 8192)
     if not direct:
         monkeypatch.setattr(tensor_file.os, "O_DIRECT", 0)
     tensors = {"large": torch.randn(70, 101), "small": torch.randn(5).bfloat16(), "exact": torch.randn(2048)}
@@ -312,11 +320,11 @@ def test_pruning_keeps_the_newest_and_never_the_last_valid_one_goes(tmp_path: Pa
     for step in range(5):
         put(tmp_path, step)
     (tmp_path / "step-00000004" / "manifest.json").write_text("{}")
-    assert [p.name for p in local.prune(tmp_path, 2)] == ["step-00000001", "step-00000000"]
+    assert [p.name for p in retention.prune(tmp_path, Retention(2))] == ["step-00000001", "step-00000000"]
     assert steps(tmp_path) == [3, 2]
-    local.prune(tmp_path, 0)
+    retention.prune(tmp_path, Retention(0))
     assert steps(tmp_path) == [3]
-    assert local.prune(tmp_path / "nowhere", 2) == []
+    assert retention.prune(tmp_path / "nowhere", Retention(2)) == []
 
 
 @pytest.mark.parametrize("last_call", ["rmtree", "rename"])
@@ -357,12 +365,12 @@ def test_a_crash_in_a_replacement_loses_nothing(
 WRITER = """
 import sys, torch
 from pathlib import Path
-from elastic_harness.checkpoint import local
+from elastic_harness.checkpoint import local, retention
 step = 0
 while True:
     step += 1
     local.save(Path(sys.argv[1]), step, {"step": step}, {"x": torch.full((20_000,), float(step))}, {})
-    local.prune(Path(sys.argv[1]), 2)
+    retention.prune(Path(sys.argv[1]), retention.Retention(2))
     print(step, flush=True)
 """
 
@@ -429,3 +437,16 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InfrastructureError, match="cannot be written"):
         put(tmp_path / "file" / "checkpoints", 1)
+
+
+def test_a_checkpoint_of_the_format_before_is_read(tmp_path: Path) -> None:
+    path = put(tmp_path, 1) / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    manifest["format_version"] = 1
+    for tensor in manifest["tensors"].values():
+        (only,) = tensor.pop("slices")
+        tensor["blocks"] = only["blocks"]
+    manifest["sha256"] = manifest_module.self_hash(manifest)
+    path.write_text(json.dumps(manifest))
+    (checkpoint,) = local.newest(tmp_path)
+    assert_same(local.load(checkpoint)[1], some_tensors())

@@ -8,6 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from elastic_harness import memory_slots
 from elastic_harness.agent.console import Console
 from elastic_harness.agent.elastic import ElasticRun
 from elastic_harness.agent.folder import RunFolder
@@ -23,6 +24,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m elastic_harness.agent", description=__doc__)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--parent", type=int, required=True, help="the process whose end ends the agent")
+    parser.add_argument("--slots", required=True, help="descriptors of the shared memory for snapshots")
+    parser.add_argument("--lock", type=int, required=True, help="the descriptor of the run folder's lock")
     parser.add_argument("--colour", action="store_true")
     given = parser.parse_args()
 
@@ -32,7 +35,8 @@ def main() -> int:
     options = LaunchOptions.from_json(folder.record["options"])
     console = Console(output, colour=given.colour, quiet=options.quiet)
     try:
-        agent = Agent(folder, options, console, given.parent)
+        slots = memory_slots.from_text(given.slots)
+        agent = Agent(folder, options, console, given.parent, slots, given.lock)
         supervisor: Supervisor = ElasticRun(agent) if folder.record.get("mode") == "elastic" else PlainRun(agent)
         return agent.run(supervisor)
     except HarnessError as error:

@@ -57,6 +57,7 @@ class ElasticRun:
         """Plan the start of all workers; those already running are taken over."""
         self.agent.folder.update(mode="elastic")
         self._store.txn({}, [Put("node/0", json.dumps({"host": self.agent.report.host}))])
+        self.agent.start_writer()
         self._refill()
         self._spawn_due()
 
@@ -85,9 +86,9 @@ class ElasticRun:
                 self._feed(leader.Committed(message["step"]))
             case "event":
                 fields = dict(message["fields"])
-                if message["event"] == "checkpoint_saved":
-                    self.agent.records.sync()
                 self.agent.records.event(message["event"], **fields)
+                if fields.get("fatal"):
+                    self.agent.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", str(fields.get("error"))), graceful=False)
                 if message["event"] == "recovery":
                     self._last_recovery = fields
             case "slot_error":

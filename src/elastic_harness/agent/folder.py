@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from elastic_harness import file_lock
 from elastic_harness.errors import ConfigError, InfrastructureError
 
 RUNS = Path("runs")
@@ -100,40 +101,20 @@ def set_aside(path: Path) -> Path:
     return target
 
 
-def acquire(path: Path, wait_s: float = 3.0) -> int:
-    """Create the folder if needed and take its lock; returns the lock's descriptor.
-
-    The lock is held as long as any process keeps the descriptor open, and never outlives them. A holder whose launcher
-    is gone is about to leave: it is waited for, up to `wait_s`.
-    """
+def acquire(path: Path) -> int:
+    """Create the folder if needed and take its lock; returns the lock's descriptor. A job whose launcher is gone is
+    about to leave, once its last snapshot is on disk: it is waited for."""
     try:
         (path / "logs").mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise InfrastructureError(
             f"cannot use the run folder {path}: {error.strerror}; choose another --run-dir or make it writable"
         ) from error
-    give_up_at = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip()
-            if _lives(holder) or time.monotonic() > give_up_at:
-                os.close(descriptor)
-                raise ConfigError(
-                    f"the run in {path} is live: process {holder or 'unknown'} holds it. Stop it with "
-                    f"`elastic-harness stop {path}`, or choose another --run-dir"
-                ) from None
-            time.sleep(0.05)
-    try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    except OSError as error:
-        os.close(descriptor)
-        raise InfrastructureError(f"cannot write {path / LOCK}: {error.strerror}; free space and try again") from error
-    return descriptor
+    busy = (
+        f"the run in {path} is live: process {{holder}} holds it. Stop it with `elastic-harness stop {path}`, or "
+        "choose another --run-dir"
+    )
+    return file_lock.take(path / LOCK, busy)
 
 
 def locked(path: Path) -> bool:
@@ -159,7 +140,3 @@ def newest_checkpoint(path: Path) -> int | None:
         if manifest.parent.name[5:].isdigit()
     ]
     return max(versions, default=None)
-
-
-def _lives(pid: str) -> bool:
-    return pid.isdigit() and Path(f"/proc/{pid}").exists()

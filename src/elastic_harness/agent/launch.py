@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from elastic_harness import memory_slots
 from elastic_harness.agent import folder as folders
 from elastic_harness.agent.options import LaunchRequest, parse
 from elastic_harness.agent.worker import die_with_parent
@@ -70,6 +71,7 @@ class _Parent:
     def __init__(self, path: Path, lock: int) -> None:
         self._path = path
         self._lock = lock
+        self._slots = memory_slots.create()  # here, so that they outlive an agent too
         self._agent: subprocess.Popen[bytes] | None = None
         self._signalled = 0
         self._starts: deque[float] = deque()
@@ -109,6 +111,7 @@ class _Parent:
     def _run_agent(self) -> int:
         parent = os.getpid()
         command = [sys.executable, "-m", "elastic_harness.agent", "--run-dir", str(self._path), "--parent", str(parent)]
+        command += ["--slots", memory_slots.to_text(self._slots), "--lock", str(self._lock)]
         if _colour():
             command.append("--colour")
 
@@ -122,7 +125,7 @@ class _Parent:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(self._lock,),
+                pass_fds=(self._lock, *self._slots),
                 start_new_session=True,
                 preexec_fn=before_exec,
             )

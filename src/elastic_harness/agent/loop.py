@@ -9,7 +9,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,7 +24,9 @@ from elastic_harness.agent.options import LaunchOptions
 from elastic_harness.agent.records import Records
 from elastic_harness.agent.reporting import Reporter
 from elastic_harness.agent.worker import Worker
+from elastic_harness.agent.writer import WriterProcess
 from elastic_harness.errors import (
+    EXIT_INFRASTRUCTURE,
     EXIT_INTERRUPTED,
     EXIT_TERMINATED,
     HarnessError,
@@ -39,6 +41,7 @@ CPU_SHARE_MAX = 0.01
 CPU_WINDOW_S = 1.0
 TERM_GRACE_S = 2.0
 LINK_LOST_GRACE_S = 2.0
+WRITER_NOTICE_S = 2.0
 EXIT_HANGUP = 129
 
 
@@ -70,7 +73,15 @@ class Supervisor(Protocol):
 class Agent:
     """Owns the workers and the loop. `supervisor` may be exchanged once the kind of script is known."""
 
-    def __init__(self, folder: RunFolder, options: LaunchOptions, console: Console, parent_pid: int) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        options: LaunchOptions,
+        console: Console,
+        parent_pid: int,
+        slots: Sequence[int],
+        lock: int | None,
+    ) -> None:
         self.folder = folder
         self.options = options
         self.console = console
@@ -80,6 +91,7 @@ class Agent:
         self.report = Reporter(self.records, console)
         if not self.records.born:
             folder.record.pop("fingerprint", None)  # nothing was trained with it: a corrected configuration may follow
+        self.writer = WriterProcess(folder.path, slots, lock, self._on_checkpoint)
         self.supervisor: Supervisor
         self._parent_pid = parent_pid
         self._selector = selectors.DefaultSelector()
@@ -105,6 +117,7 @@ class Agent:
             self.after(TICK_S, self._tick)
             while self.outcome is None or any(w.running for w in self.workers.values()):
                 self._turn()
+            self._finish_writer()
         except HarnessError as error:
             self.finish(Outcome(error.exit_code, "failed", str(error)), graceful=False)
             while any(w.running for w in self.workers.values()):
@@ -112,7 +125,21 @@ class Agent:
         finally:
             for worker in self.workers.values():
                 worker.signal(signal.SIGKILL)
+            self.writer.kill()
+            while self.writer.running:
+                self._turn(quiet=True)
         return self._close()
+
+    def _finish_writer(self) -> None:
+        """Everything is brought to disk, and what is being uploaded is waited for."""
+        self.writer.finish()
+        self.after(WRITER_NOTICE_S, self._say_what_is_waited_for)
+        while self.writer.running:
+            self._turn()
+
+    def _say_what_is_waited_for(self) -> None:
+        if self.writer.running:
+            self.console.notice("waiting for the last checkpoint to be written and uploaded; Ctrl-C leaves at once")
 
     def _announce_start(self) -> None:
         record = self.folder.record
@@ -144,6 +171,7 @@ class Agent:
         with contextlib.suppress(HarnessError):
             self.folder.update(status=outcome.status, exit_code=outcome.exit_code, agent_pid=None, control=None)
         self._control.close()
+        self.writer.close()
         self.records.close()
         self.console.notice(f"{outcome.status}: {outcome.message}" if outcome.message else outcome.status)
         signal.set_wakeup_fd(-1)
@@ -191,6 +219,7 @@ class Agent:
             log_path=self.folder.logs / f"worker-{index}-{member}.log",
             show=self.console.worker_line,
             nice=nice,
+            snapshots=self.writer.for_workers,
         )
         self.workers[member] = worker
         register = self._selector.register
@@ -207,6 +236,38 @@ class Agent:
             host=self.report.host,
         )
         return worker
+
+    def start_writer(self) -> None:
+        """Have snapshots taken to disk from now on."""
+        if self.writer.running or (self.outcome is not None and not any(w.running for w in self.workers.values())):
+            return
+        try:
+            self.writer.start()
+        except OSError as error:
+            self.console.notice(f"the process that writes checkpoints cannot be started: {error.strerror or error}")
+            self.after(1.0, self.start_writer)
+            return
+        self._selector.register(self.writer.pidfd, selectors.EVENT_READ, lambda _: self._on_writer_gone())
+        self._selector.register(self.writer.output, selectors.EVENT_READ, lambda _: self.writer.pump())
+
+    def _on_writer_gone(self) -> None:
+        self._selector.unregister(self.writer.pidfd)
+        self._selector.unregister(self.writer.output)
+        self.writer.pump()
+        delay_s = self.writer.reap()
+        if delay_s is not None:
+            self.after(delay_s, self.start_writer)
+
+    def _on_checkpoint(self, event: str, fields: dict[str, Any]) -> None:
+        """What the writer says."""
+        if event == "checkpoint_saved":
+            self.records.sync()
+        self.records.event(event, **fields)
+        if event.endswith("_failed"):
+            self.console.notice(f"{event.replace('_', ' ')}: {fields.get('error')}")
+        if fields.get("fatal"):
+            message = f"{fields.get('error')} (checkpoint.async_save_policy is fail)"
+            self.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", message), graceful=False)
 
     def give_up(self, worker: Worker, evidence: str) -> None:
         """Treat a worker that hangs as lost, and kill it."""
@@ -372,6 +433,8 @@ class Agent:
             )
             self.stop(code, f"by {name}")
         elif self._signals_seen > 1:
+            if not any(worker.running for worker in self.workers.values()):
+                self.writer.kill()
             for worker in self.workers.values():
                 worker.signal(signal.SIGKILL)
 

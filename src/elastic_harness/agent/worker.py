@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic_harness import wire
+from elastic_harness import memory_slots, wire
 from elastic_harness.agent.board import Board, Reading
 from elastic_harness.agent.logs import WorkerLog
 
@@ -193,8 +193,10 @@ def spawn(
     log_path: Path,
     show: Callable[[str, bytes], None],
     nice: bool,
+    snapshots: Sequence[int] = (),
 ) -> Worker:
-    """Start one worker in a process group of its own; it dies with the agent. Raises OSError if it cannot start."""
+    """Start one worker in a process group of its own; it dies with the agent. `snapshots`: descriptors of the node's
+    shared memory. Raises OSError if it cannot start."""
     board = Board(member)
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     log = WorkerLog(log_path, f"w{index}", show)
@@ -215,11 +217,12 @@ def spawn(
                 "ELASTIC_HARNESS_SPARE": "1" if spare else "0",
                 "ELASTIC_HARNESS_FD": str(theirs.fileno()),
                 "ELASTIC_HARNESS_BOARD_FD": str(board.descriptor),
+                memory_slots.VARIABLE: memory_slots.to_text(snapshots),
             },
             stdin=subprocess.DEVNULL,
             stdout=log.write_end,
             stderr=log.write_end,
-            pass_fds=(theirs.fileno(), board.descriptor),
+            pass_fds=(theirs.fileno(), board.descriptor, *snapshots),
             preexec_fn=before_exec,
         )
     except BaseException:

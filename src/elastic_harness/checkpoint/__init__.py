@@ -1,1 +1,36 @@
-"""Durable training state: folders of plain safetensors with a manifest that is written last."""
+"""Durable training state: shared memory, folders of plain safetensors with a manifest that is written last, object
+storage. Importing this loads torch only when something that needs it is used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic_harness.checkpoint.manager import CheckpointManager
+    from elastic_harness.checkpoint.state import CheckpointState, capture_rng, restore_rng
+    from elastic_harness.checkpoint.tiers import CheckpointTier
+    from elastic_harness.config import CheckpointConfig
+
+_HOMES = {
+    "CheckpointConfig": "elastic_harness.config",
+    "CheckpointManager": "elastic_harness.checkpoint.manager",
+    "CheckpointState": "elastic_harness.checkpoint.state",
+    "CheckpointTier": "elastic_harness.checkpoint.tiers",
+    "capture_rng": "elastic_harness.checkpoint.state",
+    "restore_rng": "elastic_harness.checkpoint.state",
+}
+__all__ = [
+    "CheckpointConfig", "CheckpointManager", "CheckpointState", "CheckpointTier", "capture_rng", "restore_rng"
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

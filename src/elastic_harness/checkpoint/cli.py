@@ -1,4 +1,4 @@
-"""`elastic-harness checkpoint ls|show|verify|diff|export|push|pull|prune`: look into checkpoints, move them.
+"""`elastic-harness checkpoint ls|show|verify|diff|export|import|push|pull|prune`: look into checkpoints, move them.
 
 WHERE is a run's folder or its id under runs/, a folder of checkpoints, or one checkpoint; where one is needed, the
 newest of several is meant.
@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.checkpoint import local, transfer
-from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
+from elastic_harness.checkpoint import local, retention, transfer
+from elastic_harness.checkpoint import manifest as manifests
+from elastic_harness.checkpoint.layout import Piece
+from elastic_harness.checkpoint.manifest import MANIFEST_FILE, Checkpoint
+from elastic_harness.checkpoint.retention import Retention
+from elastic_harness.errors import CheckpointCorrupt, ConfigError
 
 EXIT_DAMAGED = 1
-MODEL = "model."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,13 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("show", show, "one checkpoint as JSON: its tensors, files and what else it holds"),
         ("verify", verify, f"read every byte and check every hash; exit code {EXIT_DAMAGED} if one is wrong"),
         ("diff", diff, "which tensors differ between two checkpoints, by their hashes"),
-        ("export", export, "the weights as one .safetensors or .pt file that plain PyTorch loads"),
+        ("export", export, "the weights as safetensors, torch.save, PyTorch DCP or a Hugging Face folder"),
+        ("import", import_, "make a checkpoint of a file or folder of one of these formats"),
         ("push", push, "upload one to object storage, and read it back to check it"),
         ("pull", pull, "download one, or the newest of several, and check it"),
         ("prune", prune, "remove all but the newest"),
     ):
         command = commands.add_parser(name, help=summary, description=summary)
-        command.add_argument("where", metavar="URL" if name == "pull" else "WHERE")
+        command.add_argument("where", metavar={"pull": "URL", "import": "SOURCE"}.get(name, "WHERE"))
         command.set_defaults(run=run)
         if name == "push":
             command.add_argument("url", metavar="URL", help="s3://bucket/prefix, gs://…, az://…; it goes below that")
@@ -50,10 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "diff":
             command.add_argument("other", metavar="OTHER")
         if name == "export":
-            command.add_argument("output", metavar="OUTPUT", help="a name ending in .safetensors or .pt")
+            command.add_argument("output", metavar="OUTPUT", help="a name ending in .safetensors or .pt, or a folder")
             command.add_argument("--all", action="store_true", help="optimizer and the rest too, under their own names")
+        if name == "import":
+            command.add_argument("folder", metavar="FOLDER", help="a run, or a folder of checkpoints")
+            command.add_argument("--step", type=int, default=0, help="the step it is to be of (default: 0)")
+        if name in ("export", "import"):
+            choices = ("safetensors", "torch", "dcp", "hf")
+            command.add_argument("--format", choices=choices, help="default: what the name or content says")
         if name == "prune":
             command.add_argument("--keep-last", type=int, required=True, metavar="N", help="how many stay, at least 1")
+            command.add_argument("--keep-every", type=int, default=0, metavar="N", help="and each N-th step")
+            command.add_argument("--keep-best", type=int, default=0, metavar="N", help="and the N of the lowest loss")
             command.add_argument("--dry-run", action="store_true", help="only say what would go")
         if name in ("ls", "diff"):
             command.add_argument("--json", action="store_true", help="as JSON")
@@ -69,9 +81,9 @@ def ls(arguments: argparse.Namespace) -> int:
             "step": checkpoint.step,
             "lineage": checkpoint.lineage,
             "bytes": checkpoint.bytes,
-            "own_bytes": int(checkpoint.manifest["files"][local.STATE_FILE]["bytes"]),
+            "own_bytes": checkpoint.own_bytes,
             "tensors": len(checkpoint.manifest["tensors"]),
-            "written": (checkpoint.path / local.MANIFEST_FILE).stat().st_mtime,
+            "written": (checkpoint.path / MANIFEST_FILE).stat().st_mtime,
         }
         for checkpoint in found
     ]
@@ -91,8 +103,9 @@ def ls(arguments: argparse.Namespace) -> int:
 def show(arguments: argparse.Namespace) -> int:
     checkpoint = _one(arguments.where)
     manifest = checkpoint.manifest
+    slices = {piece.slice for piece in checkpoint.blocks}
     tensors = {
-        name: {"dtype": tensor["dtype"], "shape": tensor["shape"], "blocks": len(tensor["blocks"])}
+        name: {"dtype": tensor["dtype"], "shape": tensor["shape"], "slices": sum(of.tensor == name for of in slices)}
         for name, tensor in manifest["tensors"].items()
     }
     print(json.dumps({"path": str(checkpoint.path), **manifest, "tensors": tensors}, indent=1))
@@ -118,9 +131,9 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def diff(arguments: argparse.Namespace) -> int:
-    first, second = (_one(where).manifest["tensors"] for where in (arguments.where, arguments.other))
+    first, second = (_contents(_one(where)) for where in (arguments.where, arguments.other))
     only_first, only_second = sorted(set(first) - set(second)), sorted(set(second) - set(first))
-    differing = [name for name in sorted(set(first) & set(second)) if _content(first[name]) != _content(second[name])]
+    differing = [name for name in sorted(set(first) & set(second)) if first[name] != second[name]]
     same = len(set(first) & set(second)) - len(differing)
     if arguments.json:
         found = {"only_first": only_first, "only_second": only_second, "differing": differing, "same": same}
@@ -135,27 +148,22 @@ def diff(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
+    from elastic_harness.checkpoint import convert
+
     checkpoint, output = _one(arguments.where), Path(arguments.output)
-    if output.suffix not in (".safetensors", ".pt"):
-        raise ConfigError(f"The output {output} must end in .safetensors or .pt, which says what to write.")
-    _, tensors, _ = local.load(checkpoint)
-    if not arguments.all:
-        tensors = {name.removeprefix(MODEL): t for name, t in tensors.items() if name.startswith(MODEL)}
-    temporary = output.with_name(f".{output.name}.tmp")
-    try:
-        if output.suffix == ".pt":
-            import torch
+    form = arguments.format or convert.guess_format(output)
+    count = convert.export(checkpoint, output, form, everything=arguments.all)
+    print(f"{output}: {count} tensors of {checkpoint.path}")
+    return 0
 
-            torch.save(tensors, temporary)
-        else:
-            from safetensors.torch import save_file
 
-            save_file(tensors, temporary)
-        temporary.replace(output)
-    except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
-        raise InfrastructureError(f"{output} cannot be written: {error}.") from error
-    print(f"{output}: {len(tensors)} tensors of {checkpoint.path}")
+def import_(arguments: argparse.Namespace) -> int:
+    from elastic_harness.checkpoint import convert
+
+    source = Path(arguments.where)
+    form = arguments.format or convert.guess_format(source)
+    path = convert.import_from(source, _folder_of(arguments.folder), arguments.step, form)
+    print(f"{path}: made of {source}")
     return 0
 
 
@@ -168,10 +176,8 @@ def push(arguments: argparse.Namespace) -> int:
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    folder = Path(arguments.folder)
-    folder = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     with _bar("downloading", None) as advance:
-        checkpoint = transfer.pull(arguments.where, folder, advance)
+        checkpoint = transfer.pull(arguments.where, _folder_of(arguments.folder), advance)
     print(f"{checkpoint.path}: downloaded and checked, {checkpoint.bytes / 1e6:.1f} MB")
     return 0
 
@@ -196,43 +202,52 @@ def _bar(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
 def prune(arguments: argparse.Namespace) -> int:
     if arguments.keep_last < 1:
         raise ConfigError(f"--keep-last is {arguments.keep_last}, but at least 1 must stay.")
+    policy = Retention(arguments.keep_last, arguments.keep_every, arguments.keep_best)
     found = _all(arguments.where)
     if arguments.dry_run:
-        removed = [checkpoint.path for checkpoint in found[arguments.keep_last :]]
+        removed = [checkpoint.path for checkpoint in retention.superfluous(found, policy)]
     else:
-        removed = local.prune(found[0].path.parent, arguments.keep_last)
+        removed = retention.prune(found[0].path.parent, policy)
     for path in removed:
         print(f"{'would remove' if arguments.dry_run else 'removed'} {path}")
     return 0
 
 
-def _content(tensor: dict[str, Any]) -> tuple[Any, ...]:
-    return tensor["dtype"], tensor["shape"], [block["xxh3"] for block in tensor["blocks"]]
+def _contents(checkpoint: Checkpoint) -> dict[str, dict[Piece, str]]:
+    """Each tensor's pieces with their hashes."""
+    found: dict[str, dict[Piece, str]] = {}
+    for piece, block in checkpoint.blocks.items():
+        found.setdefault(piece.slice.tensor, {})[piece] = block.xxh3
+    return found
 
 
-def _one(where: str) -> local.Checkpoint:
+def _folder_of(given: str) -> Path:
+    """A run's folder of checkpoints, or a folder of them."""
+    folder = Path(given)
+    return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+
+
+def _one(where: str) -> Checkpoint:
     return _all(where)[0]
 
 
-def _all(where: str) -> list[local.Checkpoint]:
+def _all(where: str) -> list[Checkpoint]:
     """The valid checkpoints there, newest first; at least one. Says which folders are passed over."""
     path = next((p for p in (Path(where), Path("runs") / where) if p.exists()), None)
     if path is None:
         raise ConfigError(f"{where} does not exist; give a run, a folder of checkpoints or a checkpoint.")
-    if (path / local.MANIFEST_FILE).exists():
-        checkpoint = local.read_manifest(path)
+    path = path.resolve() if path.is_symlink() else path  # latest and best
+    if (path / MANIFEST_FILE).exists():
+        checkpoint = manifests.read(path)
         if checkpoint is None:
-            raise CheckpointCorrupt(
-                f"{path} is no whole checkpoint: its manifest is damaged or of another version, a file is missing or "
-                "has another size, or the folder was renamed."
-            )
+            raise CheckpointCorrupt(f"{path} is no whole checkpoint: {manifests.why_not(path)}.")
         return [checkpoint]
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = local.newest(folder)
+    found = manifests.newest(folder)
     known = {checkpoint.path.name for checkpoint in found}
     for entry in sorted(folder.glob("step-*")):
         if entry.name not in known:
-            print(f"passed over, not whole: {entry}", file=sys.stderr)
+            print(f"passed over, not whole: {entry}: {manifests.why_not(entry)}", file=sys.stderr)
     if not found:
         raise ConfigError(f"There is no checkpoint in {folder}.")
     return found

@@ -1,7 +1,6 @@
 """One file of tensors: plain safetensors, written past the page cache in large pieces, read and checked block by block.
 
-A tensor's bytes are cut into blocks of at most 16 MiB, the unit of hashing and of what need not be written again. A
-tensor of one block is an entry under its own name, a larger one several one-dimensional entries `name#0`, `name#1`, ….
+A slice of one piece is an entry under its own name, a larger one several one-dimensional entries `name#0`, `name#1`, ….
 """
 
 from __future__ import annotations
@@ -12,17 +11,13 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import xxhash
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-BLOCK_BYTES = 16 << 20
+BUFFER_BYTES = 16 << 20
 PAGE = 4096  # of O_DIRECT; the tensors' bytes begin at a multiple of it
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
@@ -51,26 +46,13 @@ class Written:
     header_hash: str
 
 
-def content_of(tensor: Tensor) -> memoryview:
-    """The tensor's bytes in row-major order; a view where it can be one."""
-    import torch
-
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
-
-
-def cut(nbytes: int) -> Iterator[tuple[int, int]]:
-    """The bounds of the blocks of a tensor of so many bytes; an empty tensor has one, which is empty."""
-    for low in range(0, max(nbytes, 1), BLOCK_BYTES):
-        yield low, min(low + BLOCK_BYTES, nbytes)
-
-
 def hash_of(content: memoryview | bytes) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def write(path: Path, entries: Iterable[Entry]) -> Written:
-    """Write a new file and return once its content is on disk. Raises OSError; the file may then be partial."""
+def write(path: Path, entries: Iterable[Entry], recycled: Path | None = None) -> Written:
+    """Write a new file and return once its content is on disk. `recycled`: a file nobody needs, whose place on the disk
+    is used again. Raises OSError; the file may then be partial."""
     listed = list(entries)
     header: dict[str, object] = {}
     position, begins = 0, []
@@ -82,7 +64,7 @@ def write(path: Path, entries: Iterable[Entry]) -> Written:
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
     text += b" " * (-(len(text) + 8) % PAGE)  # the format allows blanks, and says how long the header is
     start = struct.pack("<Q", len(text)) + text
-    writer = _Writer(path)
+    writer = _Writer(path, recycled)
     try:
         writer.write(memoryview(start))
         for entry in listed:
@@ -106,27 +88,30 @@ def read(descriptor: int, begin: int, into: memoryview) -> None:
 class _Writer:
     """Appends through an aligned buffer, past the page cache where the file system lets it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, recycled: Path | None) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        if recycled is not None and _take_over(recycled, path):
+            flags = os.O_WRONLY
         try:
             self._descriptor = os.open(path, flags | os.O_DIRECT, 0o644)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            path.unlink(missing_ok=True)
+            if flags & os.O_CREAT:
+                path.unlink(missing_ok=True)
             self._descriptor = os.open(path, flags, 0o644)
-        self._buffer = mmap.mmap(-1, BLOCK_BYTES)
+        self._buffer = mmap.mmap(-1, BUFFER_BYTES)
         self._filled = 0
         self._written = 0
 
     def write(self, content: memoryview) -> None:
         while len(content):
-            part = content[: BLOCK_BYTES - self._filled]
+            part = content[: BUFFER_BYTES - self._filled]
             self._buffer[self._filled : self._filled + len(part)] = part
             self._filled += len(part)
             content = content[len(part) :]
-            if self._filled == BLOCK_BYTES:
-                self._flush(BLOCK_BYTES)
+            if self._filled == BUFFER_BYTES:
+                self._flush(BUFFER_BYTES)
 
     def finish(self) -> int:
         """Write the rest, cut off its padding, wait for the disk; returns the size."""
@@ -157,3 +142,14 @@ class _Writer:
                     fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self._written += count
         self._filled = 0
+
+
+def _take_over(recycled: Path, path: Path) -> bool:
+    """Give a file that nobody needs a new name, if it is there and no other name leads to it."""
+    try:
+        if recycled.stat().st_nlink != 1:
+            return False
+        os.rename(recycled, path)
+        return True
+    except OSError:
+        return False

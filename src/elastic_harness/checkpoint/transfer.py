@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness.checkpoint import local, tensor_file
+from elastic_harness.checkpoint import manifest as manifests
+from elastic_harness.checkpoint.manifest import MANIFEST_FILE, Checkpoint, Hashed
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
 from elastic_harness.object_store import ObjectStore
 
@@ -25,31 +27,34 @@ _STEP = r"step-\d{8,}"
 Progress = Callable[[int], None]
 
 
-def push(checkpoint: local.Checkpoint, url: str, progress: Progress = lambda nbytes: None) -> str:
+def push(
+    checkpoint: Checkpoint, url: str, progress: Progress = lambda nbytes: None, *, mbps_max: float = 0.0
+) -> str:
     """Upload a checkpoint below `url` and return where it is; that it is whole there has been checked by reading it
     back. What an upload that was cut off has left whole is not sent again. Blocks; `progress(bytes)` is called as it
-    goes, with the checkpoint's size in all. Raises CheckpointCorrupt if it is damaged here, ConfigError if another one
-    of that name is there, InfrastructureError if the storage does not answer or changes what is sent."""
+    goes, with the checkpoint's size in all. `mbps_max`: megabits per second to send at most, 0: no limit. Raises
+    CheckpointCorrupt if it is damaged here, ConfigError if another one of that name is there, InfrastructureError if
+    the storage does not answer or changes what is sent."""
     local.check(checkpoint)
     store = ObjectStore(f"{url.rstrip('/')}/{checkpoint.path.name}")
-    content = (checkpoint.path / local.MANIFEST_FILE).read_bytes()
+    content = (checkpoint.path / MANIFEST_FILE).read_bytes()
     if _manifest(store) is None:
         for name, file in checkpoint.manifest["files"].items():
             if not _whole(checkpoint, store, name):
-                store.put_file(_place(checkpoint.manifest, name), checkpoint.path / name)
+                store.put_file(_place(checkpoint.manifest, name), checkpoint.path / name, mbps_max)
                 if not _whole(checkpoint, store, name):
                     raise InfrastructureError(
                         f"{store.url}/{name} does not have the bytes that were sent. Try again; if it stays so, the "
                         "storage or the network changes data."
                     )
             progress(int(file["bytes"]))
-        store.create(local.MANIFEST_FILE, content)
+        store.create(MANIFEST_FILE, content)
     if _manifest(store) != content:
         raise ConfigError(f"{store.url} is another checkpoint, with another manifest; push to another place.")
     return store.url
 
 
-def pull(url: str, folder: Path, progress: Progress = lambda nbytes: None) -> local.Checkpoint:
+def pull(url: str, folder: Path, progress: Progress = lambda nbytes: None) -> Checkpoint:
     """Download a checkpoint, or the newest of several below `url`, into a folder of checkpoints. It appears there when
     it is whole, checked and on disk. Raises ConfigError if there is none or one of that name is here, CheckpointCorrupt
     if it is damaged there, InfrastructureError if the storage does not answer or the disk refuses."""
@@ -67,8 +72,8 @@ def pull(url: str, folder: Path, progress: Progress = lambda nbytes: None) -> lo
             raise ConfigError(f"There is no checkpoint at {store.url}.")
         for file, (place, size) in _files(content, store.url).items():
             _download(store, place, size, temporary / file, progress)
-        local.write_synced(temporary / local.MANIFEST_FILE, content)
-        found = local.read_manifest(temporary, name)
+        local.write_synced(temporary / MANIFEST_FILE, content)
+        found = manifests.read(temporary, name)
         if found is None:
             raise CheckpointCorrupt(f"{store.url} is no whole checkpoint: its manifest does not fit its files.")
         local.check(found)
@@ -77,14 +82,40 @@ def pull(url: str, folder: Path, progress: Progress = lambda nbytes: None) -> lo
         raise InfrastructureError(f"{final} cannot be written: {error}; free space there.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    (checkpoint,) = (c for c in local.newest(folder) if c.path == final)
+    (checkpoint,) = (c for c in manifests.newest(folder) if c.path == final)
     return checkpoint
+
+
+def pull_newest(url: str, folder: Path) -> Checkpoint | None:
+    """Download the newest checkpoint below `url` that is whole there; None if there is none. Raises as `pull`."""
+    for name in names(url):
+        try:
+            return pull(f"{url.rstrip('/')}/{name}", folder)
+        except CheckpointCorrupt:
+            continue
+    return None
+
+
+def names(url: str) -> list[str]:
+    """The checkpoints below a URL, the newest first."""
+    found = (re.fullmatch(rf"({_STEP})/{MANIFEST_FILE}", name) for name in ObjectStore(url).names())
+    return sorted((match[1] for match in found if match), key=lambda name: -int(name[5:]))
+
+
+def prune(url: str, keep_last: int) -> list[str]:
+    """Remove all but the newest checkpoints below a URL (0: none), each its manifest first, and return their names."""
+    removed = names(url)[keep_last:] if keep_last else []
+    for name in removed:
+        store = ObjectStore(f"{url.rstrip('/')}/{name}")
+        store.delete([MANIFEST_FILE])
+        store.delete(store.names())
+    return removed
 
 
 def _manifest(store: ObjectStore) -> bytes | None:
     """The manifest that is there, if there is one."""
     try:
-        return store.read(local.MANIFEST_FILE, 0, store.size(local.MANIFEST_FILE))
+        return store.read(MANIFEST_FILE, 0, store.size(MANIFEST_FILE))
     except ConfigError:
         return None
 
@@ -95,12 +126,9 @@ def _find(url: str) -> tuple[ObjectStore, str]:
     last = url.rpartition("/")[2]
     if re.fullmatch(_STEP, last):
         return ObjectStore(url), last
-    found = (re.fullmatch(rf"({_STEP})/{local.MANIFEST_FILE}", name) for name in ObjectStore(url).names())
-    names = [match[1] for match in found if match]
-    if not names:
-        raise ConfigError(f"There is no checkpoint below {url}.")
-    newest = max(names, key=lambda name: int(name[5:]))
-    return ObjectStore(f"{url}/{newest}"), newest
+    for name in names(url):
+        return ObjectStore(f"{url}/{name}"), name
+    raise ConfigError(f"There is no checkpoint below {url}.")
 
 
 def _place(manifest: Mapping[str, Any], name: str) -> str:
@@ -115,7 +143,7 @@ def _files(content: bytes, where: str) -> dict[str, tuple[str, int]]:
         files = {str(name): (_place(manifest, name), int(file["bytes"])) for name, file in manifest["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorrupt(f"The manifest of {where} is damaged: {error}.") from error
-    odd = [name for name in files if not local.is_file_name(name)]
+    odd = [name for name in files if not manifests.is_file_name(name)]
     if odd:
         raise CheckpointCorrupt(f"The manifest of {where} names the file {odd[0]!r}, which is none of a checkpoint.")
     return files
@@ -140,7 +168,7 @@ def _download(store: ObjectStore, name: str, size: int, path: Path, progress: Pr
         os.close(descriptor)
 
 
-def _whole(checkpoint: local.Checkpoint, store: ObjectStore, name: str) -> bool:
+def _whole(checkpoint: Checkpoint, store: ObjectStore, name: str) -> bool:
     """Whether a file is in the storage as it is here, by reading it back."""
     place = _place(checkpoint.manifest, name)
     try:
@@ -149,8 +177,8 @@ def _whole(checkpoint: local.Checkpoint, store: ObjectStore, name: str) -> bool:
     except ConfigError:
         return False
 
-    def right(part: local.Hashed) -> bool:
+    def right(part: Hashed) -> bool:
         return tensor_file.hash_of(store.read(place, part.begin, part.begin + part.nbytes)) == part.xxh3
 
     with ThreadPoolExecutor(REQUESTS, thread_name_prefix="checkpoint-push") as pool:
-        return all(pool.map(right, (part for part in local.hashed(checkpoint) if part.file == name)))
+        return all(pool.map(right, (part for part in checkpoint.hashed() if part.file == name)))

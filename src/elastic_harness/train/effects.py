@@ -6,9 +6,13 @@ ledger takes each step of a lineage once.
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
 
+from elastic_harness.checkpoint.packages import packages
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.board import Phase
 from elastic_harness.train.commit import Verdict
@@ -41,12 +45,53 @@ def committed(parts: Parts, progress: Progress, record: Record, metrics: Metrics
 
 
 def save_if_due(parts: Parts, progress: Progress) -> None:
-    """Rank 0 begins to save the state after a commit if its turn has come; once per version."""
-    interval, formed = parts.config.checkpoint.interval_steps, progress.formed
+    """After a commit rank 0 begins to save the state if that is due; the others notice, and copy their shares. The end
+    of the run has a checkpoint of its own."""
+    formed, version = progress.formed, progress.version
     assert formed is not None
-    if formed.rank == 0 and interval and progress.version % interval == 0 and progress.record is not None:
+    if progress.record is None or version >= parts.config.training.max_steps:
+        return
+    window, metrics = parts.config.checkpoint.nonfinite_window, progress.metrics
+    if window and metrics is not None and not math.isfinite(metrics.loss):
+        if formed.rank == 0:
+            parts.saver.set_aside_nonfinite(version)
+    elif formed.rank == 0:
+        digest = formed.digest
+        parts.saver.save_if_due(version, digest.lineage, digest.from_step, formed.world, describe(parts, progress))
+    else:
+        parts.saver.follow(version, formed.rank, formed.world)
+
+
+def finish_copy(parts: Parts, progress: Progress) -> None:
+    """Before the state changes: have this worker's share of a snapshot copied, if there is one."""
+    formed = progress.formed
+    assert formed is not None
+    parts.saver.follow(progress.version, formed.rank, formed.world)
+    if parts.saver.copying:
         parts.board.show(Phase.CHECKPOINT, progress.version, deadline_s=parts.config.elastic.exchange_timeout_s)
-        parts.saver.save(progress.version, formed.digest.lineage)
+    parts.saver.join(progress.version)
+
+
+def describe(parts: Parts, progress: Progress) -> Callable[[], dict[str, Any]]:
+    """What a checkpoint says beside the state. Data position and random numbers follow from seed and version."""
+
+    def description() -> dict[str, Any]:
+        formed, metrics = progress.formed, progress.metrics
+        assert formed is not None
+        span = parts.schedule.at(progress.version)
+        values = asdict(metrics) if metrics is not None else {}
+        return {
+            "generation": formed.generation.number,
+            "world_size": formed.world,
+            "metrics": {name: value for name, value in values.items() if value is not None and math.isfinite(value)},
+            "epoch": span.epoch,
+            "position": span.position,
+            "tokens": span.position * parts.tokens_per_sample,
+            "config": parts.config.to_dict(),
+            "packages": packages(),
+        }
+
+    return description
 
 
 def tell_commit(parts: Parts, progress: Progress, step_s: float | None) -> None:
@@ -131,7 +176,8 @@ def stop_at_boundary(parts: Parts, progress: Progress) -> Left:
     request, formed = parts.link.stop_requested, progress.formed
     assert request is not None and formed is not None and progress.sent is not None
     if request.get("checkpoint") and formed.rank == 0:
-        parts.saver.save(progress.version, formed.digest.lineage)
+        parts.board.show(Phase.CHECKPOINT, progress.version, deadline_s=parts.config.elastic.exchange_timeout_s)
+        parts.saver.save(progress.version, formed.digest.lineage, describe(parts, progress))
     progress.sent.exchange.sent(parts.config.elastic.exchange_timeout_s)
     return Left(request.get("reason", "asked to stop"))
 

@@ -1,7 +1,7 @@
 """The life of a step, recovery included. Read this page first.
 
     place the lanes → compute the slots of mine, summing them up the fixed tree → exchange partial sums
-    → gate on everyone's header → apply the record: version + 1
+    → gate on everyone's header → join the copy of the state, if one is being made → apply the record: version + 1
 
 Whatever breaks on the way (`Recoverable`) leads to `recover`, which returns how far this worker is now; finished
 lanes survive it, and the same step goes on. Nothing is voted on: state at a version is a pure function of the seed,
@@ -19,7 +19,7 @@ from elastic_harness.errors import GenerationChanged, PeerFailed, Recoverable
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.board import Phase
 from elastic_harness.train.commit import gate
-from elastic_harness.train.effects import committed, report_unfit, save_if_due, stop_at_boundary
+from elastic_harness.train.effects import committed, finish_copy, report_unfit, save_if_due, stop_at_boundary
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
@@ -64,8 +64,10 @@ def compute(parts: Parts, progress: Progress, work: Work) -> Iterator[Any]:
 def run_slots(parts: Parts, progress: Progress, unit: Node, *, rehearsal: bool = False) -> Iterator[Any]:
     """Yield the batches of a unit's slots; between two slots is where an urgent change of generation is noticed."""
     step = progress.version
+    assert progress.formed is not None
     for slot, batch in parts.slots.run(step, unit, rehearsal=rehearsal):
         stop_if_void(parts, progress)
+        parts.saver.follow(step, progress.formed.rank, progress.formed.world)
         with parts.deadlines.measured(Phase.SLOT, step, slot):
             failpoint("slot.forward", step)
             yield batch
@@ -82,6 +84,7 @@ def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress
         raise PeerFailed(reason)
     record = record_of(parts, formed, work, headers)
     failpoint("exchange.finished", record.step)
+    finish_copy(parts, progress)
     parts.deadlines.enter(Phase.APPLY, record.step)
     if progress.serving is not None:
         progress.serving.join()
@@ -93,10 +96,10 @@ def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress
 def settle(parts: Parts, progress: Progress) -> Progress:
     """What the last commit left to be done once the user's code after it has run: save, stop, or move on to the
     planned generation that all have heard of."""
-    save_if_due(parts, progress)
     verdict, progress = progress.verdict, replace(progress, verdict=None)
     if verdict is not None and verdict.stop:
         raise stop_at_boundary(parts, progress)
+    save_if_due(parts, progress)
     if verdict is not None and verdict.switch:
         progress = recover(parts, progress, None)
     return progress

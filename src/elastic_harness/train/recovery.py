@@ -28,7 +28,7 @@ from elastic_harness.failpoints import failpoint
 from elastic_harness.membership.types import Generation, Report, SourceKind
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.board import Phase
-from elastic_harness.train.effects import recovered
+from elastic_harness.train.effects import describe, recovered
 from elastic_harness.train.link import GenerationValues, Left, cancelled_by
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Formed, Progress
@@ -64,6 +64,8 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
                 parts.board.show(Phase.WAITING, progress.version)
                 generation = parts.link.next_generation(progress.announced, planned=failure is None)
             progress = replace(progress, announced=generation.number)
+            if failure is not None:
+                parts.saver.failed()
             if parts.link.member not in generation.members:
                 parts.link.left_out(generation)
             report = _report(parts, progress, generation.number)
@@ -87,7 +89,8 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
             return progress
         except Left as left:
             if left.save and progress.formed is not None and progress.version >= 0:
-                parts.saver.save_unless_saved(progress.version, progress.formed.digest.lineage)
+                lineage = progress.formed.digest.lineage
+                parts.saver.save_unless_saved(progress.version, lineage, describe(parts, progress))
             raise
         except Recoverable as error:
             failure = error.with_traceback(None)  # its frames, this one too, would keep state and sockets alive
@@ -158,6 +161,7 @@ def _repair(parts: Parts, progress: Progress, report: Report) -> Progress:
 
     if source.kind != "keep":
         parts.slots.drop()
+        parts.saver.join(progress.version)
     match source.kind:
         case "keep":
             if digest.lanes.get(members[formed.rank], ()) == report.lanes:

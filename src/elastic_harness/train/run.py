@@ -37,6 +37,7 @@ from elastic_harness.train.accept import check_extra, check_trainable
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.board import Board, Phase
 from elastic_harness.train.deadlines import Deadlines
+from elastic_harness.train.effects import describe
 from elastic_harness.train.export import export_weights
 from elastic_harness.train.fingerprint import fingerprint
 from elastic_harness.train.layout import averaged_buffers, make_layout
@@ -45,7 +46,7 @@ from elastic_harness.train.loop import commit_step, settle
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
-from elastic_harness.train.saver import Saver
+from elastic_harness.train.saver import make_saver
 from elastic_harness.train.slots import Shape, SlotComputer
 from elastic_harness.train.state import Registry, Stateful, weights_sha256
 
@@ -127,8 +128,7 @@ class Run:
         parts.board.show(Phase.CHECKPOINT, progress.version, deadline_s=parts.config.elastic.exchange_timeout_s)
         sha256 = weights_sha256(parts.registry.model)
         if formed.rank == 0:
-            parts.saver.save(progress.version, formed.digest.lineage)
-            parts.saver.wait()
+            parts.saver.save(progress.version, formed.digest.lineage, describe(parts, progress))
             try:
                 export_weights(parts.registry.model, parts.run_dir / "weights.safetensors")
             except InfrastructureError as error:
@@ -264,10 +264,10 @@ def start(
         ),
         registry=registry,
         pool=Pool(layout.dtype, wire_device, pin=cuda and wire_device.type == "cpu"),
-        saver=Saver(
-            folder / "checkpoints",
+        saver=make_saver(
+            config.checkpoint,
+            folder,
             registry,
-            config.checkpoint.keep_last,
             lambda event, fields: link.send("event", event=event, fields=fields),
         ),
         canary=config.elastic.canary and config.elastic.exactness == "strict",

@@ -1,120 +1,248 @@
-"""Saves and restores checkpoints of the run: a copy of the state, written to disk by a thread of its own."""
+"""When this member saves the run's state, and how it gets it back: the training side of the tiers.
+
+Rank 0 decides when a snapshot is due and begins it; all workers copy their share while they compute the next step, and
+nobody applies that step before its share is copied.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from elastic_harness.checkpoint import local
-from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
-from elastic_harness.failpoints import failpoint
+from elastic_harness import memory_slots
+from elastic_harness.checkpoint import local, transfer
+from elastic_harness.checkpoint.interval import Timing
+from elastic_harness.checkpoint.layout import Slice
+from elastic_harness.checkpoint.manifest import newest
+from elastic_harness.checkpoint.own_writer import OwnWriter
+from elastic_harness.checkpoint.policy import Policy, policy_of
+from elastic_harness.checkpoint.snapshot import Outcome, Slots, Snapshot
+from elastic_harness.checkpoint.tensors import slice_of
+from elastic_harness.checkpoint.tiers import POLL_S, Tiers
+from elastic_harness.config import CheckpointConfig
+from elastic_harness.errors import CheckpointCorrupt, ConfigError, HarnessError
 from elastic_harness.train.state import Registry
+
+Report = Callable[[str, dict[str, Any]], None]
+Describe = Callable[[], dict[str, Any]]
 
 
 class Saver:
-    """One member's access to the run's checkpoint folder. `save` copies the state and returns; at most one write is
-    under way. `report(event, fields)` tells what was saved or why it could not be."""
+    """`report(event, fields)` tells what happened. `own`: the writer, if there is no agent that has one."""
 
     def __init__(
-        self, folder: Path, registry: Registry, keep_last: int, report: Callable[[str, dict[str, Any]], None]
+        self,
+        tiers: Tiers,
+        registry: Registry,
+        config: CheckpointConfig,
+        policy: Policy,
+        report: Report,
+        own: OwnWriter | None = None,
     ) -> None:
-        self._folder = folder
+        self._tiers = tiers
         self._registry = registry
-        self._keep_last = keep_last
+        self._config = config
+        self._policy = policy
         self._report = report
-        self._writer: threading.Thread | None = None
-        self._corrupt: set[int] = set()
-        self._copies: dict[str, Tensor] = {}
-        self._newest: tuple[int, int] | None = None  # lineage and version of the last save begun here
+        self._own = own
+        self._timing = Timing(config)
 
-    def save(self, version: int, lineage: int) -> None:
-        """Start saving the state as it is now, unless that was the last thing saved; blocks for the copy, and for the
-        previous write if that still runs."""
-        self.wait()
-        if self._newest == (lineage, version):
+    # ---- saving
+
+    def save_if_due(self, version: int, lineage: int, from_step: int, world: int, describe: Describe) -> None:
+        """As rank 0: begin a snapshot if one is due and a slot is free. `from_step`: where this lineage began. Must be
+        followed by `join` before the state changes. Does not block."""
+        if "auto" in (self._config.checkpoint_interval, self._config.memory_snapshot_interval):
+            self._timing.stepped(writing=self._tiers.busy())
+        to_disk = self._due(version, from_step, self._config.checkpoint_interval, to_disk=True)
+        if not to_disk and not self._due(version, from_step, self._config.memory_snapshot_interval, to_disk=False):
             return
-        self._newest = (lineage, version)
-        skeleton, tensors = self._registry.capture()
-        copies = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
-        self._copies = copies
-        failpoint("checkpoint.copied", version)
-        self._writer = threading.Thread(
-            target=self._write, args=(version, lineage, skeleton, copies), name="checkpoint-writer"
-        )
-        self._writer.start()
+        shares = 1 if self._own is not None else world  # no other process has our memory
+        with self._reported(version):
+            if self._begin(version, lineage, describe, shares=shares, to_disk=to_disk) is not None:
+                self._timing.saved(to_disk=to_disk)
 
-    def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy on the CPU, in the memory of the last one, which is written by now: fresh memory costs many times what
-        copying does."""
-        kept = self._copies.get(name)
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return kept.copy_(tensor.detach())
+    def follow(self, version: int, rank: int, world: int) -> None:
+        """As another rank: start copying this worker's share if rank 0 has begun a snapshot of this version. Costs
+        microseconds if not. Does not block."""
+        if rank == 0:
+            return
+        awaited = self._tiers.awaited(version, world)
+        if awaited is not None:
+            with self._reported(version):
+                self._tiers.follow(awaited, self._capture()[1], rank)
 
-    def save_unless_saved(self, version: int, lineage: int) -> None:
+    def failed(self) -> None:
+        """Note that a worker was lost: it counts for intervals that follow the failure rate."""
+        self._timing.failures += 1
+
+    @property
+    def copying(self) -> bool:
+        return self._tiers.copying
+
+    def join(self, version: int) -> None:
+        """Block until the state may change."""
+        with self._reported(version):
+            self._tiers.join()
+
+    def save(self, version: int, lineage: int, describe: Describe) -> bool:
+        """Save the state, which is that of a step boundary, unless that is done already; blocks until it is on disk,
+        and gives whether it is."""
+        self.join(version)
+        snapshot, durable, wanted = self._tiers.newest(), False, (version, lineage, True)
+        with self._reported(version):
+            if snapshot is None or (snapshot.version, snapshot.control.lineage, snapshot.control.to_disk) != wanted:
+                while (snapshot := self._begin(version, lineage, describe, shares=1, to_disk=True)) is None:
+                    time.sleep(POLL_S)
+                self._tiers.join()
+            durable = self._tiers.wait(snapshot) == Outcome.DURABLE
+        return durable
+
+    def save_unless_saved(self, version: int, lineage: int, describe: Describe) -> None:
         """Save where no rank 0 is there to do it: several members may try, one after the other, and one write is
         enough. Blocks until that is on disk."""
-        self.wait()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._folder, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if version not in self.restorable():
-                self.save(version, lineage)
-                self.wait()
-        finally:
-            os.close(descriptor)  # and with it goes the lock
+        with self._folder_locked():
+            if version not in [checkpoint.step for checkpoint in newest(self._tiers.folder)]:
+                self.save(version, lineage, describe)
 
-    def _write(self, version: int, lineage: int, skeleton: dict[str, Any], tensors: dict[str, Any]) -> None:
-        start = time.perf_counter()
-        try:
-            path = local.save(self._folder, version, skeleton, tensors, {"lineage": lineage, "version": version})
-            failpoint("checkpoint.written", version)
-            local.prune(self._folder, self._keep_last)
-        except (InfrastructureError, OSError) as error:
-            print(f"elastic-harness: {error}", file=sys.stderr, flush=True)
-            self._report("checkpoint_failed", {"step": version, "error": str(error)})
-            return
-        self._report(
-            "checkpoint_saved",
-            {
-                "step": version,
-                "path": str(path),
-                "seconds": time.perf_counter() - start,
-                "bytes": sum(t.numel() * t.element_size() for t in tensors.values()),
-            },
-        )
+    def set_aside_nonfinite(self, version: int) -> None:
+        """The loss of the step before `version` is not finite: offer no checkpoint of the last few steps any more."""
+        since = version - self._config.nonfinite_window
+        for checkpoint in newest(self._tiers.folder):
+            if checkpoint.step > since and local.set_aside(checkpoint, "nonfinite") is not None:
+                self._report("checkpoint_set_aside", {"step": checkpoint.step, "reason": "the loss became non-finite"})
+        self._tiers.forget_since(since)
 
     def wait(self) -> None:
-        """Block until the write under way, if any, is done."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
+        """Let go of the tiers: a writer of our own finishes first, and ends."""
+        if self._own is not None:
+            self._own.close()
+            self._own = None
+
+    def _begin(
+        self, version: int, lineage: int, describe: Describe, *, shares: int, to_disk: bool
+    ) -> Snapshot | None:
+        skeleton, tensors = self._capture()
+        meta = {"lineage": lineage, "version": version, **describe()}
+        return self._tiers.begin(version, skeleton, tensors, meta, self._policy, shares=shares, to_disk=to_disk)
+
+    def _capture(self) -> tuple[dict[str, Any], dict[Slice, Tensor]]:
+        skeleton, tensors = self._registry.capture()
+        return skeleton, {slice_of(name, tensor): tensor for name, tensor in tensors.items()}
+
+    def _due(self, version: int, from_step: int, interval: int | str, *, to_disk: bool) -> bool:
+        last, last_at = -1, 0.0
+        snapshot = self._tiers.newest()
+        if snapshot is not None:
+            control = snapshot.control
+            to_memory = (control.version, control.began_at)
+            last, last_at = (control.disk_version, control.disk_began_at) if to_disk else to_memory
+        last = max(last, from_step)
+        if not interval or version <= last:
+            return False
+        if isinstance(interval, int):
+            return version // interval * interval > last
+        return self._timing.due(last_at, to_disk=to_disk)
+
+    @contextmanager
+    def _reported(self, version: int) -> Iterator[None]:
+        """What goes wrong in saving is told, and training goes on; unless the policy is to fail."""
+        try:
+            yield
+        except (HarnessError, OSError, RuntimeError) as error:
+            print(f"elastic-harness: {error}", file=sys.stderr, flush=True)
+            fatal = self._policy.on_failure == "fail"
+            self._report("checkpoint_failed", {"step": version, "error": str(error), "final": True, "fatal": fatal})
+
+    # ---- restoring
 
     def restorable(self) -> tuple[int, ...]:
-        """Versions that could be restored, newest first; without those found corrupt."""
-        return tuple(c.step for c in local.newest(self._folder) if c.step not in self._corrupt)
+        """Versions that could be restored, newest first; without those found corrupt. If there are none here, the
+        newest in object storage is fetched. Raises InfrastructureError if that fails: to begin at zero is worse."""
+        found = self._tiers.stored()
+        if not found and self._policy.upload is not None:
+            with self._folder_locked():
+                if not newest(self._tiers.folder):
+                    pulled = transfer.pull_newest(self._policy.upload.url, self._tiers.folder)
+                    if pulled is not None:
+                        self._report("checkpoint_downloaded", {"step": pulled.step, "url": self._policy.upload.url})
+            found = self._tiers.stored()
+        return tuple(dict.fromkeys(stored.version for stored in found))
 
     def restore(self, version: int) -> None:
         """Overwrite the whole state with a checkpoint's. Raises CheckpointCorrupt; it is not offered again then."""
-        found = next((c for c in local.newest(self._folder) if c.step == version), None)
         try:
-            if found is None:
-                raise CheckpointCorrupt(f"checkpoint of version {version} is no longer in {self._folder}")
-            skeleton, tensors, _ = local.load(found)
+            loaded = self._tiers.load(version)
         except CheckpointCorrupt as error:
-            self._corrupt.add(version)
-            aside = None if found is None else local.quarantine(found)
-            self._report("checkpoint_corrupt", {"step": version, "error": str(error), "moved_to": aside and str(aside)})
+            self._report("checkpoint_corrupt", {"step": version, "error": str(error)})
             raise
-        self._registry.restore(skeleton, tensors)
-        self._report("checkpoint_loaded", {"step": version, "path": str(found.path)})
+        self._registry.restore(loaded.skeleton, loaded.tensors)
+        if loaded.repaired:
+            self._report("checkpoint_repaired", {"step": version, "repaired": loaded.repaired})
+        self._report("checkpoint_loaded", {"step": version, "tier": loaded.tier.value})
+
+    @contextmanager
+    def _folder_locked(self) -> Iterator[None]:
+        self._tiers.folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._tiers.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)  # and with it goes the lock
+
+
+def make_saver(config: CheckpointConfig, run_dir: Path, registry: Registry, report: Report) -> Saver:
+    """The saver of a worker: with the agent's shared memory and writer, or without an agent those of rank 0 itself."""
+    folder = run_dir / "checkpoints"
+    if config.nvme_path is not None:
+        _lead_elsewhere(folder, Path(config.nvme_path).expanduser().absolute() / run_dir.name)
+    base = config.upload_url
+    policy = policy_of(config, None if base is None else f"{base.rstrip('/')}/{run_dir.name}")
+    inherited = os.environ.pop(memory_slots.VARIABLE, None)
+    if inherited is not None:
+        *descriptors, wake = memory_slots.from_text(inherited)
+        slots, own = Slots(descriptors, wake), None
+        for descriptor in descriptors:
+            os.close(descriptor)
+    elif os.environ.get("RANK", "0") == "0":
+        own = OwnWriter(folder, _told_aloud(report))
+        slots = own.slots
+    else:
+        slots, own = Slots([]), None
+    return Saver(Tiers(slots, folder, own), registry, config, policy, report, own)
+
+
+def _told_aloud(report: Report) -> Report:
+    """The report, and failures on standard error too: where there is no agent, nobody else would say them."""
+
+    def tell(event: str, fields: dict[str, Any]) -> None:
+        if event.endswith("_failed"):
+            print(f"elastic-harness: {fields.get('error')}", file=sys.stderr, flush=True)
+        report(event, fields)
+
+    return tell
+
+
+def _lead_elsewhere(folder: Path, target: Path) -> None:
+    """Let the run's checkpoints be in another place. Raises ConfigError if there are some already."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.symlink_to(target)
+    except FileExistsError:
+        if folder.resolve() != target.resolve():
+            raise ConfigError(
+                f"checkpoint.nvme_path leads to {target}, but this run has checkpoints in {folder.resolve()}; move "
+                "them there, or leave checkpoint.nvme_path out."
+            ) from None
+    except OSError as error:
+        raise ConfigError(f"checkpoint.nvme_path: {target} cannot be used: {error.strerror}.") from error

@@ -1,24 +1,17 @@
-"""The whole training state as (JSON skeleton, tensors): what a joiner receives and a checkpoint stores.
-
-No pickle anywhere: nested dicts, lists, tuples, numbers, strings and tensors are written out; anything else is refused
-with the path to it.
-"""
+"""The whole training state as (JSON skeleton, tensors): what a joiner receives and a checkpoint stores."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from elastic_harness.checkpoint.structure import Skeleton, decode, encode
 from elastic_harness.errors import ConfigError
-
-Skeleton = dict[str, Any]
 
 
 class Stateful(Protocol):
@@ -49,7 +42,7 @@ class Registry:
         tensors.update({f"model.{name}": buffer.clone() for name, buffer in self._changing.items()})
         skeleton: Skeleton = {}
         for name, part in self.parts.items():
-            skeleton[name] = _encode(part.state_dict(), name, tensors)
+            skeleton[name] = encode(part.state_dict(), name, tensors)
         return skeleton, tensors
 
     @torch.no_grad()
@@ -73,7 +66,7 @@ class Registry:
                 )
             tensor.copy_(tensors[name])
         for name, part in self.parts.items():
-            part.load_state_dict(_decode(skeleton[name], tensors))
+            part.load_state_dict(decode(skeleton[name], tensors))
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -109,44 +102,3 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     assert sys.byteorder == "little", "big-endian machines are not supported"
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
-
-
-def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        assert path not in tensors, f"two pieces of state are called {path}"
-        tensors[path] = value.detach()
-        return {"$tensor": path}
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, bool | str | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": repr(value)}
-    if isinstance(value, list):
-        return [_encode(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"$tuple": [_encode(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]}
-    if isinstance(value, Mapping) and all(isinstance(k, str | int) for k in value):
-        if all(isinstance(k, str) and not k.startswith("$") for k in value):
-            return {k: _encode(v, f"{path}.{k}", tensors) for k, v in value.items()}
-        return {"$items": [[k, _encode(v, f"{path}.{k}", tensors)] for k, v in value.items()]}
-    raise ConfigError(
-        f"State {path} is a {type(value).__name__}, which cannot be stored without pickle. Its state_dict() may hold "
-        "dicts, lists, tuples, numbers, strings, None and tensors."
-    )
-
-
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decode(v, tensors) for v in value]
-    if not isinstance(value, dict):
-        return value
-    if "$tensor" in value:
-        return tensors[value["$tensor"]]
-    if "$float" in value:
-        return float(value["$float"])
-    if "$tuple" in value:
-        return tuple(_decode(v, tensors) for v in value["$tuple"])
-    if "$items" in value:
-        return {k: _decode(v, tensors) for k, v in value["$items"]}
-    return {k: _decode(v, tensors) for k, v in value.items()}

@@ -294,7 +294,7 @@ def main() -> None:
         {
             "seed": 3,
             "training": {"max_steps": arguments.steps, **case.training},
-            "checkpoint": {"interval_steps": arguments.checkpoint_every},
+            "checkpoint": {"checkpoint_interval": arguments.checkpoint_every},
         }
     )
     parts = dict(case.more)

@@ -34,7 +34,7 @@ def main() -> None:
     config = elastic_harness.Config.from_dict(
         {
             "training": {"max_steps": 20, "global_batch_samples": 8, "threads": 2 if kind == "threads" else 1},
-            "checkpoint": {"interval_steps": 5},
+            "checkpoint": {"checkpoint_interval": 5},
         }
     )
     dataset = torch.randn(40, 8)

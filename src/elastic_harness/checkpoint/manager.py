@@ -1,0 +1,369 @@
+"""Checkpoints for any training script, with or without the rest of the harness.
+
+    manager = CheckpointManager(CheckpointConfig(checkpoint_interval=500, memory_snapshot_interval=50, nvme_path="…"))
+    state = manager.load_checkpoint()                      # the newest that is whole: memory → local disk → S3
+    …
+    if tier := manager.due(step):
+        manager.save_checkpoint(CheckpointState(step=step, model_state=model.state_dict(), …), tier)
+
+In a process group all ranks call the same methods in the same order, with the same steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_harness import file_lock
+from elastic_harness.checkpoint import local, parts, sharding, transfer
+from elastic_harness.checkpoint.interval import Timing
+from elastic_harness.checkpoint.layout import Slice
+from elastic_harness.checkpoint.manifest import newest
+from elastic_harness.checkpoint.own_writer import OwnWriter
+from elastic_harness.checkpoint.packages import packages
+from elastic_harness.checkpoint.parts import Part
+from elastic_harness.checkpoint.policy import policy_of
+from elastic_harness.checkpoint.ranks import Ranks
+from elastic_harness.checkpoint.snapshot import Outcome, Snapshot
+from elastic_harness.checkpoint.state import CheckpointState
+from elastic_harness.checkpoint.structure import decode, encode
+from elastic_harness.checkpoint.tensors import content_of
+from elastic_harness.checkpoint.tiers import POLL_S, CheckpointTier, Stored, Tiers
+from elastic_harness.config import CheckpointConfig
+from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
+
+Report = Callable[[str, dict[str, Any]], None]
+DEFAULT_FOLDER = Path("checkpoints")
+
+
+_STATES = [f.name for f in fields(CheckpointState) if f.name.endswith("_state")] + ["extra"]
+_META = ["epoch", "tokens", "generation", "world_size", "metrics", "config"]
+
+
+class CheckpointManager:
+    """Saves and loads `CheckpointState`s through shared memory, local disk and object storage. `report(event, fields)`
+    is told what happens, in any thread; by default failures are printed.
+
+    Memory: two copies of what this process saves. A process of its own writes them to disk; when this one dies, that
+    one first brings the newest to disk. Use `with`, or call `close`. Raises ConfigError if another job uses the folder.
+    """
+
+    def __init__(self, config: CheckpointConfig | None = None, report: Report | None = None) -> None:
+        self.config = config or CheckpointConfig()
+        self.folder = Path(self.config.nvme_path or DEFAULT_FOLDER).expanduser().absolute()
+        self._tell = report or _print_failures
+        self._ranks = Ranks()
+        self._policy = policy_of(self.config, self.config.upload_url)
+        self._fatal: str | None = None
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._timing = Timing(self.config)
+        self._saves = 0
+        self._last: dict[CheckpointTier, tuple[int, float]] = {}
+        self._snapshot: Snapshot | None = None
+        self._previous: Any = None
+        self.preempted = False
+        lock = self._lock()
+        self._token = self._ranks.token()
+        if self._ranks.rank == 0:
+            parts.clean(self.folder)
+        self._writer = OwnWriter(self.folder, self._report, lock)
+        self._tiers = Tiers(self._writer.slots, self.folder, self._writer)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for what is being copied, written and uploaded, and let go of everything."""
+        with contextlib.suppress(BaseException):
+            self._tiers.join()
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+            self._previous = None
+        self._writer.close()
+
+    # ---- saving
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let copies of this optimizer's parameters and state run beside forward and backward: `save_checkpoint` then
+        returns at once, and `optimizer.step()` waits for the copy. Everything else is copied before it returns."""
+        optimizer.register_step_pre_hook(lambda *_: self._tiers.join())
+        self._optimizers.append(optimizer)
+
+    def due(self, step: int) -> CheckpointTier | None:
+        """Where the state after `step` steps should be saved now: what the intervals say, and local disk if the process
+        is about to be preempted. Call it once per step. Without process groups, or with intervals in steps; "auto" in
+        a process group asks rank 0, which is collective."""
+        self._timing.stepped(writing=self._tiers.busy())
+        if self.preempted:
+            return CheckpointTier.NVME
+        for tier, interval in (
+            (CheckpointTier.NVME, self.config.checkpoint_interval),
+            (CheckpointTier.MEMORY, self.config.memory_snapshot_interval),
+        ):
+            if self._is_due(step, tier, interval):
+                return tier
+        return None
+
+    def save_checkpoint(
+        self, state: CheckpointState, tier: CheckpointTier = CheckpointTier.NVME, *, wait: bool = False
+    ) -> None:
+        """Copy a state to shared memory, from where it is taken on: with NVME to local disk, with S3 to object storage
+        as well. Returns once it is copied (see `attach`), or with `wait` once it is on disk and, in a process group,
+        all parts of it are. Blocks while two earlier ones still wait for the disk. Collective in a process group.
+        Raises ConfigError for what cannot be stored, InfrastructureError if that failed, also for an earlier one if
+        async_save_policy is fail."""
+        self._raise_fatal()
+        if tier == CheckpointTier.S3 and self._policy.upload is None:
+            raise ConfigError("tier is S3, but s3_bucket is not set; name a bucket in the CheckpointConfig.")
+        policy = self._policy
+        if tier == CheckpointTier.S3 and policy.upload is not None:
+            policy = replace(policy, upload=replace(policy.upload, interval=1))
+        began = time.perf_counter()
+        self._tiers.join()
+        tensors: dict[str, Tensor] = {}
+        skeleton = {name: encode(getattr(state, name), name, tensors) for name in _STATES}
+        meta = {"lineage": 0, **{name: getattr(state, name) for name in _META}, "packages": packages()}
+        if "world_size" in meta and self._ranks.world > 1:
+            meta["world_size"] = self._ranks.world
+        mine = sharding.to_write(tensors, self._ranks.rank, self._ranks.world)
+        owned = self._of_optimizers()
+        if owned:
+            mine = {of: t if _storage(t) in owned else t.detach().clone() for of, t in mine.items()}
+        part = None
+        if self._ranks.world > 1:
+            part = Part(self._ranks.rank, self._ranks.world, f"{self._token:016x}-{self._saves}")
+        self._saves += 1
+        while True:
+            snapshot = self._tiers.begin(
+                state.step,
+                skeleton if self._ranks.rank == 0 else {},
+                mine,
+                meta,
+                policy,
+                to_disk=tier != CheckpointTier.MEMORY,
+                part=part,
+            )
+            if snapshot is not None:
+                break
+            time.sleep(POLL_S)
+            self._raise_fatal()
+        if not owned:
+            self._tiers.join()
+        self._snapshot = snapshot
+        to_disk = tier != CheckpointTier.MEMORY
+        self._timing.saved(to_disk=to_disk)
+        for each in (CheckpointTier.MEMORY, CheckpointTier.NVME) if to_disk else (CheckpointTier.MEMORY,):
+            self._last[each] = (state.step, time.monotonic())
+        self._tell(
+            "snapshot_taken", {"step": state.step, "tier": tier.value, "stall_ms": 1e3 * (time.perf_counter() - began)}
+        )
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Block until the last state that was to go to disk is there. Raises InfrastructureError if it failed.
+        Collective in a process group."""
+        self._tiers.join()
+        outcome = Outcome.DURABLE
+        if self._snapshot is not None and self._snapshot.control.to_disk:
+            outcome = self._tiers.wait(self._snapshot)
+        self._ranks.barrier()
+        self._raise_fatal()
+        if outcome == Outcome.FAILED:
+            raise InfrastructureError(
+                f"The checkpoint could not be written to {self.folder}; what went wrong was reported. Free space there."
+            )
+
+    def watch_preemption(self) -> None:
+        """On SIGTERM set `preempted`, upon which `due` asks for a checkpoint; save it with `wait=True` and leave within
+        the grace period. Whatever happens, the newest snapshot in memory is still brought to disk when this process
+        ends. Only from the main thread."""
+
+        def asked(number: int, frame: FrameType | None) -> None:
+            self.preempted = True
+            if callable(self._previous):
+                self._previous(number, frame)
+
+        self._previous = signal.signal(signal.SIGTERM, asked)
+
+    # ---- loading
+
+    def stored(self) -> list[Stored]:
+        """What could be loaded from memory or disk, the newest first."""
+        found = self._tiers.stored()
+        return found if self._ranks.world == 1 else [s for s in found if s.tier == CheckpointTier.NVME]
+
+    def load_checkpoint(self, step: int | None = None, into: CheckpointState | None = None) -> CheckpointState | None:
+        """The newest state that is whole, or that of a step; None if there is none. What is damaged is taken from
+        another tier, or else set aside, and the next older one is loaded.
+
+        Tensors are whole and on the CPU. With `into`, whose structure must be the same, its tensors are filled in
+        place, wherever they are and however they are sharded, and are what is returned. Collective in a process group:
+        all ranks load the same step. Raises ConfigError if the step that was asked for is not there or `into`
+        differs."""
+        self._fetch()
+        while True:
+            version = self._agree(step)
+            if version is None:
+                if step is not None:
+                    raise ConfigError(f"There is no whole checkpoint of step {step} in {self.folder}.")
+                return None
+            problem, state = "", None
+            try:
+                state = self._load(version, into)
+            except CheckpointCorrupt as error:
+                problem = str(error)
+                self._tell("checkpoint_corrupt", {"step": version, "error": problem})
+            if self._ranks.all(not problem):
+                assert state is not None
+                return state
+            self._set_aside(version)
+
+    def _load(self, version: int, into: CheckpointState | None) -> CheckpointState:
+        target = None if into is None else _Target(into)
+        loaded = self._tiers.load(version, target.memory if target else None, from_memory=self._ranks.world == 1)
+        skeleton, tensors, meta, tier, repaired = loaded
+        if target is not None:
+            tensors = target.filled()
+        if repaired:
+            self._tell("checkpoint_repaired", {"step": version, "repaired": repaired})
+        self._tell("checkpoint_loaded", {"step": version, "tier": tier.value})
+        states = {name: decode(skeleton[name], tensors) for name in _STATES}
+        others = {name: meta[name] for name in _META if name in meta}
+        path = str(self.folder / f"step-{version:08d}") if tier == CheckpointTier.NVME else None
+        return CheckpointState(
+            version, **states, **others, tier=tier, path=path, packages=dict(meta.get("packages", {}))
+        )
+
+    def _fetch(self) -> None:
+        """From object storage, if nothing is here."""
+        upload = self._policy.upload
+        if upload is not None and self._ranks.rank == 0 and not self._tiers.stored():
+            pulled = transfer.pull_newest(upload.url, self.folder)
+            if pulled is not None:
+                self._tell("checkpoint_downloaded", {"step": pulled.step, "url": upload.url})
+        self._ranks.barrier()
+
+    def _agree(self, step: int | None) -> int | None:
+        """The newest version that all ranks could load."""
+        mine = [s.version for s in self.stored() if step is None or s.version == step]
+        if self._ranks.world == 1:
+            return mine[0] if mine else None
+        candidates = list(mine)
+        while True:
+            newest_here = candidates[0] if candidates else -1
+            lowest, highest = self._ranks.least(newest_here), self._ranks.greatest(newest_here)
+            if lowest == highest:
+                return lowest if lowest >= 0 else None
+            candidates = [version for version in candidates if version <= lowest]
+
+    def _set_aside(self, version: int) -> None:
+        """Offer a version no more that one rank could not load."""
+        self._ranks.barrier()
+        if self._ranks.world > 1 and self._ranks.rank == 0:
+            for checkpoint in newest(self.folder):
+                if checkpoint.step == version and local.quarantine(checkpoint) is None:
+                    local.set_aside(checkpoint, "refused")
+        self._ranks.barrier()
+
+    # ---- the rest
+
+    def _lock(self) -> int:
+        """Take this rank's place in the folder. Rank 0 waits for the writers of all ranks of an earlier job."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"nvme_path: {self.folder} cannot be made: {error.strerror}.") from error
+        busy = (
+            f"{self.folder} is in use by another job, process {{holder}}; give this one another nvme_path, or end that."
+        )
+        if self._ranks.rank == 0:
+            for path in self.folder.glob(".writer-*.lock"):
+                if path.name != ".writer-0.lock" and int(path.name[8:-5]) >= self._ranks.world:
+                    os.close(file_lock.take(path, busy))
+                    path.unlink(missing_ok=True)
+        return file_lock.take(self.folder / f".writer-{self._ranks.rank}.lock", busy)
+
+    def _report(self, event: str, told: dict[str, Any]) -> None:
+        if told.get("fatal"):
+            self._fatal = str(told.get("error"))
+        self._tell(event, told)
+
+    def _raise_fatal(self) -> None:
+        if self._fatal is not None:
+            raise InfrastructureError(f"{self._fatal} (async_save_policy is fail)")
+
+    def _of_optimizers(self) -> set[int]:
+        """The addresses of what only `optimizer.step` changes, if copies may run beside training."""
+        found = set()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    tensors = [parameter, *optimizer.state.get(parameter, {}).values()]
+                    found |= {_storage(t) for t in tensors if isinstance(t, Tensor)}
+        return found
+
+    def _is_due(self, step: int, tier: CheckpointTier, interval: int | str) -> bool:
+        last_step, last_at = self._last.get(tier, (None, 0.0))
+        if not interval or step == last_step:
+            return False
+        if isinstance(interval, int):
+            return step % interval == 0
+        due = self._timing.due(last_at, to_disk=tier == CheckpointTier.NVME)
+        return bool(self._ranks.greatest(int(due and self._ranks.rank == 0)))
+
+
+class _Target:
+    """The tensors of a state that is filled in place, on whatever device and however sharded."""
+
+    def __init__(self, state: CheckpointState) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        for name in _STATES:
+            encode(getattr(state, name), name, self._tensors)
+        self._parts = sharding.targets(self._tensors)
+        self._memory: dict[Slice, Tensor] = {}
+        for of, part in self._parts.items():
+            here = part.device.type == "cpu" and part.is_contiguous()
+            self._memory[of] = part if here else torch.empty(part.shape, dtype=part.dtype)
+
+    def memory(self, stored: set[str]) -> dict[Slice, memoryview]:
+        """The memory to fill. Raises ConfigError if other tensors are stored."""
+        if stored != set(self._tensors):
+            missing, unknown = sorted(set(self._tensors) - stored), sorted(stored - set(self._tensors))
+            raise ConfigError(
+                f"The checkpoint is of another state: it lacks {missing[:5] or 'nothing'} and has "
+                f"{unknown[:5] or 'nothing'} that `into` does not have. Load without `into`, or build the same state."
+            )
+        return {of: content_of(tensor) for of, tensor in self._memory.items()}
+
+    def filled(self) -> dict[str, Tensor]:
+        """The state's own tensors, with what was loaded."""
+        with torch.no_grad():
+            for of, part in self._parts.items():
+                if self._memory[of] is not part:
+                    part.copy_(self._memory[of])
+        return self._tensors
+
+
+def _storage(tensor: Tensor) -> int:
+    """Where the memory that this tensor looks into begins."""
+    held = tensor.to_local() if sharding.is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    return int(held.untyped_storage().data_ptr())
+
+
+def _print_failures(event: str, told: dict[str, Any]) -> None:
+    if event.endswith(("_failed", "_corrupt", "_repaired")):
+        print(f"elastic-harness: {event}: {told.get('error') or told.get('repaired')}", flush=True)

@@ -1,0 +1,96 @@
+"""A writer for a process that has no agent: started by it, and not ended with it before everything is on disk."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from elastic_harness import memory_slots
+from elastic_harness.checkpoint.snapshot import Slots
+from elastic_harness.errors import InfrastructureError
+
+DEATHS_MAX = 5  # in a row
+
+
+class OwnWriter:
+    """Shared memory and a writer for it. `report(event, fields)` is called in a thread of its own. `lock`: a descriptor
+    that the writer holds until everything is on disk, longer than this process lives if need be."""
+
+    def __init__(
+        self, folder: Path, report: Callable[[str, dict[str, Any]], None], lock: int | None = None
+    ) -> None:
+        self._folder = folder
+        self._report = report
+        self._lock = lock
+        self._descriptors = memory_slots.create()
+        self._wake = memory_slots.wake_descriptor()
+        self.slots = Slots(self._descriptors, self._wake)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
+        self._deaths = 0
+        atexit.register(self.close)
+
+    def keep_alive(self) -> None:
+        """Start the writer if it does not run. Raises InfrastructureError if it keeps dying."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        if self._process is not None:
+            self._deaths += 1
+            self._let_go()
+        if self._deaths > DEATHS_MAX:
+            raise InfrastructureError(
+                f"The process that writes checkpoints died {self._deaths} times in a row; see what it said above, or "
+                "run `dmesg` for the kernel's reasons. Training state is unharmed."
+            )
+        command = [sys.executable, "-m", "elastic_harness.checkpoint.writer", "--folder", str(self._folder.absolute())]
+        command += ["--slots", memory_slots.to_text(self._descriptors), "--wake", str(self._wake)]
+        passed = [*self._descriptors, self._wake]
+        if self._lock is not None:
+            command += ["--lock", str(self._lock)]
+            passed.append(self._lock)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=passed,
+            start_new_session=True,
+            env={**os.environ, "ELASTIC_HARNESS_MEMBER": f"writer-{self._deaths + 1}"},
+        )
+        self._reader = threading.Thread(target=self._read, args=(self._process,), name="checkpoint-events", daemon=True)
+        self._reader.start()
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with contextlib.suppress(ValueError, KeyError):
+                said = json.loads(line)
+                if said["event"] == "checkpoint_saved":
+                    self._deaths = 0
+                self._report(said["event"], said["fields"])
+
+    def close(self) -> None:
+        """Have the writer finish, and wait for it; blocks until what is newest is on disk and uploads are done."""
+        atexit.unregister(self.close)
+        self._let_go()
+        self.slots.close()
+        for descriptor in (*self._descriptors, self._wake, *([] if self._lock is None else [self._lock])):
+            os.close(descriptor)
+        self._descriptors, self._wake, self._lock = [], -1, None
+
+    def _let_go(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.close()
+            process.wait()
+            if self._reader is not None:
+                self._reader.join()
+            process.stdout.close()

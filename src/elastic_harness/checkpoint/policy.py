@@ -1,0 +1,60 @@
+"""What is to become of a snapshot: how long checkpoints stay, where they are uploaded, and what a failure means. It
+travels with the snapshot, as JSON, to the writer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from elastic_harness.checkpoint.retention import Retention
+from elastic_harness.config import CheckpointConfig
+
+OnFailure = Literal["warn", "retry", "fail"]
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Object storage. `interval`: how many steps a checkpoint must be past the last one that was uploaded. `keep_last`:
+    how many stay there (0: all). `mbps_max`: megabits per second, 0: no limit. `full_every`: of so many uploads one is
+    whole, the others are the difference to the one before (0: all are whole)."""
+
+    url: str
+    interval: int = 1
+    keep_last: int = 0
+    mbps_max: float = 0.0
+    full_every: int = 0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """on_failure: "warn" says so and goes on, "retry" tries again for a while first, "fail" ends the job."""
+
+    retention: Retention = field(default_factory=Retention)
+    upload: Upload | None = None
+    on_failure: OnFailure = "warn"
+
+    def pauses(self, pauses_s: Sequence[float]) -> list[float | None]:
+        """The pause after each try that fails; None after the last."""
+        return [*(pauses_s if self.on_failure == "retry" else ()), None]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "retention": list(self.retention)}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Policy:
+        upload = Upload(**data["upload"]) if data["upload"] else None
+        return Policy(Retention(*data["retention"]), upload, data["on_failure"])
+
+
+def policy_of(config: CheckpointConfig, url: str | None) -> Policy:
+    """The policy that a configuration asks for; `url`: where this run's checkpoints are uploaded to, if they are."""
+    retention = Retention(
+        config.keep_last, config.keep_every, config.keep_best, config.best_metric, config.best_mode
+    )
+    upload = None
+    if url is not None:
+        upload = Upload(
+            url, config.upload_interval, config.s3_keep_last, config.upload_mbps_max, config.full_every
+        )
+    return Policy(retention, upload, config.async_save_policy)

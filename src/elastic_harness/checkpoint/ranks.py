@@ -1,0 +1,46 @@
+"""The ranks of the default process group, if there is one: all that checkpoints need of each other. No pickle."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+class Ranks:
+    """This process's rank and how many there are. In a world of one nothing is sent."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        grouped = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if grouped else 0
+        self.world = dist.get_world_size() if grouped else 1
+        self._device = "cuda" if grouped and "nccl" in dist.get_backend() else "cpu"
+
+    def token(self) -> int:
+        """A number that all ranks know and that was never used before. Collective."""
+        token = torch.tensor([int.from_bytes(os.urandom(7), "little")], device=self._device)
+        if self.world > 1:
+            torch.distributed.broadcast(token, 0)
+        return int(token.item())
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values. Collective."""
+        if self.world == 1:
+            return value
+        tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
+        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN)
+        return int(tensor.item())
+
+    def greatest(self, value: int) -> int:
+        """The greatest of all ranks' values. Collective."""
+        return -self.least(-value)
+
+    def all(self, holds: bool) -> bool:
+        """Whether it holds on all ranks. Collective."""
+        return bool(self.least(int(holds)))
+
+    def barrier(self) -> None:
+        """Block until all ranks are here. Collective."""
+        self.least(0)

@@ -1,0 +1,83 @@
+"""Which checkpoints stay, and the names `latest` and `best` that lead to two of them.
+
+Everything is computed anew from what is there, so a crash in the middle is mended by the next call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from elastic_harness.checkpoint import local
+from elastic_harness.checkpoint.manifest import Checkpoint, newest
+
+LATEST, BEST = "latest", "best"
+
+
+class Retention(NamedTuple):
+    """What stays: the `keep_last` newest, every one whose step is a multiple of `keep_every` (0: none for that reason),
+    and the `keep_best` best by `metric` of those that have it; `mode`: whether "min" or "max" is better."""
+
+    keep_last: int = 3
+    keep_every: int = 0
+    keep_best: int = 0
+    metric: str = "loss"
+    mode: str = "min"
+
+
+def by_metric(found: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
+    """Those that have the metric, the best first, the newer first of equals."""
+    sign = 1 if retention.mode == "min" else -1
+    valued = []
+    for checkpoint in found:
+        value = (checkpoint.meta.get("metrics") or {}).get(retention.metric)
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            valued.append((sign * value, -checkpoint.step, checkpoint))
+    return [checkpoint for _, _, checkpoint in sorted(valued, key=lambda item: item[:2])]
+
+
+def superfluous(found: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
+    """Which of the valid checkpoints, newest first, need not stay. The newest always stays."""
+    stay = {checkpoint.step for checkpoint in found[: max(1, retention.keep_last)]}
+    stay |= {checkpoint.step for checkpoint in by_metric(found, retention)[: retention.keep_best]}
+    if retention.keep_every:
+        stay |= {checkpoint.step for checkpoint in found if checkpoint.step % retention.keep_every == 0}
+    return [checkpoint for checkpoint in found if checkpoint.step not in stay]
+
+
+def prune(
+    folder: Path, retention: Retention, in_use: Collection[int] = (), *, recycle: bool = False
+) -> list[Path]:
+    """Remove what need not stay, and return it; damaged ones are left to be looked at, as are steps that are in use.
+    Then `latest` and `best` lead to what is newest and best. `recycle`: see `local.remove`."""
+    removed = []
+    for checkpoint in superfluous(newest(folder), retention):
+        if checkpoint.step not in in_use:
+            local.remove(checkpoint.path, recycle=recycle)
+            removed.append(checkpoint.path)
+    point(folder, retention)
+    return removed
+
+
+def point(folder: Path, retention: Retention) -> None:
+    """Let `latest` and `best` lead to the newest checkpoint and the best. Conveniences for people: nothing here reads
+    them, and where there are no symbolic links there are no such names."""
+    found = newest(folder)
+    _link(folder / LATEST, found[0] if found else None)
+    best = by_metric(found, retention)
+    _link(folder / BEST, best[0] if best else None)
+
+
+def _link(name: Path, checkpoint: Checkpoint | None) -> None:
+    with contextlib.suppress(OSError):
+        if checkpoint is None:
+            name.unlink()
+        elif not name.is_symlink() or os.readlink(name) != checkpoint.path.name:
+            temporary = name.with_name(f".{name.name}.{os.getpid()}")
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(checkpoint.path.name)
+            os.replace(temporary, name)

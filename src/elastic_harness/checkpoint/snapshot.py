@@ -1,0 +1,399 @@
+"""The memory tier of a node: the newest states in shared memory, which outlives any worker. Without torch.
+
+Each slot is a memfd; whoever holds a descriptor keeps it: under `elastic-harness launch` the agent and its writer. A
+snapshot is begun by one process, which writes the header; each of the workers then copies its share of the pieces and
+says so; when all have, the writer hashes the pieces, which seals it, and may write it to disk.
+
+    0      control: which attempt this is, of which version and lineage; how it went
+    4096   shares: a word for each worker, the attempt whose share it has copied
+    8192   header: JSON (meta, skeleton, slices), then a 16-byte hash for each piece, then the pieces
+
+A slot is never reused while it is being written to disk, nor while it holds the newest complete snapshot: so whatever
+dies in whatever moment, one that was complete stays, and one that is not is never taken for complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import xxhash
+
+from elastic_harness.checkpoint.layout import Piece, Slice, pieces, share
+from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
+
+MAX_SHARES = 512
+MEMORY_FRACTION = 0.9  # of what is available, at most so much is taken
+_MAGIC = b"EHSNAP02"
+_CONTROL = struct.Struct("<8sQqqQQQQdQqd")  # magic and the fields of Control; its own hash follows
+_CHECK_AT, _OUTCOME_AT, _SEAL_AT, _SHARES_AT, _HEADER_AT = 128, 256, 384, 4096, 8192
+_WORD, _PAIR = struct.Struct("<Q"), struct.Struct("<QQ")
+_ALIGN = 64
+_MADV_POPULATE_WRITE = 23
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Outcome(IntEnum):
+    """What became of a snapshot on the local disk."""
+
+    OPEN = 0
+    DURABLE = 1
+    FAILED = 2
+
+
+class Control(NamedTuple):
+    """attempt: unique on this node, later ones are greater. shares: how many workers copy. to_disk: whether it is to be
+    written to disk. began_at: seconds of the monotonic clock. disk_version, disk_began_at: of the newest snapshot up to
+    this one that was to be written to disk, -1 and 0 if none was."""
+
+    attempt: int
+    version: int
+    lineage: int
+    shares: int
+    header_bytes: int
+    data_at: int
+    to_disk: int
+    began_at: float
+    nbytes: int
+    disk_version: int
+    disk_began_at: float
+
+
+class Slots:
+    """A node's slots, as one process sees them. `wake`: an eventfd that tells the writer that there is something to do,
+    or None."""
+
+    def __init__(self, descriptors: Sequence[int], wake: int | None = None) -> None:
+        self._slots = [_Slot(descriptor) for descriptor in descriptors]
+        self._wake = wake
+
+    def begin(
+        self,
+        version: int,
+        lineage: int,
+        slices: Sequence[Slice],
+        header: Mapping[str, Any],
+        *,
+        shares: int = 1,
+        to_disk: bool = True,
+    ) -> Snapshot | None:
+        """Open a snapshot in a free slot; None if none is free now. `header`: JSON, goes with it. Does not block.
+        Raises InfrastructureError if there is not enough memory."""
+        if not 1 <= shares <= MAX_SHARES:
+            raise InfrastructureError(f"{shares} workers on one node, 1 to {MAX_SHARES} can share a snapshot.")
+        text = json.dumps({**header, "slices": [list(of) for of in slices]}, separators=(",", ":")).encode()
+        cut = pieces(slices)
+        data_at = _aligned(_HEADER_AT + len(text) + 16 * len(cut), mmap.PAGESIZE)
+        positions, nbytes = _positions(cut, data_at)
+        newest = next(iter(self.complete()), None)
+        attempts = [c.attempt if (c := slot.control()) else 0 for slot in self._slots]
+        now = time.monotonic()
+        before = (newest.control.disk_version, newest.control.disk_began_at) if newest is not None else (-1, 0.0)
+        control = Control(
+            1 + max(attempts),
+            version,
+            lineage,
+            shares,
+            len(text),
+            data_at,
+            to_disk,
+            now,
+            nbytes,
+            *((version, now) if to_disk else before),
+        )
+        slots = [slot for _, slot in sorted(zip(attempts, self._slots, strict=True), key=lambda pair: pair[0])]
+        short = ""
+        for slot in slots if newest is None else [s for s in slots if s is not newest._slot] + [newest._slot]:
+            if newest is not None and slot is newest._slot and not (short and newest.outcome == Outcome.DURABLE):
+                continue  # it stays, unless there is memory for one alone, and disk has it
+            with slot.pinned() as pinned:
+                waiting = slot.snapshot()
+                if not pinned or (waiting is not None and waiting.waits_for_disk):
+                    continue
+                short = slot.shortage(nbytes)
+                if not short:
+                    slot.open(control, text)
+                    return Snapshot(slot, control, positions)
+        if short and newest is None:
+            raise InfrastructureError(short)
+        return None
+
+    def begun(self) -> Snapshot | None:
+        """The snapshot that was begun last, complete or not."""
+        found = [snapshot for slot in self._slots if (snapshot := slot.snapshot()) is not None]
+        return max(found, key=lambda snapshot: snapshot.control.attempt, default=None)
+
+    def complete(self) -> list[Snapshot]:
+        """The snapshots whose shares are all there, the newest first."""
+        found = [snapshot for slot in self._slots if (snapshot := slot.snapshot()) is not None and snapshot.complete]
+        return sorted(found, key=lambda snapshot: -snapshot.control.attempt)
+
+    def wake(self) -> None:
+        """Tell the writer that there is something to do."""
+        if self._wake is not None:
+            os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        for slot in self._slots:
+            slot.close()
+
+
+class Snapshot:
+    """One attempt in a slot. Everything it says is only true while the slot is not reused: `here` says so."""
+
+    def __init__(self, slot: _Slot, control: Control, positions: Mapping[Piece, int] | None = None) -> None:
+        self._slot = slot
+        self._known = positions
+        self.control = control
+        self.where = "shared memory"
+
+    @property
+    def version(self) -> int:
+        return self.control.version
+
+    @property
+    def here(self) -> bool:
+        """Whether the slot still holds this attempt."""
+        return self._slot.control() == self.control
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have copied their shares."""
+        shares = self.control.shares
+        words = struct.unpack_from(f"<{shares}Q", self._slot.map, _SHARES_AT)
+        return all(word == self.control.attempt for word in words)
+
+    @property
+    def outcome(self) -> Outcome:
+        attempt, outcome = _PAIR.unpack_from(self._slot.map, _OUTCOME_AT)
+        return Outcome(outcome) if attempt == self.control.attempt else Outcome.OPEN
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether it is complete and is still to be written to disk."""
+        return bool(self.control.to_disk) and self.complete and self.outcome == Outcome.OPEN
+
+    @property
+    def sealed(self) -> bool:
+        """Whether its pieces have been hashed, and the hashes are whole."""
+        return self._slot.seal_of(self.control) == self._slot.seal_word(self.control)
+
+    @cached_property
+    def header(self) -> dict[str, Any]:
+        """What `begin` was given, and the slices."""
+        try:
+            text = bytes(self._slot.map[_HEADER_AT : _HEADER_AT + self.control.header_bytes])
+            header: dict[str, Any] = json.loads(text)
+            return header
+        except ValueError as error:
+            raise CheckpointCorrupt(f"The snapshot of version {self.version} in memory is damaged: {error}") from error
+
+    @cached_property
+    def positions(self) -> Mapping[Piece, int]:
+        """Where each piece is in the slot."""
+        if self._known is not None:
+            return self._known
+        slices = [Slice(t, d, *(tuple(numbers) for numbers in boxes)) for t, d, *boxes in self.header["slices"]]
+        return _positions(pieces(slices), self.control.data_at)[0]
+
+    def share(self, index: int) -> list[Piece]:
+        """The pieces that one worker copies."""
+        return share(list(self.positions), index, self.control.shares)
+
+    def view(self, piece: Piece) -> memoryview:
+        """A piece's memory."""
+        begin = self.positions[piece]
+        return self._slot.view[begin : begin + piece.nbytes]
+
+    def contents(self) -> dict[Slice, memoryview]:
+        """The memory of each slice: its pieces follow each other without a gap."""
+        begins = {piece.slice: at for piece, at in self.positions.items() if piece.low == 0}
+        return {of: self._slot.view[at : at + of.nbytes] for of, at in begins.items()}
+
+    def populate(self, mine: Sequence[Piece]) -> None:
+        """Have the kernel provide the memory of these pieces in one go, which is faster than page by page."""
+        if mine:
+            self._slot.populate(self.positions[mine[0]], self.positions[mine[-1]] + mine[-1].nbytes)
+
+    def finish(self, index: int) -> None:
+        """Say that a share is copied."""
+        if self.here:
+            _WORD.pack_into(self._slot.map, _SHARES_AT + 8 * index, self.control.attempt)
+
+    @property
+    def hashes(self) -> dict[Piece, str]:
+        """Of each piece, once it is sealed."""
+        at = _HEADER_AT + self.control.header_bytes
+        digests = bytes(self._slot.map[at : at + 16 * len(self.positions)])
+        return {piece: digests[16 * i : 16 * i + 16].hex() for i, piece in enumerate(self.positions)}
+
+    def seal(self) -> None:
+        """Hash the pieces, so that whoever reads them can check them. Only for the writer, of a complete snapshot."""
+        at = _HEADER_AT + self.control.header_bytes
+        for number, piece in enumerate(self.positions):
+            digest = xxhash.xxh3_128_digest(self.view(piece))
+            self._slot.map[at + 16 * number : at + 16 * number + 16] = digest
+        self._slot.set_seal(self.control)
+
+    def settle(self, outcome: Outcome) -> None:
+        """Say what became of it on disk."""
+        if self.here:
+            _PAIR.pack_into(self._slot.map, _OUTCOME_AT, self.control.attempt, outcome)
+
+    def drop(self) -> None:
+        """Let it be offered no more: it is damaged."""
+        if self.here:
+            self._slot.invalidate()
+
+    def pinned(self) -> contextlib.AbstractContextManager[bool]:
+        """While this is held, the slot is not reused. Gives whether it could be had."""
+        return self._slot.pinned()
+
+    def read(self, piece: Piece, into: memoryview) -> None:
+        """As a source: a piece's bytes as they are here."""
+        into[:] = self.view(piece)
+
+
+class _Slot:
+    """One memfd, opened once more, so that its lock is this process's own; mapped anew when it has grown."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        self._map = mmap.mmap(-1, mmap.PAGESIZE)
+        self._size = 0
+        self._populated: set[tuple[int, int]] = set()
+        self._view: memoryview | None = None
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    @property
+    def map(self) -> mmap.mmap:
+        size = os.fstat(self._descriptor).st_size
+        if size != self._size and size:
+            self._map, self._size = mmap.mmap(self._descriptor, size), size
+            self._populated, self._view = set(), None
+        return self._map
+
+    @property
+    def view(self) -> memoryview:
+        mapped = self.map
+        if self._view is None:
+            self._view = memoryview(mapped)
+        return self._view
+
+    def control(self) -> Control | None:
+        """What the slot holds, or None; also while that is being written."""
+        mapped = self.map
+        if len(mapped) < _HEADER_AT:
+            return None
+        packed = mapped[: _CONTROL.size]
+        magic, *fields = _CONTROL.unpack(packed)
+        if magic != _MAGIC or mapped[_CHECK_AT : _CHECK_AT + 8] != xxhash.xxh3_64_digest(packed):
+            return None
+        control = Control(*fields)
+        return control if control.nbytes <= len(mapped) else None
+
+    def snapshot(self) -> Snapshot | None:
+        control = self.control()
+        return None if control is None else Snapshot(self, control)
+
+    def open(self, control: Control, header: bytes) -> None:
+        """Make the slot hold an attempt of which nothing is copied yet."""
+        if self._size:
+            self.invalidate()
+        if self._size < control.nbytes:
+            try:
+                os.ftruncate(self._descriptor, control.nbytes)
+            except OSError as error:
+                raise InfrastructureError(
+                    f"A snapshot in memory cannot have {control.nbytes} bytes: {error.strerror}; see ulimit -a."
+                ) from error
+        mapped = self.map
+        mapped[_SHARES_AT:_HEADER_AT] = bytes(_HEADER_AT - _SHARES_AT)
+        mapped[_HEADER_AT : _HEADER_AT + len(header)] = header
+        packed = _CONTROL.pack(_MAGIC, *control)
+        mapped[: len(packed)] = packed
+        mapped[_CHECK_AT : _CHECK_AT + 8] = xxhash.xxh3_64_digest(packed)
+
+    def shortage(self, nbytes: int) -> str:
+        """Why this slot cannot grow to so many bytes, in words; empty if it can."""
+        missing, available = nbytes - self._size, _memory_available()
+        if missing <= MEMORY_FRACTION * available:
+            return ""
+        return (
+            f"A snapshot of the state needs {missing / 1e6:.0f} MB more memory, and {available / 1e6:.0f} MB are "
+            "available on this machine; run fewer workers on it, or give it more."
+        )
+
+    def invalidate(self) -> None:
+        self.map[_CHECK_AT : _CHECK_AT + 8] = bytes(8)
+        self.map[: _CONTROL.size] = bytes(_CONTROL.size)
+
+    def seal_of(self, control: Control) -> bytes:
+        """The hash over what describes the pieces: control, header and their hashes."""
+        return xxhash.xxh3_128_digest(_CONTROL.pack(_MAGIC, *control) + bytes(self.map[_HEADER_AT : control.data_at]))
+
+    def seal_word(self, control: Control) -> bytes:
+        return bytes(self.map[_SEAL_AT : _SEAL_AT + 16])
+
+    def set_seal(self, control: Control) -> None:
+        self.map[_SEAL_AT : _SEAL_AT + 16] = self.seal_of(control)
+
+    @contextmanager
+    def pinned(self) -> Iterator[bool]:
+        """Hold the slot for this process, if nobody else does."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def populate(self, low: int, high: int) -> None:
+        low -= low % mmap.PAGESIZE
+        if (low, high) in self._populated:
+            return
+        self._populated.add((low, high))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.map)) + low
+        _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(high - low), _MADV_POPULATE_WRITE)  # or page by page
+
+
+def _memory_available() -> int:
+    """Bytes that processes may still take: of the machine, and of the control group if it has a limit."""
+    limits = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        with open("/proc/meminfo") as lines:
+            limits.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")))
+    with contextlib.suppress(OSError, ValueError):
+        group = "/sys/fs/cgroup/memory"
+        with open(f"{group}.max") as most, open(f"{group}.current") as now:
+            limits.append(int(most.read()) - int(now.read()))
+    return min(limits, default=1 << 62)
+
+
+def _positions(cut: Sequence[Piece], data_at: int) -> tuple[dict[Piece, int], int]:
+    """Where each piece goes, and where the last one ends."""
+    positions, position = {}, data_at
+    for piece in cut:
+        positions[piece] = position
+        position = _aligned(position + piece.nbytes, _ALIGN)
+    return positions, _aligned(position, mmap.PAGESIZE)
+
+
+def _aligned(value: int, to: int) -> int:
+    return value + -value % to

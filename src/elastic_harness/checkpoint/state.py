@@ -1,0 +1,62 @@
+"""What a checkpoint of a training script holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic_harness.checkpoint.tiers import CheckpointTier
+
+
+@dataclass
+class CheckpointState:
+    """What a checkpoint holds. The states are what `state_dict()` gives: nested dicts, lists, tuples, numbers, strings,
+    None and tensors (DTensors too). `step`: how many steps are done. `tier`, `path`, `packages` are filled in by
+    loading."""
+
+    step: int
+    model_state: dict[str, Any] | None = None
+    optimizer_state: dict[str, Any] | None = None
+    scheduler_state: dict[str, Any] | None = None
+    scaler_state: dict[str, Any] | None = None
+    ema_state: dict[str, Any] | None = None
+    dataset_state: dict[str, Any] | None = None
+    rng_state: dict[str, Any] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    epoch: int = 0
+    tokens: int = 0
+    generation: int = 0
+    world_size: int = 1
+    metrics: dict[str, float] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    tier: CheckpointTier | None = None
+    path: str | None = None
+    packages: dict[str, str] = field(default_factory=dict)
+
+
+def capture_rng() -> dict[str, Any]:
+    """The state of Python's, NumPy's and torch's random numbers, on the CPU and all GPUs, for `rng_state`."""
+    generator: tuple[Any, ...] = np.random.get_state()  # type: ignore[assignment]
+    kind, keys, position, has_gauss, gauss = generator
+    return {
+        "python": random.getstate(),
+        "numpy": (str(kind), torch.from_numpy(keys.copy()), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Continue with the random numbers that `capture_rng` has seen. GPUs that are not here are left out."""
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy(), *rest))
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        for device, saved in list(enumerate(state["cuda"]))[: torch.cuda.device_count()]:
+            torch.cuda.set_rng_state(saved, device)

@@ -1,0 +1,277 @@
+"""The tiers as one: state is copied to shared memory beside training, a writer takes it on to disk and object storage,
+and it is loaded from the nearest tier that has it whole.
+
+    begin (one process of the node)  →  every worker copies its share  →  join, before the state changes
+    writer: seal → write → prune → upload
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from elastic_harness.checkpoint import local
+from elastic_harness.checkpoint.layout import Piece, Slice
+from elastic_harness.checkpoint.manifest import Checkpoint, newest
+from elastic_harness.checkpoint.parts import Part
+from elastic_harness.checkpoint.policy import Policy
+from elastic_harness.checkpoint.reading import Folder, Source, fill
+from elastic_harness.checkpoint.snapshot import Outcome, Slots, Snapshot
+from elastic_harness.checkpoint.tensors import empty_whole, flat_bytes
+from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
+from elastic_harness.failpoints import failpoint
+
+POLL_S = 0.002
+Into = Callable[[set[str]], Mapping[Slice, memoryview]]
+
+
+class CheckpointTier(Enum):
+    """Where a checkpoint is: in shared memory, on local disk, in object storage."""
+
+    MEMORY = "memory"
+    NVME = "nvme"
+    S3 = "s3"
+
+
+class WriterAlive(Protocol):
+    """Whoever keeps the writer running. Raises InfrastructureError if that is impossible."""
+
+    def keep_alive(self) -> None: ...
+
+
+class Stored(NamedTuple):
+    """A version that could be loaded."""
+
+    version: int
+    tier: CheckpointTier
+    meta: dict[str, Any]
+
+
+class Loaded(NamedTuple):
+    """What was loaded: `tensors` whole, on the CPU; `repaired`: what was damaged and taken from another tier."""
+
+    skeleton: dict[str, Any]
+    tensors: dict[str, Tensor]
+    meta: dict[str, Any]
+    tier: CheckpointTier
+    repaired: list[str]
+
+
+class Tiers:
+    """One process's access to its node's shared memory and to the folder of checkpoints. `writer`: keeps the writer
+    running, where that is this process's business."""
+
+    def __init__(self, slots: Slots, folder: Path, writer: WriterAlive | None = None) -> None:
+        self.folder = folder
+        self._slots = slots
+        self._writer = writer
+        self._copying: threading.Thread | None = None
+        self._attempt = 0  # the last one this process copied a share of
+        self._error: BaseException | None = None
+        self._corrupt: set[tuple[CheckpointTier, int]] = set()
+        self.copy_s = 0.0  # how long the last copy took
+
+    # ---- saving
+
+    def begin(
+        self,
+        version: int,
+        skeleton: Mapping[str, Any],
+        tensors: Mapping[Slice, Tensor],
+        meta: Mapping[str, Any],
+        policy: Policy,
+        *,
+        shares: int = 1,
+        index: int = 0,
+        to_disk: bool = True,
+        part: Part | None = None,
+    ) -> Snapshot | None:
+        """Open a snapshot and start copying this process's share of it; None if all slots are in use. The tensors must
+        not change before `join`. `part`: of a checkpoint that several processes write. Does not block, except for an
+        earlier copy."""
+        self.join()
+        if self._writer is not None:
+            self._writer.keep_alive()
+        header = {"skeleton": skeleton, "meta": meta, "policy": policy.to_json(), "part": part and asdict(part)}
+        snapshot = self._slots.begin(
+            version, int(meta.get("lineage", 0)), list(tensors), header, shares=shares, to_disk=to_disk
+        )
+        if snapshot is not None:
+            failpoint("checkpoint.begun", version)
+            self._start(snapshot, tensors, index)
+        return snapshot
+
+    def awaited(self, version: int, shares: int) -> Snapshot | None:
+        """The snapshot of this version that another process has begun and of which this one has to copy a share."""
+        snapshot = self._slots.begun()
+        if snapshot is None or snapshot.control.attempt == self._attempt:
+            return None
+        wanted = snapshot.version == version and snapshot.control.shares == shares
+        return snapshot if wanted and not snapshot.complete else None
+
+    def follow(self, snapshot: Snapshot, tensors: Mapping[Slice, Tensor], index: int) -> None:
+        """Start copying a share of a snapshot that another process has begun. As `begin`."""
+        self.join()
+        self._start(snapshot, tensors, index)
+
+    def _start(self, snapshot: Snapshot, tensors: Mapping[Slice, Tensor], index: int) -> None:
+        self._attempt = snapshot.control.attempt
+        self._copying = threading.Thread(
+            target=self._copy, args=(snapshot, tensors, index), name="checkpoint-copy", daemon=True
+        )
+        self._copying.start()
+
+    def _copy(self, snapshot: Snapshot, tensors: Mapping[Slice, Tensor], index: int) -> None:
+        began = time.perf_counter()
+        try:
+            mine = snapshot.share(index)
+            if any(piece.slice not in tensors for piece in mine):
+                raise InfrastructureError("This worker's state has other tensors than that of the one that began.")
+            snapshot.populate(mine)
+            copy(snapshot, tensors, mine)
+            failpoint("checkpoint.copied", snapshot.version)
+            snapshot.finish(index)
+            self._slots.wake()
+        except BaseException as error:  # thread boundary: raised again by `join`
+            self._error = error
+        self.copy_s = time.perf_counter() - began
+
+    @property
+    def copying(self) -> bool:
+        """Whether the state must not change yet."""
+        return self._copying is not None and self._copying.is_alive()
+
+    def join(self) -> None:
+        """Block until this process's share is copied. Raises what went wrong in that."""
+        if self._copying is not None:
+            self._copying.join()
+            self._copying = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def busy(self) -> bool:
+        """Whether the writer has something to write to disk."""
+        return any(snapshot.waits_for_disk for snapshot in self._slots.complete())
+
+    def newest(self) -> Snapshot | None:
+        """The newest snapshot that is complete, if there is one."""
+        return next(iter(self._slots.complete()), None)
+
+    def forget_since(self, version: int) -> None:
+        """Offer no snapshot of a version after this one any more."""
+        for snapshot in self._slots.complete():
+            if snapshot.version > version:
+                snapshot.drop()
+
+    def wait(self, snapshot: Snapshot, timeout_s: float | None = None) -> Outcome:
+        """Block until it is settled on disk, or until there is no more hope for that."""
+        give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
+        while snapshot.here and snapshot.outcome == Outcome.OPEN:
+            if give_up_at is not None and time.monotonic() > give_up_at:
+                return Outcome.OPEN
+            if self._writer is not None:
+                self._writer.keep_alive()
+            time.sleep(POLL_S)
+        return snapshot.outcome
+
+    # ---- loading
+
+    def stored(self) -> list[Stored]:
+        """What could be loaded from memory or disk, the newest first and of equals the nearest; without what was found
+        damaged. Snapshots count once they are sealed."""
+        found = [
+            Stored(snapshot.version, CheckpointTier.MEMORY, _meta(snapshot))
+            for snapshot in self._sealed()
+            if (CheckpointTier.MEMORY, snapshot.version) not in self._corrupt
+        ]
+        found += [
+            Stored(checkpoint.step, CheckpointTier.NVME, checkpoint.meta)
+            for checkpoint in newest(self.folder)
+            if (CheckpointTier.NVME, checkpoint.step) not in self._corrupt
+        ]
+        return sorted(found, key=lambda stored: (-stored.version, stored.tier != CheckpointTier.MEMORY))
+
+    def load(self, version: int, into: Into | None = None, *, from_memory: bool = True) -> Loaded:
+        """The state of a version, from memory or else from disk, each piece checked, and taken from the other where it
+        is damaged. `into`: gives, for the names of the stored tensors, what to fill in place of whole tensors. Raises
+        CheckpointCorrupt if it is nowhere whole; it is not offered again then."""
+        sealed = self._sealed() if from_memory and (CheckpointTier.MEMORY, version) not in self._corrupt else []
+        snapshot = next((s for s in sealed if s.version == version), None)
+        checkpoint = next((c for c in newest(self.folder) if c.step == version), None)
+        errors = []
+        if snapshot is not None:
+            try:
+                return self._load_snapshot(snapshot, checkpoint, into)
+            except CheckpointCorrupt as error:
+                errors.append(f"{error} It was in memory.")
+                self._corrupt.add((CheckpointTier.MEMORY, version))
+                snapshot.drop()
+        if checkpoint is not None:
+            try:
+                return _load_folder(checkpoint, into)
+            except CheckpointCorrupt as error:
+                self._corrupt.add((CheckpointTier.NVME, version))
+                aside = local.quarantine(checkpoint)
+                errors.append(f"{error} It is now {aside}." if aside is not None else str(error))
+        raise CheckpointCorrupt(" ".join(errors) or f"Version {version} is no longer in {self.folder}.")
+
+    def _load_snapshot(self, snapshot: Snapshot, checkpoint: Checkpoint | None, into: Into | None) -> Loaded:
+        with snapshot.pinned(), ExitStack() as opened:
+            sources: list[Source] = [snapshot]
+            if checkpoint is not None:
+                with suppress(CheckpointCorrupt):
+                    sources.append(opened.enter_context(Folder(checkpoint)))
+            tensors, targets = _targets(snapshot.positions, into)
+            repaired = fill(sources, targets)
+            header = snapshot.header
+            return Loaded(header["skeleton"], tensors, header["meta"], CheckpointTier.MEMORY, repaired)
+
+    def _sealed(self) -> list[Snapshot]:
+        """The snapshots that can be checked. One that is complete is waited for while its hashes are computed."""
+        for snapshot in self._slots.complete():
+            give_up_at = time.monotonic() + 1.0 + snapshot.control.nbytes / 1e8
+            self._slots.wake()
+            while not snapshot.sealed and snapshot.here and time.monotonic() < give_up_at:
+                time.sleep(POLL_S)
+        return [snapshot for snapshot in self._slots.complete() if snapshot.sealed]
+
+
+def copy(snapshot: Snapshot, tensors: Mapping[Slice, Tensor], mine: Sequence[Piece]) -> None:
+    """Copy these pieces of the tensors, which may be on any device, into the snapshot's memory."""
+    of: Slice | None = None
+    for piece in mine:
+        if piece.nbytes:
+            if piece.slice != of:
+                of, content = piece.slice, flat_bytes(tensors[piece.slice])
+            torch.frombuffer(snapshot.view(piece), dtype=torch.uint8).copy_(content[piece.low : piece.high])
+
+
+def _load_folder(checkpoint: Checkpoint, into: Into | None) -> Loaded:
+    with Folder(checkpoint) as source:
+        tensors, targets = _targets(checkpoint.blocks, into)
+        fill([source], targets)
+    return Loaded(checkpoint.manifest["skeleton"], tensors, checkpoint.meta, CheckpointTier.NVME, [])
+
+
+def _targets(stored: Iterable[Piece], into: Into | None) -> tuple[dict[str, Tensor], Mapping[Slice, memoryview]]:
+    if into is None:
+        return empty_whole(stored)
+    return {}, into({piece.slice.tensor for piece in stored})
+
+
+def _meta(snapshot: Snapshot) -> dict[str, Any]:
+    try:
+        meta: dict[str, Any] = snapshot.header["meta"]
+        return meta
+    except (CheckpointCorrupt, KeyError):
+        return {}

@@ -1,0 +1,236 @@
+"""The writer: a process of its own, without torch, that takes a node's snapshots from shared memory to disk and on to
+object storage, while training goes on.
+
+    python -m elastic_harness.checkpoint.writer --slots 5,6 --wake 7 --folder RUN/checkpoints
+
+It ends when its standard input does: when whoever started it is done with it, or has died. Before that it brings the
+newest snapshot to disk that is not there, so that not even the end of all other processes loses it. What it has to say
+are lines of JSON on standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic_harness.checkpoint import local, parts, retention, transfer
+from elastic_harness.checkpoint.manifest import newest, read
+from elastic_harness.checkpoint.policy import Policy, Upload
+from elastic_harness.checkpoint.snapshot import Outcome, Slots, Snapshot
+from elastic_harness.errors import ConfigError, HarnessError
+from elastic_harness.failpoints import failpoint
+from elastic_harness.memory_slots import from_text
+
+NICENESS = 5
+RETRY_PAUSES_S = (1.0, 5.0, 20.0, 60.0)  # before each further try, where the policy is to retry
+
+
+class Writer:
+    """Seals snapshots, writes to disk those that are to go there, removes what need not stay, and uploads."""
+
+    def __init__(self, slots: Slots, folder: Path) -> None:
+        self._slots = slots
+        self._folder = folder
+        self._uploader = Uploader(folder)
+
+    def work(self) -> bool:
+        """Do one thing, the newest first; False if there is nothing to do."""
+        for snapshot in self._slots.complete():
+            if not snapshot.sealed and self._seal(snapshot):
+                return True
+        for snapshot in reversed(self._slots.complete()):
+            if snapshot.waits_for_disk and self.write(snapshot):
+                return True
+        return False
+
+    def finish(self) -> None:
+        """Bring to disk what is newer than anything there, and wait for what is being uploaded."""
+        while self.work():
+            pass
+        there = max((checkpoint.step for checkpoint in newest(self._folder)), default=-1)
+        for snapshot in self._slots.complete()[:1]:
+            if snapshot.version > there and snapshot.outcome != Outcome.FAILED:
+                self.write(snapshot)
+        with contextlib.suppress(OSError):
+            local.drop_spare(self._folder)
+
+    def wait_for_uploads(self) -> None:
+        self._uploader.close()
+
+    def _seal(self, snapshot: Snapshot) -> bool:
+        with snapshot.pinned() as pinned:
+            if not pinned or not snapshot.here:
+                return False
+            try:
+                snapshot.seal()
+            except HarnessError as error:
+                snapshot.drop()
+                tell("checkpoint_failed", step=snapshot.version, error=str(error))
+            failpoint("checkpoint.sealed", snapshot.version)
+            return True
+
+    def write(self, snapshot: Snapshot) -> bool:
+        """Write a snapshot to disk, and say how that went; False if its slot is in use elsewhere."""
+        with snapshot.pinned() as pinned:
+            if not pinned or not snapshot.here:
+                return False
+            policy = Policy.from_json(snapshot.header["policy"])
+            for pause_s in policy.pauses(RETRY_PAUSES_S):
+                try:
+                    self._write(snapshot, policy)
+                    return True
+                except (HarnessError, OSError, ValueError, KeyError, TypeError) as error:
+                    failed = str(error) if isinstance(error, HarnessError) else f"{type(error).__name__}: {error}"
+                    final = pause_s is None
+                    fatal = final and policy.on_failure == "fail"
+                    tell("checkpoint_failed", step=snapshot.version, error=failed, final=final, fatal=fatal)
+                    if pause_s is not None:
+                        time.sleep(pause_s)
+            snapshot.settle(Outcome.FAILED)
+            return True
+
+    def _write(self, snapshot: Snapshot, policy: Policy) -> None:
+        begun = time.perf_counter()
+        header, version = snapshot.header, snapshot.version
+        contents = snapshot.contents()
+        told = header["skeleton"], contents, header["meta"], snapshot.hashes
+        if header.get("part") is None:
+            path = local.save_contents(self._folder, version, *told)
+        else:
+            whole = parts.save_part(self._folder, version, parts.Part(**header["part"]), *told)
+            if whole is None:  # others have more to write
+                snapshot.settle(Outcome.DURABLE)
+                return
+            path = whole
+        snapshot.settle(Outcome.DURABLE)
+        failpoint("checkpoint.written", version)
+        with contextlib.suppress(OSError):
+            retention.prune(self._folder, policy.retention, self._uploader.in_use(), recycle=True)
+        failpoint("checkpoint.pruned", version)
+        size = sum(len(content) for content in contents.values())
+        seconds = time.perf_counter() - begun
+        tell("checkpoint_saved", step=version, path=str(path), seconds=seconds, bytes=size)
+        if policy.upload is not None:
+            self._uploader.offer(path, policy.upload, policy.on_failure)
+
+
+class Uploader:
+    """Uploads checkpoints beside everything else, one at a time; of those that wait, only the newest."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._changed = threading.Condition()
+        self._waiting: tuple[Path, Upload, str] | None = None
+        self._busy: int | None = None
+        self._last: int | None = None  # the step of the last one that was offered
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def in_use(self) -> set[int]:
+        """The steps that must stay on disk for now."""
+        with self._changed:
+            waiting = self._waiting
+            steps = {int(waiting[0].name[5:])} if waiting else set()
+            return steps | ({self._busy} if self._busy is not None else set())
+
+    def offer(self, path: Path, upload: Upload, on_failure: str) -> None:
+        """Have a checkpoint uploaded if its turn has come."""
+        step = int(path.name[5:])
+        if self._last is not None and self._last <= step < self._last + upload.interval:
+            return
+        with self._changed:
+            self._waiting, self._last = (path, upload, on_failure), step
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="checkpoint-upload", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Block until what was offered is uploaded, or has failed for good."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = None
+                while self._waiting is None:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+                (path, upload, on_failure), self._waiting = self._waiting, None
+                self._busy = int(path.name[5:])
+            self._upload(path, upload, on_failure)
+
+    def _upload(self, path: Path, upload: Upload, on_failure: str) -> None:
+        step, begun = int(path.name[5:]), time.perf_counter()
+        pauses: list[float | None] = [*(RETRY_PAUSES_S if on_failure == "retry" else ()), None]
+        for pause_s in pauses:
+            checkpoint = read(path)
+            if checkpoint is None:
+                tell("upload_failed", step=step, error=f"{path} is gone", final=True, fatal=False)
+                return
+            try:
+                where = transfer.push(checkpoint, upload.url, mbps_max=upload.mbps_max)
+                failpoint("checkpoint.uploading", step)
+                transfer.prune(upload.url, upload.keep_last)
+                seconds = time.perf_counter() - begun
+                tell("checkpoint_uploaded", step=step, url=where, seconds=seconds, bytes=checkpoint.bytes)
+                return
+            except (HarnessError, OSError) as error:
+                final = pause_s is None or isinstance(error, ConfigError)
+                fatal = final and on_failure == "fail"
+                tell("upload_failed", step=step, error=str(error), final=final, fatal=fatal)
+                if pause_s is None or final:
+                    return
+                with self._changed:
+                    self._changed.wait_for(lambda: self._waiting is not None, timeout=pause_s)
+                    if self._waiting is not None:
+                        return  # a newer one is there to be uploaded
+
+
+def tell(event: str, **fields: Any) -> None:
+    """A line for whoever started this; nobody may be there to read it."""
+    with contextlib.suppress(OSError):
+        os.write(1, (json.dumps({"event": event, "fields": fields}) + "\n").encode())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slots", required=True, help="descriptors of the shared memory")
+    parser.add_argument("--wake", type=int, required=True, help="the eventfd that says there is something to do")
+    parser.add_argument("--folder", type=Path, required=True, help="where checkpoints go")
+    parser.add_argument("--lock", type=int, help="a descriptor to be held until everything is on disk")
+    arguments = parser.parse_args(argv)
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    writer = Writer(Slots(from_text(arguments.slots)), arguments.folder)
+    while True:
+        while writer.work():
+            pass
+        ready, _, _ = select.select([0, arguments.wake], [], [])
+        if 0 in ready and not os.read(0, 1024):
+            break
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(arguments.wake)
+    writer.finish()
+    if arguments.lock is not None:
+        os.close(arguments.lock)
+    writer.wait_for_uploads()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

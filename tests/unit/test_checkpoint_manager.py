@@ -1,0 +1,284 @@
+"""The manager as a plain script uses it: what is loaded goes on as if nothing had happened, from any tier."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from elastic_harness.checkpoint import (
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointState,
+    CheckpointTier,
+    capture_rng,
+    restore_rng,
+)
+from elastic_harness.checkpoint.manifest import newest
+from elastic_harness.errors import ConfigError, InfrastructureError
+
+pytestmark = pytest.mark.slow
+
+
+class Training:
+    """A small loop with everything that a checkpoint has to carry."""
+
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(20, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Dropout(0.2), nn.Linear(40, 4))
+        make: dict[str, Callable[..., torch.optim.Optimizer]] = {
+            "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+            "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+        }
+        self.optimizer = make.get(kind, make["adamw"])(self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 100)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=kind == "fp16", init_scale=1024.0, growth_interval=2)
+        self.ema = torch.optim.swa_utils.AveragedModel(self.model, use_buffers=True)
+        self.dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(kind)
+        self.step = 0
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            x, y = torch.randn(8, 20) * random.random(), torch.from_numpy(np.random.randint(0, 4, 8))
+            with torch.autocast("cpu", self.dtype or torch.bfloat16, enabled=self.dtype is not None):
+                loss = nn.functional.cross_entropy(self.model(x), y)
+            self.optimizer.zero_grad()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+            self.ema.update_parameters(self.model)
+            self.step += 1
+
+    def state(self) -> CheckpointState:
+        return CheckpointState(
+            self.step,
+            self.model.state_dict(),
+            self.optimizer.state_dict(),
+            self.scheduler.state_dict(),
+            self.scaler.state_dict(),
+            self.ema.state_dict(),
+            rng_state=capture_rng(),
+            dataset_state={"position": 17},
+            metrics={"loss": 0.5 + self.step},
+        )
+
+    def restore(self, state: CheckpointState) -> None:
+        assert state.model_state and state.optimizer_state and state.scheduler_state and state.rng_state
+        assert state.scaler_state is not None and state.ema_state
+        self.step = state.step
+        self.model.load_state_dict(state.model_state)
+        self.optimizer.load_state_dict(state.optimizer_state)
+        self.scheduler.load_state_dict(state.scheduler_state)
+        self.scaler.load_state_dict(state.scaler_state)
+        self.ema.load_state_dict(state.ema_state)
+        restore_rng(state.rng_state)
+
+    def bits(self) -> list[torch.Tensor]:
+        tensors = [*self.model.state_dict().values(), *self.ema.state_dict().values()]
+        tensors += [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        return [t.detach().reshape(-1).contiguous().view(torch.uint8).clone() for t in tensors]
+
+
+def equal(first: Training, second: Training) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first.bits(), second.bits(), strict=True))
+
+
+def config(folder: Path, **settings: Any) -> CheckpointConfig:
+    return CheckpointConfig(nvme_path=str(folder / "checkpoints"), **settings)
+
+
+def silent(event: str, told: dict[str, Any]) -> None:
+    pass
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "fp16", "bf16"])
+@pytest.mark.parametrize("tier", [CheckpointTier.MEMORY, CheckpointTier.NVME])
+def test_going_on_from_a_checkpoint_gives_the_uninterrupted_bits(
+    tmp_path: Path, kind: str, tier: CheckpointTier
+) -> None:
+    random.seed(1), np.random.seed(1)
+    whole = Training(kind)
+    with CheckpointManager(config(tmp_path), silent) as manager:
+        whole.run(5)
+        manager.save_checkpoint(whole.state(), tier, wait=True)
+        whole.run(5)
+        if tier == CheckpointTier.MEMORY:
+            again = Training(kind)
+            state = manager.load_checkpoint()
+            assert state is not None and state.tier == CheckpointTier.MEMORY
+    if tier == CheckpointTier.NVME:
+        with CheckpointManager(config(tmp_path), silent) as manager:
+            again = Training(kind)
+            state = manager.load_checkpoint()
+            assert state is not None and state.tier == CheckpointTier.NVME and state.path is not None
+    assert state is not None
+    assert (state.step, state.dataset_state, state.metrics) == (5, {"position": 17}, {"loss": 5.5})
+    assert state.packages["torch"] == torch.__version__.split("+")[0] or "torch" in state.packages
+    again.restore(state)
+    again.run(5)
+    assert equal(again, whole)
+
+
+def test_an_attached_optimizer_lets_training_go_on_and_the_copy_is_not_torn(tmp_path: Path) -> None:
+    """Saves at every step while everything changes; each one that is loaded is the state of exactly its step."""
+    training = Training("adamw")
+    seen = {}
+    with CheckpointManager(config(tmp_path, keep_last=100), silent) as manager:
+        manager.attach(training.optimizer)
+        for _ in range(8):
+            training.run(1)
+            seen[training.step] = training.bits()
+            manager.save_checkpoint(training.state())
+    with CheckpointManager(config(tmp_path), silent) as manager:
+        assert [stored.version for stored in manager.stored()] == [8, 7, 6, 5, 4, 3, 2, 1]
+        for step, bits in seen.items():
+            state = manager.load_checkpoint(step)
+            again = Training("adamw")
+            assert state is not None
+            again.restore(state)
+            assert all(torch.equal(a, b) for a, b in zip(again.bits(), bits, strict=True)), step
+
+
+def test_a_state_is_filled_in_place(tmp_path: Path) -> None:
+    training, other = Training("adamw"), Training("adamw")
+    training.run(3)
+    other.run(1)
+    with CheckpointManager(config(tmp_path), silent) as manager:
+        manager.save_checkpoint(training.state(), wait=True)
+        into = other.state()
+        state = manager.load_checkpoint(into=into)
+        assert state is not None and state.model_state is not None
+        weight = next(iter(state.model_state.values()))
+        assert weight.data_ptr() == next(iter(other.model.parameters())).data_ptr()
+        other.restore(state)
+        assert equal(other, training)
+        with pytest.raises(ConfigError, match="it lacks"):
+            manager.load_checkpoint(into=CheckpointState(0, {"x": torch.ones(1)}))
+
+
+def test_a_damaged_one_is_set_aside_and_the_older_one_is_loaded(tmp_path: Path) -> None:
+    training = Training("sgd")
+    told: list[str] = []
+    with CheckpointManager(config(tmp_path), silent) as manager:
+        for _ in range(2):
+            training.run(1)
+            manager.save_checkpoint(training.state(), wait=True)
+    state = tmp_path / "checkpoints" / "step-00000002" / "state.safetensors"
+    content = bytearray(state.read_bytes())
+    content[-1] ^= 1
+    state.write_bytes(content)
+    with CheckpointManager(config(tmp_path), lambda event, fields: told.append(event)) as manager:
+        loaded = manager.load_checkpoint()
+        assert loaded is not None and loaded.step == 1
+        with pytest.raises(ConfigError, match="no whole checkpoint of step 2"):
+            manager.load_checkpoint(2)
+    assert told[:2] == ["checkpoint_corrupt", "checkpoint_loaded"]
+    assert (tmp_path / "checkpoints" / "step-00000002.damaged").is_dir()
+
+
+def test_there_is_nothing_yet(tmp_path: Path) -> None:
+    with CheckpointManager(config(tmp_path), silent) as manager:
+        assert manager.load_checkpoint() is None and manager.stored() == []
+        with pytest.raises(ConfigError, match="s3_bucket is not set"):
+            manager.save_checkpoint(Training("sgd").state(), CheckpointTier.S3)
+        with pytest.raises(ConfigError, match=r"extra\.what is a object|cannot be stored without pickle"):
+            manager.save_checkpoint(CheckpointState(1, extra={"what": object()}))
+
+
+def test_intervals_in_steps(tmp_path: Path) -> None:
+    settings = config(tmp_path, checkpoint_interval=6, memory_snapshot_interval=2)
+    with CheckpointManager(settings, silent) as manager:
+        due = {step: manager.due(step) for step in range(1, 8)}
+    memory, disk = CheckpointTier.MEMORY, CheckpointTier.NVME
+    assert due == {1: None, 2: memory, 3: None, 4: memory, 5: None, 6: disk, 7: None}
+
+
+def test_the_folder_is_for_one_job(tmp_path: Path) -> None:
+    with CheckpointManager(config(tmp_path), silent):
+        with pytest.raises(ConfigError, match="in use by another job"):
+            CheckpointManager(config(tmp_path), silent)
+    with CheckpointManager(config(tmp_path), silent):
+        pass
+
+
+@pytest.mark.parametrize("policy", ["warn", "fail"])
+def test_what_fails_is_reported_or_ends_the_job_as_the_policy_says(tmp_path: Path, policy: Any) -> None:
+    told: list[str] = []
+    settings = config(tmp_path, async_save_policy=policy)
+    with CheckpointManager(settings, lambda event, fields: told.append(event)) as manager:
+        shutil.rmtree(manager.folder)
+        manager.folder.write_text("no folder any more")
+        state = CheckpointState(1, {"x": torch.ones(3)})
+        with pytest.raises(InfrastructureError, match="could not be written" if policy == "warn" else "policy is fail"):
+            manager.save_checkpoint(state, wait=True)
+        assert "checkpoint_failed" in told
+        manager.folder.unlink()
+        manager.folder.mkdir()
+        if policy == "warn":
+            manager.save_checkpoint(state, wait=True)
+            assert [checkpoint.step for checkpoint in newest(manager.folder)] == [1]
+        else:
+            with pytest.raises(InfrastructureError, match="policy is fail"):
+                manager.save_checkpoint(state)
+
+
+SCRIPT = """
+import os, sys, time, torch
+from elastic_harness.checkpoint import CheckpointConfig, CheckpointManager, CheckpointState, CheckpointTier
+manager = CheckpointManager(CheckpointConfig(nvme_path=sys.argv[1]))
+for step in range(1, 10**6):
+    state = CheckpointState(step, {"x": torch.full((200_000,), float(step))})
+    manager.save_checkpoint(state, CheckpointTier.MEMORY if step % 3 else CheckpointTier.NVME)
+    print(step, flush=True)
+    time.sleep(0.001)
+"""
+
+
+@pytest.mark.parametrize("steps", [1, 4, 20])
+def test_a_script_that_is_killed_loses_nothing_that_was_in_memory(tmp_path: Path, steps: int) -> None:
+    """Its writer lives on until the newest snapshot is on disk; a new job waits for that."""
+    folder = tmp_path / "checkpoints"
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
+            if int(line) >= steps:
+                break
+        process.send_signal(signal.SIGKILL)
+        reached = max([steps, *map(int, process.stdout.read().split())])
+        process.wait()
+    with CheckpointManager(CheckpointConfig(nvme_path=str(folder)), silent) as manager:
+        state = manager.load_checkpoint()
+        assert state is not None and state.model_state is not None
+        assert reached <= state.step <= reached + 1
+        assert bool((state.model_state["x"] == state.step).all())
+    left = {path.name for path in folder.iterdir()}
+    assert {name for name in left if not name.startswith("step-")} <= {"latest", "best", ".writer-0.lock"}
+
+
+def test_preemption_asks_for_a_last_checkpoint(tmp_path: Path) -> None:
+    with CheckpointManager(config(tmp_path, checkpoint_interval=0, memory_snapshot_interval=0), silent) as manager:
+        manager.watch_preemption()
+        assert manager.due(1) is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not manager.preempted:
+            time.sleep(0.001)
+        assert manager.due(2) == CheckpointTier.NVME
+        manager.save_checkpoint(CheckpointState(2, {"x": torch.ones(3)}), wait=True)
+        assert [checkpoint.step for checkpoint in newest(manager.folder)] == [2]
