@@ -58,18 +58,27 @@ ELSEWHERE = (
 
 # Passed by the process that writes checkpoints.
 IN_WRITER = (
-    "checkpoint.sealed",
-    "checkpoint.synced",
-    "checkpoint.described",
+    "checkpoint.hashing",
+    "checkpoint.writing",
+    "checkpoint.renaming",
     "checkpoint.written",
+    "checkpoint.pruning",
+)
+# Passed there too; benchmarks/checkpoint_kills.py has them all, many times.
+IN_KILLS = (
+    "checkpoint.copying",
+    "checkpoint.sealed",
+    "checkpoint.syncing",
+    "checkpoint.described",
     "checkpoint.pruned",
+    "checkpoint.uploading",
+    "checkpoint.uploaded",
 )
 
 
 def test_the_lists_name_every_place() -> None:
-    assert {p for p, _ in IN_STEP} | {*IN_RECOVERY, *ELSEWHERE, *IN_WRITER, "checkpoint.uploading"} == set(
-        failpoints.PLACES
-    )
+    known = {p for p, _ in IN_STEP} | {*IN_RECOVERY, *ELSEWHERE, *IN_WRITER, *IN_KILLS}
+    assert known == set(failpoints.PLACES)
 
 
 @pytest.mark.parametrize("first", [pytest.param(0, id="rank0"), pytest.param(1, id="last", marks=pytest.mark.soak)])

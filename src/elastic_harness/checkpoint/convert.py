@@ -10,7 +10,9 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -123,7 +125,16 @@ def _export_hf(tensors: dict[str, Tensor], folder: Path) -> None:
 def _export_dcp(tensors: dict[str, Tensor], folder: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    with _one_process():
+        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """DCP warns of what is meant here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 # ---- import
@@ -218,7 +229,8 @@ def _read_dcp(path: Path) -> dict[str, Tensor]:
             for name, stored in known
             if isinstance(stored, TensorStorageMetadata)
         }
-        dcp.load(into, storage_reader=reader, no_dist=True)
+        with _one_process():
+            dcp.load(into, storage_reader=reader, no_dist=True)
         return into
     except Exception as error:
         raise ConfigError(f"{path} cannot be read as a DCP folder: {error}.") from error

@@ -82,7 +82,6 @@ def save_contents(
         temporary.mkdir()
         previous = next(iter(newest(folder)), None)
         written, files = write_pieces(temporary, STATE_FILE, contents, pieces(contents), previous, hashes)
-        failpoint("checkpoint.synced", step)
         made = manifests.make(step, skeleton, meta, written, files)
         write_synced(temporary / MANIFEST_FILE, manifests.encode(made))
         failpoint("checkpoint.described", step)
@@ -179,6 +178,7 @@ def remove(path: Path, *, recycle: bool = False) -> None:
     doomed = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
+    failpoint("checkpoint.pruning")
     state, spare = doomed / STATE_FILE, path.parent / SPARE
     if recycle and state.exists() and state.stat().st_nlink == 1:
         os.replace(state, spare)
@@ -305,10 +305,13 @@ def _sync_folder(folder: Path) -> None:
 
 def _replace_folder(source: Path, target: Path) -> None:
     """Renames source to target; an older target stays loadable, as ``.old``, until source has its name."""
+    failpoint("checkpoint.renaming")
     if not target.exists():
         os.rename(source, target)
         return
     old = target.with_name(f"{target.name}.old")
     os.rename(target, old)
+    failpoint("checkpoint.renaming")
     os.rename(source, target)
+    failpoint("checkpoint.renaming")
     remove(old)

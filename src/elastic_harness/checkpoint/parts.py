@@ -62,7 +62,6 @@ def save_part(
         }
         if part.index == 0:
             said |= {"skeleton": manifests.as_json(skeleton, "skeleton"), "meta": manifests.as_json(meta, "meta")}
-        failpoint("checkpoint.synced", step)
         temporary = shared / f".part-{number}.json"
         temporary.unlink(missing_ok=True)
         local.write_synced(temporary, json.dumps(said).encode())

@@ -32,6 +32,7 @@ import xxhash
 
 from elastic_harness.checkpoint.layout import Piece, Slice, pieces, share
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
+from elastic_harness.failpoints import failpoint
 
 MAX_SHARES = 512
 MEMORY_FRACTION = 0.9  # of what is available, at most so much is taken
@@ -242,6 +243,7 @@ class Snapshot:
         """Hash the pieces, so that whoever reads them can check them. Only for the writer, of a complete snapshot."""
         at = _HEADER_AT + self.control.header_bytes
         for number, piece in enumerate(self.positions):
+            failpoint("checkpoint.hashing", self.version)
             digest = xxhash.xxh3_128_digest(self.view(piece))
             self._slot.map[at + 16 * number : at + 16 * number + 16] = digest
         self._slot.set_seal(self.control)

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import xxhash
 
+from elastic_harness.failpoints import failpoint
+
 BUFFER_BYTES = 16 << 20
 PAGE = 4096  # of O_DIRECT; the tensors' bytes begin at a multiple of it
 DTYPES = {
@@ -121,6 +123,7 @@ class _Writer:
             self._buffer[self._filled : padded] = bytes(padded - self._filled)
             self._flush(padded)
         os.ftruncate(self._descriptor, size)
+        failpoint("checkpoint.syncing")
         os.fsync(self._descriptor)
         return size
 
@@ -129,6 +132,7 @@ class _Writer:
         self._buffer.close()
 
     def _flush(self, count: int) -> None:
+        failpoint("checkpoint.writing")
         with memoryview(self._buffer) as whole:
             done = 0
             while done < count:

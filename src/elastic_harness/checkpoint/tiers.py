@@ -253,6 +253,7 @@ def copy(snapshot: Snapshot, tensors: Mapping[Slice, Tensor], mine: Sequence[Pie
         if piece.nbytes:
             if piece.slice != of:
                 of, content = piece.slice, flat_bytes(tensors[piece.slice])
+            failpoint("checkpoint.copying", snapshot.version)
             torch.frombuffer(snapshot.view(piece), dtype=torch.uint8).copy_(content[piece.low : piece.high])
 
 

@@ -19,6 +19,7 @@ from elastic_harness.checkpoint import local, tensor_file
 from elastic_harness.checkpoint import manifest as manifests
 from elastic_harness.checkpoint.manifest import MANIFEST_FILE, Checkpoint, Hashed
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
+from elastic_harness.failpoints import failpoint
 from elastic_harness.object_store import ObjectStore
 
 REQUESTS = 8  # at once
@@ -41,6 +42,7 @@ def push(
     if _manifest(store) is None:
         for name, file in checkpoint.manifest["files"].items():
             if not _whole(checkpoint, store, name):
+                failpoint("checkpoint.uploading", checkpoint.step)
                 store.put_file(_place(checkpoint.manifest, name), checkpoint.path / name, mbps_max)
                 if not _whole(checkpoint, store, name):
                     raise InfrastructureError(
@@ -48,6 +50,7 @@ def push(
                         "storage or the network changes data."
                     )
             progress(int(file["bytes"]))
+        failpoint("checkpoint.uploading", checkpoint.step)
         store.create(MANIFEST_FILE, content)
     if _manifest(store) != content:
         raise ConfigError(f"{store.url} is another checkpoint, with another manifest; push to another place.")

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,21 @@ class Writer:
         return False
 
     def finish(self) -> None:
-        """Bring to disk what is newer than anything there, and wait for what is being uploaded."""
+        """Bring to disk what is newer than anything there, and do what a writer that died has left undone: remove what
+        need not stay, upload the newest."""
         while self.work():
             pass
-        there = max((checkpoint.step for checkpoint in newest(self._folder)), default=-1)
+        found = newest(self._folder)
         for snapshot in self._slots.complete()[:1]:
-            if snapshot.version > there and snapshot.outcome != Outcome.FAILED:
+            if snapshot.version > max((c.step for c in found), default=-1) and snapshot.outcome != Outcome.FAILED:
                 self.write(snapshot)
+            with contextlib.suppress(OSError, HarnessError):
+                policy = Policy.from_json(snapshot.header["policy"])
+                retention.prune(self._folder, policy.retention, self._uploader.in_use())
+                local.clean(self._folder)
+                if policy.upload is not None:
+                    for checkpoint in newest(self._folder)[:1]:
+                        self._uploader.offer(checkpoint.path, replace(policy.upload, interval=1), policy.on_failure)
         with contextlib.suppress(OSError):
             local.drop_spare(self._folder)
 
@@ -145,7 +154,7 @@ class Uploader:
     def offer(self, path: Path, upload: Upload, on_failure: str) -> None:
         """Have a checkpoint uploaded if its turn has come."""
         step = int(path.name[5:])
-        if self._last is not None and self._last <= step < self._last + upload.interval:
+        if self._last is not None and (step == self._last or self._last < step < self._last + upload.interval):
             return
         with self._changed:
             self._waiting, self._last = (path, upload, on_failure), step
@@ -184,7 +193,7 @@ class Uploader:
                 return
             try:
                 where = transfer.push(checkpoint, upload.url, mbps_max=upload.mbps_max)
-                failpoint("checkpoint.uploading", step)
+                failpoint("checkpoint.uploaded", step)
                 transfer.prune(upload.url, upload.keep_last)
                 seconds = time.perf_counter() - begun
                 tell("checkpoint_uploaded", step=step, url=where, seconds=seconds, bytes=checkpoint.bytes)
