@@ -12,6 +12,7 @@ from elastic_harness.errors import ConfigError, InfrastructureError
 
 SCHEMES = ("s3://", "gs://", "az://", "http://", "https://")
 PIECE_BYTES = 1 << 20  # of an upload with a limit
+CLIENT_RETRIES = 4  # by obstore itself, of a request that the storage refuses for now
 PAUSES_S = (0.0, 0.2, 1.0, 5.0)  # before each try of a request
 
 
@@ -30,7 +31,9 @@ class ObjectStore:
             stores = importlib.import_module("obstore.store")
         except ImportError as error:
             raise ConfigError(f"{url} needs obstore: pip install 'elastic-harness[remote]'.") from error
-        options = {"client_options": {"allow_http": True}} if url.startswith("http://") else {}
+        options: dict[str, Any] = {"retry_config": {"max_retries": CLIENT_RETRIES}}
+        if url.startswith("http://"):
+            options["client_options"] = {"allow_http": True}
         try:
             self._store = stores.from_url(self.url, **options)
         except Exception as error:  # obstore's errors have no common base below Exception

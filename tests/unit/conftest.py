@@ -1,9 +1,13 @@
-"""A server that speaks S3, for tests of object storage."""
+"""Servers that speak S3, for tests of object storage."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,13 +16,40 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import s3_server
 
+_NUMBERS = itertools.count()
 
-@pytest.fixture
-def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of an empty bucket, with the environment set so that clients find the server (moto's)."""
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment in which clients find moto's server."""
     pytest.importorskip("moto")
+    with s3_server.serving(tmp_path_factory.mktemp("moto")) as variables:
+        yield variables
+
+
+@pytest.fixture(scope="session")
+def radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment in which clients find a real S3 server. Skips if it is not installed."""
+    pytest.importorskip("boto3")
+    missing = s3_server.radosgw_missing()
+    if missing and os.environ.get("ELASTIC_HARNESS_RADOSGW") != "1":
+        pytest.skip(f"no {', '.join(missing)}: apt install radosgw ceph-mon ceph-osd ceph-mgr")
+    for _ in range(2):  # it is a whole cluster, which does not come up every time on a busy machine
+        with ExitStack() as running:
+            try:
+                variables = running.enter_context(s3_server.serving(tmp_path_factory.mktemp("ceph"), "radosgw"))
+            except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
+                why = str(error)[-300:]
+                continue
+            yield variables
+            return
+    pytest.skip(f"radosgw did not come up: {why}")
+
+
+@pytest.fixture(params=["moto", pytest.param("radosgw", marks=pytest.mark.slow)])
+def s3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty place on a server, with the environment set so that clients find it."""
     pytest.importorskip("obstore")
-    with s3_server.serving(tmp_path / "moto.log") as variables:
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        yield s3_server.URL
+    for name, value in request.getfixturevalue(request.param).items():
+        monkeypatch.setenv(name, value)
+    return f"{s3_server.URL}/{next(_NUMBERS)}"

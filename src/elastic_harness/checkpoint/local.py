@@ -204,6 +204,7 @@ def write_pieces(
     known = {piece: (hashes or {}).get(piece) or tensor_file.hash_of(content) for piece, content in bytes_of.items()}
     there, files = _link_what_is_there(folder, known, previous) if previous else ({}, {})
     fresh = [piece for piece in bytes_of if piece not in there]
+    fresh.sort(key=lambda piece: piece.nbytes % tensor_file.PAGE != 0)  # what can be written from where it is, first
     entries = [_entry(piece, bytes_of[piece]) for piece in fresh]
     names = {entry.name for entry in entries}
     if "__metadata__" in names:

@@ -40,7 +40,7 @@ _MAGIC = b"EHSNAP02"
 _CONTROL = struct.Struct("<8sQqqQQQQdQqd")  # magic and the fields of Control; its own hash follows
 _CHECK_AT, _OUTCOME_AT, _SEAL_AT, _SHARES_AT, _HEADER_AT = 128, 256, 384, 4096, 8192
 _WORD, _PAIR = struct.Struct("<Q"), struct.Struct("<QQ")
-_ALIGN = 64
+_ALIGN = mmap.PAGESIZE  # of a slice, so that it is written to disk from where it is
 _MADV_POPULATE_WRITE = 23
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -140,6 +140,12 @@ class Slots:
         found = [snapshot for slot in self._slots if (snapshot := slot.snapshot()) is not None and snapshot.complete]
         return sorted(found, key=lambda snapshot: -snapshot.control.attempt)
 
+    def provide(self) -> None:
+        """Have memory provided for the slots that are smaller than the newest snapshot, before they are needed."""
+        for newest in self.complete()[:1]:
+            for slot in self._slots:
+                slot.provide(newest.control.nbytes)
+
     def wake(self) -> None:
         """Tell the writer that there is something to do."""
         if self._wake is not None:
@@ -187,7 +193,7 @@ class Snapshot:
 
     @property
     def sealed(self) -> bool:
-        """Whether its pieces have been hashed, and the hashes are whole."""
+        """Whether its pieces have been hashed, and what describes them can be trusted."""
         return self._slot.seal_of(self.control) == self._slot.seal_word(self.control)
 
     @cached_property
@@ -244,8 +250,7 @@ class Snapshot:
         at = _HEADER_AT + self.control.header_bytes
         for number, piece in enumerate(self.positions):
             failpoint("checkpoint.hashing", self.version)
-            digest = xxhash.xxh3_128_digest(self.view(piece))
-            self._slot.map[at + 16 * number : at + 16 * number + 16] = digest
+            self._slot.map[at + 16 * number : at + 16 * number + 16] = xxhash.xxh3_128_digest(self.view(piece))
         self._slot.set_seal(self.control)
 
     def settle(self, outcome: Outcome) -> None:
@@ -329,6 +334,13 @@ class _Slot:
         mapped[: len(packed)] = packed
         mapped[_CHECK_AT : _CHECK_AT + 8] = xxhash.xxh3_64_digest(packed)
 
+    def provide(self, nbytes: int) -> None:
+        """Grow to this size, with memory, if that is there."""
+        if os.fstat(self._descriptor).st_size < nbytes and not self.shortage(nbytes):
+            with self.pinned() as pinned, contextlib.suppress(OSError):
+                if pinned:
+                    os.posix_fallocate(self._descriptor, 0, nbytes)
+
     def shortage(self, nbytes: int) -> str:
         """Why this slot cannot grow to so many bytes, in words; empty if it can."""
         missing, available = nbytes - self._size, _memory_available()
@@ -389,11 +401,13 @@ def _memory_available() -> int:
 
 
 def _positions(cut: Sequence[Piece], data_at: int) -> tuple[dict[Piece, int], int]:
-    """Where each piece goes, and where the last one ends."""
+    """Where each piece goes, those of a slice without a gap, and where the last one ends."""
     positions, position = {}, data_at
     for piece in cut:
+        if piece.low == 0:
+            position = _aligned(position, _ALIGN)
         positions[piece] = position
-        position = _aligned(position + piece.nbytes, _ALIGN)
+        position += piece.nbytes
     return positions, _aligned(position, mmap.PAGESIZE)
 
 

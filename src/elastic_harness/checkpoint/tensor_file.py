@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from elastic_harness.failpoints import failpoint
@@ -107,6 +108,9 @@ class _Writer:
         self._written = 0
 
     def write(self, content: memoryview) -> None:
+        if self._filled == 0 and len(content) % PAGE == 0 and _address(content) % PAGE == 0:
+            self._pwrite(content)  # from where it is
+            return
         while len(content):
             part = content[: BUFFER_BYTES - self._filled]
             self._buffer[self._filled : self._filled + len(part)] = part
@@ -132,20 +136,29 @@ class _Writer:
         self._buffer.close()
 
     def _flush(self, count: int) -> None:
-        failpoint("checkpoint.writing")
-        with memoryview(self._buffer) as whole:
-            done = 0
-            while done < count:
-                try:
-                    with whole[done:count] as rest:
-                        done += os.pwrite(self._descriptor, rest, self._written + done)
-                except OSError as error:
-                    flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-                    if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
-                        raise
-                    fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        self._written += count
+        with memoryview(self._buffer) as whole, whole[:count] as content:
+            self._pwrite(content)
         self._filled = 0
+
+    def _pwrite(self, content: memoryview) -> None:
+        failpoint("checkpoint.writing")
+        done = 0
+        while done < len(content):
+            try:
+                with content[done:] as rest:
+                    written = os.pwrite(self._descriptor, rest, self._written)
+                done += written
+                self._written += written
+            except OSError as error:
+                flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+                if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                    raise
+                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+
+
+def _address(content: memoryview) -> int:
+    """Where these bytes are in memory."""
+    return int(np.frombuffer(content, np.uint8).__array_interface__["data"][0]) if len(content) else 0
 
 
 def _take_over(recycled: Path, path: Path) -> bool:

@@ -7,6 +7,7 @@ and it is loaded from the nearest tier that has it whole.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -247,14 +248,19 @@ class Tiers:
 
 
 def copy(snapshot: Snapshot, tensors: Mapping[Slice, Tensor], mine: Sequence[Piece]) -> None:
-    """Copy these pieces of the tensors, which may be on any device, into the snapshot's memory."""
+    """Copy these pieces of the tensors, which may be on any device, into the snapshot's memory. On the CPU with one
+    thread and a few large calls: torch would take as many threads as training has, and stand in its way."""
     of: Slice | None = None
     for piece in mine:
+        failpoint("checkpoint.copying", snapshot.version)
         if piece.nbytes:
             if piece.slice != of:
                 of, content = piece.slice, flat_bytes(tensors[piece.slice])
-            failpoint("checkpoint.copying", snapshot.version)
-            torch.frombuffer(snapshot.view(piece), dtype=torch.uint8).copy_(content[piece.low : piece.high])
+            into = torch.frombuffer(snapshot.view(piece), dtype=torch.uint8)
+            if content.device.type == "cpu":
+                ctypes.memmove(into.data_ptr(), content.data_ptr() + piece.low, piece.nbytes)
+            else:
+                into.copy_(content[piece.low : piece.high])
 
 
 def _load_folder(checkpoint: Checkpoint, into: Into | None) -> Loaded:

@@ -79,11 +79,7 @@ class Writer:
         with snapshot.pinned() as pinned:
             if not pinned or not snapshot.here:
                 return False
-            try:
-                snapshot.seal()
-            except HarnessError as error:
-                snapshot.drop()
-                tell("checkpoint_failed", step=snapshot.version, error=str(error))
+            snapshot.seal()
             failpoint("checkpoint.sealed", snapshot.version)
             return True
 
@@ -225,10 +221,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    writer = Writer(Slots(from_text(arguments.slots)), arguments.folder)
+    slots = Slots(from_text(arguments.slots))
+    writer = Writer(slots, arguments.folder)
     while True:
         while writer.work():
             pass
+        slots.provide()
         ready, _, _ = select.select([0, arguments.wake], [], [])
         if 0 in ready and not os.read(0, 1024):
             break
