@@ -56,6 +56,10 @@ class ObjectStore:
         at most, 0: no limit."""
         self._ask(name, lambda: self._obstore.put(self._store, name, _paced(path, mbps_max) if mbps_max else path))
 
+    def put(self, name: str, content: bytes) -> None:
+        """Upload a small object; one of that name is replaced."""
+        self._ask(name, lambda: self._obstore.put(self._store, name, content, use_multipart=False))
+
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects; those that are not there are no error."""
         if names:

@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.set_defaults(run=run)
         if name == "push":
             command.add_argument("url", metavar="URL", help="s3://bucket/prefix, gs://…, az://…; it goes below that")
+            command.add_argument("--mbps-max", type=float, default=0.0, help="megabits per second at most")
+            command.add_argument("--full-every", type=int, default=0, help="of so many one whole, else differences")
         if name == "pull":
             command.add_argument("folder", metavar="FOLDER", help="a run, or a folder of checkpoints")
         if name == "diff":
@@ -170,7 +172,9 @@ def import_(arguments: argparse.Namespace) -> int:
 def push(arguments: argparse.Namespace) -> int:
     checkpoint = _one(arguments.where)
     with _bar("uploading", checkpoint.bytes) as advance:
-        where = transfer.push(checkpoint, arguments.url, advance)
+        where = transfer.push(
+            checkpoint, arguments.url, advance, mbps_max=arguments.mbps_max, full_every=arguments.full_every
+        )
     print(f"{where}: uploaded and checked, {checkpoint.bytes / 1e6:.1f} MB")
     return 0
 

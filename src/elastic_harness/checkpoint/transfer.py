@@ -10,12 +10,13 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.checkpoint import local, tensor_file
+from elastic_harness.checkpoint import delta, local, tensor_file
 from elastic_harness.checkpoint import manifest as manifests
 from elastic_harness.checkpoint.manifest import MANIFEST_FILE, Checkpoint, Hashed
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
@@ -29,32 +30,105 @@ Progress = Callable[[int], None]
 
 
 def push(
-    checkpoint: Checkpoint, url: str, progress: Progress = lambda nbytes: None, *, mbps_max: float = 0.0
+    checkpoint: Checkpoint,
+    url: str,
+    progress: Progress = lambda nbytes: None,
+    *,
+    mbps_max: float = 0.0,
+    full_every: int = 0,
 ) -> str:
     """Upload a checkpoint below `url` and return where it is; that it is whole there has been checked by reading it
     back. What an upload that was cut off has left whole is not sent again. Blocks; `progress(bytes)` is called as it
-    goes, with the checkpoint's size in all. `mbps_max`: megabits per second to send at most, 0: no limit. Raises
-    CheckpointCorrupt if it is damaged here, ConfigError if another one of that name is there, InfrastructureError if
-    the storage does not answer or changes what is sent."""
+    goes, with the checkpoint's size in all. `mbps_max`: megabits per second to send at most, 0: no limit.
+    `full_every`: of so many checkpoints one is sent whole, the others as the difference to the one before, if that is
+    here too (0: all whole). Raises CheckpointCorrupt if it is damaged here, ConfigError if another one of that name is
+    there, InfrastructureError if the storage does not answer or changes what is sent."""
     local.check(checkpoint)
     store = ObjectStore(f"{url.rstrip('/')}/{checkpoint.path.name}")
     content = (checkpoint.path / MANIFEST_FILE).read_bytes()
     if _manifest(store) is None:
-        for name, file in checkpoint.manifest["files"].items():
-            if not _whole(checkpoint, store, name):
-                failpoint("checkpoint.uploading", checkpoint.step)
-                store.put_file(_place(checkpoint.manifest, name), checkpoint.path / name, mbps_max)
-                if not _whole(checkpoint, store, name):
-                    raise InfrastructureError(
-                        f"{store.url}/{name} does not have the bytes that were sent. Try again; if it stays so, the "
-                        "storage or the network changes data."
-                    )
-            progress(int(file["bytes"]))
+        parent = _parent(checkpoint, url, full_every)
+        if parent is not None:
+            _push_difference(checkpoint, *parent, store, mbps_max)
+            progress(checkpoint.bytes)
+        else:
+            store.delete([_place(checkpoint.manifest, delta.INDEX_FILE)])  # of an upload that was cut off
+            _push_files(checkpoint, store, progress, mbps_max)
         failpoint("checkpoint.uploading", checkpoint.step)
         store.create(MANIFEST_FILE, content)
     if _manifest(store) != content:
         raise ConfigError(f"{store.url} is another checkpoint, with another manifest; push to another place.")
     return store.url
+
+
+def _push_files(checkpoint: Checkpoint, store: ObjectStore, progress: Progress, mbps_max: float) -> None:
+    for name, file in checkpoint.manifest["files"].items():
+        if not _whole(checkpoint, store, name):
+            failpoint("checkpoint.uploading", checkpoint.step)
+            store.put_file(_place(checkpoint.manifest, name), checkpoint.path / name, mbps_max)
+            if not _whole(checkpoint, store, name):
+                raise _changed(store, name)
+        progress(int(file["bytes"]))
+
+
+def _push_difference(
+    checkpoint: Checkpoint, parent: Checkpoint, chain: int, store: ObjectStore, mbps_max: float
+) -> None:
+    packed = checkpoint.path.parent / f".delta-{checkpoint.path.name}.tmp-{os.getpid()}"
+    packed.unlink(missing_ok=True)
+    try:
+        index = delta.pack(checkpoint, parent, chain, packed)
+        place = _place(checkpoint.manifest, delta.DATA_FILE)
+        failpoint("checkpoint.uploading", checkpoint.step)
+        store.put_file(place, packed, mbps_max)
+        with packed.open("rb") as file:
+            for low in range(0, index["bytes"], PIECE_BYTES):
+                sent = file.read(PIECE_BYTES)
+                if store.read(place, low, low + len(sent)) != sent:
+                    raise _changed(store, delta.DATA_FILE)
+        store.put(_place(checkpoint.manifest, delta.INDEX_FILE), delta.encode_index(index))
+    finally:
+        packed.unlink(missing_ok=True)
+
+
+def _changed(store: ObjectStore, name: str) -> InfrastructureError:
+    return InfrastructureError(
+        f"{store.url}/{name} does not have the bytes that were sent. Try again; if it stays so, the storage or the "
+        "network changes data."
+    )
+
+
+def _parent(checkpoint: Checkpoint, url: str, full_every: int) -> tuple[Checkpoint, int] | None:
+    """The checkpoint to which the difference is sent, and how many differences lead from this one to a whole one; None
+    if this one is to be sent whole."""
+    if full_every < 2:
+        return None
+    here = {c.manifest["sha256"]: c for c in manifests.newest(checkpoint.path.parent) if c.step < checkpoint.step}
+    for name in names(url):
+        store = ObjectStore(f"{url.rstrip('/')}/{name}")
+        manifest = json.loads(_manifest(store) or b"{}")
+        parent = here.get(manifest.get("sha256"))
+        if parent is not None:
+            index = _index(store, manifest)
+            chain = 1 + (index["chain"] if index else 0)
+            return (parent, chain) if chain < full_every else None
+    return None
+
+
+def _index(store: ObjectStore, manifest: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What says how a checkpoint in the storage follows from its parent; None if it is there whole."""
+    place = _place(manifest, delta.INDEX_FILE)
+    try:
+        size = store.size(place)
+    except ConfigError:
+        return None
+    try:
+        index: dict[str, Any] = json.loads(store.read(place, 0, size))
+        if not re.fullmatch(_STEP, index["parent"]["name"]) or not isinstance(index["chain"], int):
+            raise ValueError("its parent is none")
+        return index
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointCorrupt(f"{store.url}/{place} is damaged: {error}.") from error
 
 
 def pull(url: str, folder: Path, progress: Progress = lambda nbytes: None) -> Checkpoint:
@@ -73,8 +147,13 @@ def pull(url: str, folder: Path, progress: Progress = lambda nbytes: None) -> Ch
         content = _manifest(store)
         if content is None:
             raise ConfigError(f"There is no checkpoint at {store.url}.")
-        for file, (place, size) in _files(content, store.url).items():
-            _download(store, place, size, temporary / file, progress)
+        files = _files(content, store.url)
+        index = _index(store, json.loads(content))
+        if index is None:
+            for file, (place, size) in files.items():
+                _download(store, place, size, temporary / file, progress)
+        else:
+            _pull_difference(store, content, index, temporary, progress)
         local.write_synced(temporary / MANIFEST_FILE, content)
         found = manifests.read(temporary, name)
         if found is None:
@@ -87,6 +166,24 @@ def pull(url: str, folder: Path, progress: Progress = lambda nbytes: None) -> Ch
         shutil.rmtree(temporary, ignore_errors=True)
     (checkpoint,) = (c for c in manifests.newest(folder) if c.path == final)
     return checkpoint
+
+
+def _pull_difference(
+    store: ObjectStore, content: bytes, index: Mapping[str, Any], temporary: Path, progress: Progress
+) -> None:
+    """Fill a folder with the files of a checkpoint that is there as a difference; the parent is fetched if it is not
+    here."""
+    manifest, folder, named = json.loads(content), temporary.parent, index["parent"]
+    packed = temporary / delta.DATA_FILE
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".parents-") as fetched:
+        parent = next((c for c in manifests.newest(folder) if c.manifest["sha256"] == named["sha256"]), None)
+        if parent is None:
+            parent = pull(f"{store.url.rpartition('/')[0]}/{named['name']}", Path(fetched), progress)
+        if parent.manifest["sha256"] != named["sha256"]:
+            raise CheckpointCorrupt(f"{store.url} is the difference to another {named['name']} than is there.")
+        _download(store, _place(manifest, delta.DATA_FILE), int(index["bytes"]), packed, progress)
+        delta.unpack(index, packed, manifest, parent, temporary)
+        packed.unlink()
 
 
 def pull_newest(url: str, folder: Path) -> Checkpoint | None:
@@ -106,8 +203,16 @@ def names(url: str) -> list[str]:
 
 
 def prune(url: str, keep_last: int) -> list[str]:
-    """Remove all but the newest checkpoints below a URL (0: none), each its manifest first, and return their names."""
-    removed = names(url)[keep_last:] if keep_last else []
+    """Remove all but the newest checkpoints below a URL (0: none) and those from which they are made, each its manifest
+    first, and return their names."""
+    found = names(url)
+    stay = set(found[:keep_last] if keep_last else found)
+    for name in found:
+        if name in stay:
+            store = ObjectStore(f"{url.rstrip('/')}/{name}")
+            index = _index(store, json.loads(_manifest(store) or b"{}"))
+            stay |= {index["parent"]["name"]} if index else set()
+    removed = [name for name in found if name not in stay]
     for name in removed:
         store = ObjectStore(f"{url.rstrip('/')}/{name}")
         store.delete([MANIFEST_FILE])
@@ -136,7 +241,7 @@ def _find(url: str) -> tuple[ObjectStore, str]:
 
 def _place(manifest: Mapping[str, Any], name: str) -> str:
     """Where a file is, below the checkpoint's own URL."""
-    return f"{manifest['sha256'][:16]}/{name}"
+    return f"{str(manifest['sha256'])[:16]}/{name}"
 
 
 def _files(content: bytes, where: str) -> dict[str, tuple[str, int]]:

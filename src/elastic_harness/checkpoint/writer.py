@@ -188,7 +188,7 @@ class Uploader:
                 tell("upload_failed", step=step, error=f"{path} is gone", final=True, fatal=False)
                 return
             try:
-                where = transfer.push(checkpoint, upload.url, mbps_max=upload.mbps_max)
+                where = transfer.push(checkpoint, upload.url, mbps_max=upload.mbps_max, full_every=upload.full_every)
                 failpoint("checkpoint.uploaded", step)
                 transfer.prune(upload.url, upload.keep_last)
                 seconds = time.perf_counter() - begun
