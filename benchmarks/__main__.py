@@ -6,7 +6,18 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from benchmarks import checkpoint, exactness, index_build, loading, memory, order, recovery, throughput
+from benchmarks import (
+    checkpoint,
+    checkpoint_kills,
+    checkpoint_stall,
+    exactness,
+    index_build,
+    loading,
+    memory,
+    order,
+    recovery,
+    throughput,
+)
 from benchmarks.common import say
 
 QUICK: dict[str, list[str]] = {
@@ -18,6 +29,8 @@ QUICK: dict[str, list[str]] = {
     "index_build": ["--mb=20", "--rounds=1"],
     "order": ["--permutations=20"],
     "checkpoint": ["--mb=200", "--rounds=1"],
+    "checkpoint_stall": ["--rounds=1", "--layers=2"],
+    "checkpoint_kills": ["--moments=21", "--agent-kills=2"],
 }
 BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "recovery": recovery.main,
@@ -28,6 +41,8 @@ BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "index_build": index_build.main,
     "order": order.main,
     "checkpoint": checkpoint.main,
+    "checkpoint_stall": checkpoint_stall.main,
+    "checkpoint_kills": checkpoint_kills.main,
 }
 
 
