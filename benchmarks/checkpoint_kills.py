@@ -265,6 +265,9 @@ def kill_agents(folder: Path, kills: int, rng: random.Random) -> tuple[int, list
     disturbed.wait()
     ends = [events(name, "run_finished")[-1].get("weights_sha256") for name in ("undisturbed", "disturbed")]
     found = [] if ends[0] == ends[1] is not None else [f"weights differ after {done} kills: {ends}"]
+    command = [sys.executable, "-m", "elastic_harness", "verify", str(folder / "disturbed")]
+    checked = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    found += [] if checked.returncode == 0 else ["the ledger has a gap: see `elastic-harness verify`"]
     found += [f"bad: {c.path}" for c in newest(folder / "disturbed" / "checkpoints") if not is_whole(c)]
     return done, found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 from elastic_harness import wire
@@ -66,7 +67,7 @@ class ElasticRun:
             case "hello":
                 self._on_hello(worker, message)
             case "report":
-                report = Report.from_json(message)
+                report = self._within_the_ledger(Report.from_json(message))
                 self._feed(leader.Reported(worker.member, report))
             case "trouble":
                 peers = tuple(message.get("peers") or ())
@@ -111,6 +112,12 @@ class ElasticRun:
                 self._feed(leader.Finished(worker.member, message["version"]))
             case other:
                 self.agent.console.notice(f"worker {worker.member} sent an unknown message {other!r}; it is ignored")
+
+    def _within_the_ledger(self, report: Report) -> Report:
+        """Without snapshots that are ahead of the ledger, if there are others: those who took them died, and the agent
+        before this one too, before it could be told of the last commits."""
+        known = tuple(v for v in report.checkpoints if v <= self.agent.records.committed + 1)
+        return replace(report, checkpoints=known) if known and self.state.born else report
 
     def on_gone(self, worker: Worker) -> None:
         self._admission.forget(worker.member)

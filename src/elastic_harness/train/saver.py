@@ -28,7 +28,7 @@ from elastic_harness.checkpoint.snapshot import Outcome, Slots, Snapshot
 from elastic_harness.checkpoint.tensors import slice_of
 from elastic_harness.checkpoint.tiers import POLL_S, Tiers
 from elastic_harness.config import CheckpointConfig
-from elastic_harness.errors import CheckpointCorrupt, ConfigError, HarnessError
+from elastic_harness.errors import CheckpointCorrupt, ConfigError, HarnessError, InfrastructureError
 from elastic_harness.train.state import Registry
 
 Report = Callable[[str, dict[str, Any]], None]
@@ -53,6 +53,7 @@ class Saver:
         self._policy = policy
         self._report = report
         self._own = own
+        self._fatal: str | None = None
         self._timing = Timing(config)
 
     # ---- saving
@@ -60,6 +61,7 @@ class Saver:
     def save_if_due(self, version: int, lineage: int, from_step: int, world: int, describe: Describe) -> None:
         """As rank 0: begin a snapshot if one is due and a slot is free. `from_step`: where this lineage began. Must be
         followed by `join` before the state changes. Does not block."""
+        self._raise_fatal()
         if "auto" in (self._config.checkpoint_interval, self._config.memory_snapshot_interval):
             self._timing.stepped(writing=self._tiers.busy())
         to_disk = self._due(version, from_step, self._config.checkpoint_interval, to_disk=True)
@@ -96,6 +98,7 @@ class Saver:
     def save(self, version: int, lineage: int, describe: Describe) -> bool:
         """Save the state, which is that of a step boundary, unless that is done already; blocks until it is on disk,
         and gives whether it is."""
+        self._raise_fatal()
         self.join(version)
         snapshot, durable, wanted = self._tiers.newest(), False, (version, lineage, True)
         with self._reported(version):
@@ -120,6 +123,18 @@ class Saver:
             if checkpoint.step > since and local.set_aside(checkpoint, "nonfinite") is not None:
                 self._report("checkpoint_set_aside", {"step": checkpoint.step, "reason": "the loss became non-finite"})
         self._tiers.forget_since(since)
+
+    def told(self, event: str, fields: dict[str, Any]) -> None:
+        """What a writer of our own says, which no agent hears."""
+        if event.endswith("_failed"):
+            print(f"elastic-harness: {fields.get('error')}", file=sys.stderr, flush=True)
+        if fields.get("fatal"):
+            self._fatal = str(fields.get("error"))
+        self._report(event, fields)
+
+    def _raise_fatal(self) -> None:
+        if self._fatal is not None:
+            raise InfrastructureError(f"{self._fatal} (checkpoint.async_save_policy is fail)")
 
     def wait(self) -> None:
         """Let go of the tiers: a writer of our own finishes first, and ends."""
@@ -214,22 +229,12 @@ def make_saver(config: CheckpointConfig, run_dir: Path, registry: Registry, repo
         for descriptor in descriptors:
             os.close(descriptor)
     elif os.environ.get("RANK", "0") == "0":
-        own = OwnWriter(folder, _told_aloud(report))
+        own = OwnWriter(folder, lambda event, fields: saver.told(event, fields))
         slots = own.slots
     else:
         slots, own = Slots([]), None
-    return Saver(Tiers(slots, folder, own), registry, config, policy, report, own)
-
-
-def _told_aloud(report: Report) -> Report:
-    """The report, and failures on standard error too: where there is no agent, nobody else would say them."""
-
-    def tell(event: str, fields: dict[str, Any]) -> None:
-        if event.endswith("_failed"):
-            print(f"elastic-harness: {fields.get('error')}", file=sys.stderr, flush=True)
-        report(event, fields)
-
-    return tell
+    saver = Saver(Tiers(slots, folder, own), registry, config, policy, report, own)
+    return saver
 
 
 def _lead_elsewhere(folder: Path, target: Path) -> None:
