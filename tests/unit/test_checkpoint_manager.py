@@ -190,6 +190,99 @@ def test_a_damaged_one_is_set_aside_and_the_older_one_is_loaded(tmp_path: Path) 
     assert (tmp_path / "checkpoints" / "step-00000002.damaged").is_dir()
 
 
+def damage(folder: Path, kind: str) -> None:
+    """Do something to the newest of two checkpoints."""
+    new, old = (folder / f"step-0000000{step}" for step in (2, 1))
+    state, manifest = new / "state.safetensors", new / "manifest.json"
+    size = state.stat().st_size
+    if kind == "flip":
+        content = bytearray(state.read_bytes())
+        content[size // 2] ^= 16
+        state.write_bytes(content)
+    elif kind == "hole":
+        with state.open("r+b") as file:
+            file.seek(size // 2)
+            file.write(bytes(4096))
+    elif kind == "cut":
+        os.truncate(state, size - 1)
+    elif kind == "longer":
+        os.truncate(state, size + 4096)
+    elif kind == "missing":
+        state.unlink()
+    elif kind == "stale":
+        shutil.copyfile(old / state.name, state)
+    elif kind == "swapped":
+        shutil.copyfile(state, folder / "kept")
+        shutil.copyfile(old / state.name, state)
+        shutil.copyfile(folder / "kept", old / state.name)
+    elif kind == "stale manifest":
+        shutil.copyfile(old / manifest.name, manifest)
+    elif kind == "empty manifest":
+        manifest.write_bytes(b"")
+    elif kind == "half deleted":
+        manifest.unlink()
+    elif kind == "a file":
+        shutil.rmtree(new)
+        new.write_text("not a folder")
+    elif kind == "foreign":
+        shutil.rmtree(new)
+        new.mkdir()
+        (new / "manifest.json").write_text('{"name": "of another program"}')
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "flip", "hole", "cut", "longer", "missing", "stale", "stale manifest", "empty manifest", "half deleted",
+        "a file", "foreign",
+    ],
+)  # fmt: skip
+def test_any_damage_is_noticed_and_the_older_one_is_loaded(tmp_path: Path, kind: str) -> None:
+    with CheckpointManager(config(tmp_path), silent) as manager:
+        for step in (1, 2):
+            draw = torch.Generator().manual_seed(step)
+            state = CheckpointState(step, {"x": torch.rand(30_000, generator=draw), "step": torch.tensor(step)})
+            manager.save_checkpoint(state, wait=True)
+    damage(tmp_path / "checkpoints", kind)
+    with CheckpointManager(config(tmp_path), silent) as manager:
+        loaded = manager.load_checkpoint()
+        assert loaded is not None and loaded.step == 1
+        assert loaded.model_state is not None and int(loaded.model_state["step"]) == 1
+        manager.save_checkpoint(CheckpointState(3, {"x": torch.ones(3)}), wait=True)
+        assert [checkpoint.step for checkpoint in newest(manager.folder)] == [3, 1]
+
+
+def test_if_both_are_swapped_neither_is_loaded(tmp_path: Path) -> None:
+    with CheckpointManager(config(tmp_path), silent) as manager:
+        for step in (1, 2):
+            draw = torch.Generator().manual_seed(step)
+            manager.save_checkpoint(CheckpointState(step, {"x": torch.rand(30_000, generator=draw)}), wait=True)
+    damage(tmp_path / "checkpoints", "swapped")
+    with CheckpointManager(config(tmp_path), silent) as manager:
+        assert manager.load_checkpoint() is None
+
+
+def test_what_was_uploaded_comes_back_to_an_empty_disk(
+    moto: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    for name, value in moto.items():
+        monkeypatch.setenv(name, value)
+    training, told = Training("adamw"), []
+    settings = config(tmp_path, s3_bucket=f"bucket/{tmp_path.name}", checkpoint_interval=0)
+    with CheckpointManager(settings, lambda event, fields: told.append(event)) as manager:
+        training.run(2)
+        manager.save_checkpoint(training.state(), CheckpointTier.S3, wait=True)
+    assert "checkpoint_uploaded" in told
+    shutil.rmtree(tmp_path / "checkpoints")
+    with CheckpointManager(settings, lambda event, fields: told.append(event)) as manager:
+        state = manager.load_checkpoint()
+    assert state is not None and state.step == 2 and "checkpoint_downloaded" in told
+    again = Training("adamw")
+    again.restore(state)
+    assert equal(again, training)
+
+
 def test_there_is_nothing_yet(tmp_path: Path) -> None:
     with CheckpointManager(config(tmp_path), silent) as manager:
         assert manager.load_checkpoint() is None and manager.stored() == []

@@ -40,7 +40,7 @@ from elastic_harness.checkpoint.structure import decode, encode
 from elastic_harness.checkpoint.tensors import content_of
 from elastic_harness.checkpoint.tiers import POLL_S, CheckpointTier, Stored, Tiers
 from elastic_harness.config import CheckpointConfig
-from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
+from elastic_harness.errors import CheckpointCorrupt, ConfigError, HarnessError, InfrastructureError
 
 Report = Callable[[str, dict[str, Any]], None]
 DEFAULT_FOLDER = Path("checkpoints")
@@ -104,9 +104,11 @@ class CheckpointManager:
 
     def due(self, step: int) -> CheckpointTier | None:
         """Where the state after `step` steps should be saved now: what the intervals say, and local disk if the process
-        is about to be preempted. Call it once per step. Without process groups, or with intervals in steps; "auto" in
-        a process group asks rank 0, which is collective."""
+        is about to be preempted. Call it once per step; in a process group on all ranks, for with "auto" intervals or
+        `watch_preemption` it is collective."""
         self._timing.stepped(writing=self._tiers.busy())
+        if self._previous is not None:
+            self.preempted = bool(self._ranks.greatest(int(self.preempted)))
         if self.preempted:
             return CheckpointTier.NVME
         for tier, interval in (
@@ -136,7 +138,7 @@ class CheckpointManager:
         tensors: dict[str, Tensor] = {}
         skeleton = {name: encode(getattr(state, name), name, tensors) for name in _STATES}
         meta = {"lineage": 0, **{name: getattr(state, name) for name in _META}, "packages": packages()}
-        if "world_size" in meta and self._ranks.world > 1:
+        if self._ranks.world > 1:
             meta["world_size"] = self._ranks.world
         mine = sharding.to_write(tensors, self._ranks.rank, self._ranks.world)
         owned = self._of_optimizers()
@@ -176,11 +178,16 @@ class CheckpointManager:
     def wait(self) -> None:
         """Block until the last state that was to go to disk is there. Raises InfrastructureError if it failed.
         Collective in a process group."""
-        self._tiers.join()
-        outcome = Outcome.DURABLE
-        if self._snapshot is not None and self._snapshot.control.to_disk:
-            outcome = self._tiers.wait(self._snapshot)
+        outcome, failed = Outcome.DURABLE, None
+        try:
+            self._tiers.join()
+            if self._snapshot is not None and self._snapshot.control.to_disk:
+                outcome = self._tiers.wait(self._snapshot)
+        except (HarnessError, RuntimeError) as error:
+            failed = error
         self._ranks.barrier()
+        if failed is not None:
+            raise failed
         self._raise_fatal()
         if outcome == Outcome.FAILED:
             raise InfrastructureError(
@@ -214,6 +221,7 @@ class CheckpointManager:
         place, wherever they are and however they are sharded, and are what is returned. Collective in a process group:
         all ranks load the same step. Raises ConfigError if the step that was asked for is not there or `into`
         differs."""
+        self._tiers.join()
         self._fetch()
         while True:
             version = self._agree(step)

@@ -1,0 +1,167 @@
+"""Intervals that follow cost and failure rate, what stays, and what becomes of a run's snapshots."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_harness.checkpoint import interval, local, retention
+from elastic_harness.checkpoint.interval import Costs, Timing, daly_interval_s, mtbf_s
+from elastic_harness.checkpoint.manifest import newest
+from elastic_harness.checkpoint.policy import Policy, Upload, policy_of
+from elastic_harness.checkpoint.retention import Retention
+from elastic_harness.config import CheckpointConfig
+from elastic_harness.errors import ConfigError
+
+# ---- how often
+
+
+def lost_fraction(every_s: float, cost_s: float, mtbf: float, rng: random.Random) -> float:
+    """Of the time, in a simulated run whose failures have no memory: work saved, or lost to saving and failing."""
+    clock = useful = 0.0
+    while clock < 3000 * mtbf:
+        failure = rng.expovariate(1 / mtbf)
+        cycles = int(failure // (every_s + cost_s))
+        useful += cycles * every_s
+        clock += failure
+    return 1 - useful / clock
+
+
+@pytest.mark.parametrize(("cost_s", "mtbf"), [(1.0, 1000.0), (5.0, 300.0), (20.0, 200.0)])
+def test_daly_s_interval_loses_least(cost_s: float, mtbf: float) -> None:
+    best = daly_interval_s(cost_s, mtbf)
+    losses = {factor: lost_fraction(factor * best, cost_s, mtbf, random.Random(1)) for factor in (0.4, 1.0, 2.5)}
+    assert losses[1.0] < losses[0.4] and losses[1.0] < losses[2.5]
+
+
+def test_daly_s_interval_begins_as_young_s() -> None:
+    assert daly_interval_s(0.01, 1e6) == pytest.approx(math.sqrt(2 * 0.01 * 1e6), rel=0.01)
+    assert daly_interval_s(50.0, 10.0) == 10.0, "saving takes longer than failing"
+
+
+def test_the_failure_rate_is_learned_from_a_guess() -> None:
+    assert mtbf_s(0.0, 0) == interval.PRIOR_S
+    assert mtbf_s(1e6, 0) > interval.PRIOR_S > mtbf_s(1e4, 5)
+    assert mtbf_s(1e7, 1000) == pytest.approx(1e4, rel=0.01)
+
+
+def test_costs_are_what_steps_take_longer() -> None:
+    costs = Costs()
+    assert costs.copy_s == 1e-3
+    for _ in range(50):
+        costs.step(1.0, copied=False, writing=False)
+        costs.step(1.2, copied=True, writing=False)
+        costs.wrote()
+        for _ in range(3):
+            costs.step(1.1, copied=False, writing=True)
+    assert costs.copy_s == pytest.approx(0.2, rel=0.01)
+    assert costs.disk_s == pytest.approx(0.2 + 3 * 0.1, rel=0.01)
+
+
+def test_timing_keeps_its_bounds_and_follows_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(interval.time, "monotonic", lambda: now[0])
+    timing = Timing(CheckpointConfig(interval_min_s=2.0, interval_max_s=100.0))
+    for _ in range(20):
+        timing.stepped(writing=False)
+        now[0] += 1.0
+        timing.stepped(writing=False)
+        timing.saved(to_disk=True)
+        now[0] += 1.5
+    assert timing.costs.copy_s == pytest.approx(0.5, rel=0.05)
+    assert timing.interval_s(to_disk=True) == 100.0
+    timing.failures = 10_000
+    soon = timing.interval_s(to_disk=True)
+    assert 2.0 <= soon < 10.0
+    assert not timing.due(now[0], to_disk=True)
+    began_at = now[0]
+    now[0] += 1.01 * soon
+    assert timing.due(began_at, to_disk=True)
+    given = Timing(CheckpointConfig(mtbf_hours=1e-6, interval_min_s=2.0))
+    assert given.interval_s(to_disk=False) == 2.0
+
+
+def test_what_the_configuration_allows() -> None:
+    assert CheckpointConfig(checkpoint_interval="auto").checkpoint_interval == "auto"
+    assert CheckpointConfig(s3_bucket="mine").upload_url == "s3://mine"
+    assert CheckpointConfig(s3_bucket="gs://mine/x").upload_url == "gs://mine/x"
+    wrong: list[dict[str, Any]] = [
+        {"checkpoint_interval": -1}, {"checkpoint_interval": "often"}, {"keep_last": 0}, {"upload_interval": 0},
+        {"async_save_policy": "hope"}, {"interval_min_s": 10.0, "interval_max_s": 5.0}, {"s3_bucket": ""},
+    ]  # fmt: skip
+    for settings in wrong:
+        with pytest.raises(ConfigError, match=f"checkpoint.{next(iter(settings))}"):
+            CheckpointConfig(**settings)
+
+
+def test_a_policy_travels_as_json() -> None:
+    config = CheckpointConfig(keep_every=7, keep_best=2, s3_bucket="b", upload_mbps_max=5.0, async_save_policy="retry")
+    policy = policy_of(config, "s3://b/run")
+    assert policy == Policy(Retention(3, 7, 2), Upload("s3://b/run", 1, 0, 5.0, 0), "retry")
+    assert Policy.from_json(policy.to_json()) == policy == Policy.from_json(policy.to_json())
+
+
+# ---- what stays
+
+
+def put(folder: Path, step: int, loss: float | None = None) -> None:
+    meta = {} if loss is None else {"metrics": {"loss": loss, "accuracy": -loss}}
+    local.save(folder, step, {}, {"x": torch.full((2000,), float(step))}, meta)
+
+
+def steps(folder: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in newest(folder)]
+
+
+def test_the_last_every_nth_and_the_best_stay(tmp_path: Path) -> None:
+    losses = {10: 5.0, 20: 1.0, 30: 4.0, 40: 2.0, 50: 3.0, 60: None, 70: float("nan"), 80: 9.0}
+    for step, loss in losses.items():
+        put(tmp_path, step, loss)
+    policy = Retention(keep_last=2, keep_every=30, keep_best=2)
+    removed = retention.prune(tmp_path, policy)
+    assert sorted(int(path.name[5:]) for path in removed) == [10, 50]
+    assert steps(tmp_path) == [80, 70, 60, 40, 30, 20]
+    assert (tmp_path / "latest").resolve().name == "step-00000080"
+    assert (tmp_path / "best").resolve().name == "step-00000020"
+    assert retention.prune(tmp_path, policy) == [], "once is enough"
+    best_last = Retention(keep_last=1, keep_best=1, metric="accuracy", mode="max")
+    retention.prune(tmp_path, best_last, in_use={60})
+    assert steps(tmp_path) == [80, 60, 20]
+
+
+def test_names_are_mended_and_follow_what_is_there(tmp_path: Path) -> None:
+    for step in (1, 2):
+        put(tmp_path, step, float(step))
+    (tmp_path / "latest").symlink_to("step-00000099")
+    retention.point(tmp_path, Retention())
+    assert [(tmp_path / name).resolve().name for name in ("latest", "best")] == ["step-00000002", "step-00000001"]
+
+
+def test_a_removed_file_is_written_over(tmp_path: Path) -> None:
+    """Only one that no other checkpoint needs."""
+    for step in (1, 2, 3):
+        put(tmp_path, step)
+    inode = (tmp_path / "step-00000001" / "state.safetensors").stat().st_ino
+    retention.prune(tmp_path, Retention(keep_last=2), recycle=True)
+    put(tmp_path, 4)
+    assert (tmp_path / "step-00000004" / "state.safetensors").stat().st_ino == inode
+    for checkpoint in newest(tmp_path):
+        assert bool((local.load(checkpoint)[1]["x"] == checkpoint.step).all())
+    local.drop_spare(tmp_path)
+    assert not (tmp_path / local.SPARE).exists()
+
+
+def test_a_spare_that_others_still_need_is_left_alone(tmp_path: Path) -> None:
+    same = {"x": torch.ones(5000)}
+    for step in (1, 2, 3):
+        local.save(tmp_path, step, {}, same, {})
+    retention.prune(tmp_path, Retention(keep_last=1), recycle=True)
+    local.save(tmp_path, 4, {}, {"x": torch.zeros(9000)}, {})
+    for checkpoint in newest(tmp_path):
+        local.check(checkpoint)
+    assert torch.equal(local.load(newest(tmp_path)[1])[1]["x"], same["x"])
