@@ -44,7 +44,11 @@ class ObjectStore:
 
     def read(self, name: str, low: int, high: int) -> bytes:
         """The bytes from low to high of one object."""
-        content = bytes(self._ask(name, lambda: self._obstore.get_range(self._store, name, start=low, end=high)))
+        return bytes(self.view(name, low, high))
+
+    def view(self, name: str, low: int, high: int) -> memoryview:
+        """The same, without a copy."""
+        content = memoryview(self._ask(name, lambda: self._obstore.get_range(self._store, name, start=low, end=high)))
         if len(content) != high - low:
             raise InfrastructureError(
                 f"{self.url}/{name} gave {len(content)} bytes for the {high - low} from {low} on."

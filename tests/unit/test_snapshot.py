@@ -182,6 +182,8 @@ def test_a_flipped_bit_in_memory_is_noticed(memory: Memory, tmp_path: Path, wher
     }[where]
     taken._slot.map[at] ^= 1
     both = Tiers(Slots(memory), tmp_path)
+    if where != "data":
+        assert not writer.work(), "it is not sealed once more"
     if where == "data":
         with pytest.raises(CheckpointCorrupt, match="xxh3"):
             both.load(5)

@@ -38,7 +38,7 @@ MAX_SHARES = 512
 MEMORY_FRACTION = 0.9  # of what is available, at most so much is taken
 _MAGIC = b"EHSNAP02"
 _CONTROL = struct.Struct("<8sQqqQQQQdQqd")  # magic and the fields of Control; its own hash follows
-_CHECK_AT, _OUTCOME_AT, _SEAL_AT, _SHARES_AT, _HEADER_AT = 128, 256, 384, 4096, 8192
+_CHECK_AT, _OUTCOME_AT, _SEAL_AT, _SEALED_AT, _SHARES_AT, _HEADER_AT = 128, 256, 384, 448, 4096, 8192
 _WORD, _PAIR = struct.Struct("<Q"), struct.Struct("<QQ")
 _ALIGN = mmap.PAGESIZE  # of a slice, so that it is written to disk from where it is
 _MADV_POPULATE_WRITE = 23
@@ -194,7 +194,16 @@ class Snapshot:
     @property
     def sealed(self) -> bool:
         """Whether its pieces have been hashed, and what describes them can be trusted."""
-        return self._slot.seal_of(self.control) == self._slot.seal_word(self.control)
+        return self._was_sealed and self._slot.seal_of(self.control) == self._slot.seal()
+
+    @property
+    def damaged(self) -> bool:
+        """Whether it was sealed, and what describes its pieces has changed since."""
+        return self._was_sealed and not self.sealed
+
+    @property
+    def _was_sealed(self) -> bool:
+        return bool(_WORD.unpack_from(self._slot.map, _SEALED_AT)[0] == self.control.attempt)
 
     @cached_property
     def header(self) -> dict[str, Any]:
@@ -359,11 +368,12 @@ class _Slot:
         """The hash over what describes the pieces: control, header and their hashes."""
         return xxhash.xxh3_128_digest(_CONTROL.pack(_MAGIC, *control) + bytes(self.map[_HEADER_AT : control.data_at]))
 
-    def seal_word(self, control: Control) -> bytes:
+    def seal(self) -> bytes:
         return bytes(self.map[_SEAL_AT : _SEAL_AT + 16])
 
     def set_seal(self, control: Control) -> None:
         self.map[_SEAL_AT : _SEAL_AT + 16] = self.seal_of(control)
+        _WORD.pack_into(self.map, _SEALED_AT, control.attempt)
 
     @contextmanager
     def pinned(self) -> Iterator[bool]:

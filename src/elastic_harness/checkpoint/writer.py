@@ -46,7 +46,10 @@ class Writer:
     def work(self) -> bool:
         """Do one thing, the newest first; False if there is nothing to do."""
         for snapshot in self._slots.complete():
-            if not snapshot.sealed and self._seal(snapshot):
+            if snapshot.damaged:  # to seal it again would make the damage valid
+                snapshot.drop()
+                tell("checkpoint_corrupt", step=snapshot.version, error="The snapshot in memory was changed.")
+            elif not snapshot.sealed and self._seal(snapshot):
                 return True
         for snapshot in reversed(self._slots.complete()):
             if snapshot.waits_for_disk and self.write(snapshot):
@@ -86,7 +89,7 @@ class Writer:
     def write(self, snapshot: Snapshot) -> bool:
         """Write a snapshot to disk, and say how that went; False if its slot is in use elsewhere."""
         with snapshot.pinned() as pinned:
-            if not pinned or not snapshot.here:
+            if not pinned or not snapshot.here or not snapshot.sealed:
                 return False
             policy = Policy.from_json(snapshot.header["policy"])
             for pause_s in policy.pauses(RETRY_PAUSES_S):
