@@ -269,10 +269,10 @@ def main(argv: list[str] | None = None) -> int:
             note("memcpy", lambda: copy_flat(state, target_bytes))
             note("load_ours_memory_tier", tiered.load)
         tiered.writer.close()
-    kind = arguments.s3 or ("moto" if s3_server.radosgw_missing() else "radosgw")
+    server = arguments.s3 or ("moto" if s3_server.radosgw_missing() else "radosgw")
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=arguments.folder) as scratch:
         save_ours(Path(scratch), state)
-        object_storage(kind, Path(scratch), max(2, arguments.rounds // 2), note)
+        object_storage(server, Path(scratch), max(3, arguments.rounds // 2), note)
     for number in range(arguments.rounds):
         with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=arguments.folder) as scratch:
             folder = Path(scratch)
@@ -313,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
         "checkpoint",
         {
             "bytes": nbytes,
-            "s3 server": kind,
+            "s3 server": server,
             "memory taken, in states": 2,
             "seconds": {name: summary(values) for name, values in seconds.items()},
             "ratios": ratios,
