@@ -111,8 +111,9 @@ def _radosgw(folder: Path) -> Iterator[str]:
         done = subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, timeout=PATIENCE_S)
         assert done.returncode == 0, f"{' '.join(words)}:\n{(folder / 'output.log').read_text()[-3000:]}"
 
-    def start(*words: str) -> None:
+    def start(*words: str) -> subprocess.Popen[bytes]:
         processes.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True))
+        return processes[-1]
 
     ceph = ("-c", str(conf))
     try:
@@ -123,13 +124,17 @@ def _radosgw(folder: Path) -> Iterator[str]:
         run("ceph", *ceph, "--connect-timeout", "30", "osd", "new", osd)
         start("ceph-mgr", *ceph, "-i", "x", "-f")
         run("ceph-osd", *ceph, "-i", "0", "--mkfs", "--osd-uuid", osd)
-        start("ceph-osd", *ceph, "-i", "0", "-f")
+        storing = start("ceph-osd", *ceph, "-i", "0", "-f")
         start("radosgw", *ceph, "-n", "client.rgw", "-f")
         address, end = f"http://127.0.0.1:{rgw}", time.monotonic() + PATIENCE_S
         while True:
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(address).close()
                 break
+            if storing.poll() is not None:  # the monitor may not know it yet
+                processes.remove(storing)
+                time.sleep(1.0)
+                storing = start("ceph-osd", *ceph, "-i", "0", "-f")
             ended = [process.args for process in processes if process.poll() is not None]
             said = (folder / "output.log").read_text()[-3000:]
             assert not ended and time.monotonic() < end, f"{ended} ended:\n{said}"
