@@ -206,6 +206,12 @@ class _Replay:
         missing = sorted(set(range(max(self.lines) + 1)) - set(self.lines))
         if not missing:
             return []
+        start = min(self.lines)
+        if missing == list(range(start)) and self.lines[start].from_step == start:
+            return [
+                f"step 0: is missing from the ledger: this folder began at step {start}, with a checkpoint from "
+                "elsewhere; the steps before are in the ledger of the folder where they were computed"
+            ]
         return [
             f"step {missing[0]}: is missing from the ledger, though step {max(self.lines)} is there"
             + (f" ({len(missing)} steps are missing in all)" if len(missing) > 1 else "")
