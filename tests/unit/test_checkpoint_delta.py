@@ -13,6 +13,8 @@ from elastic_harness.checkpoint.manifest import Checkpoint, newest
 from elastic_harness.errors import CheckpointCorrupt, HarnessError
 from elastic_harness.object_store import ObjectStore
 
+pytestmark = pytest.mark.slow
+
 
 def trained(folder: Path, steps: int) -> list[Checkpoint]:
     """Checkpoints of a model that really trains, with parts that do not change; the oldest first."""

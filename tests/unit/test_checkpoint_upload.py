@@ -21,6 +21,8 @@ from elastic_harness.checkpoint.writer import Uploader
 from elastic_harness.errors import HarnessError, InfrastructureError
 from unit.faulty_proxy import Faults, proxy
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def faulty(
