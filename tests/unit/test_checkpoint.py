@@ -257,6 +257,15 @@ def test_a_damaged_block_does_not_live_on(tmp_path: Path) -> None:
         local.load(older)
 
 
+def test_a_damaged_header_does_not_live_on(tmp_path: Path) -> None:
+    path = local.save(tmp_path, 1, {}, frozen_and_trained(1), {}) / "state.safetensors"
+    content = bytearray(path.read_bytes())
+    content[20] ^= 1
+    path.write_bytes(content)
+    local.save(tmp_path, 2, {}, frozen_and_trained(2), {})
+    assert_same(local.load(local.newest(tmp_path)[0])[1], frozen_and_trained(2))
+
+
 def test_what_is_damaged_is_set_aside_and_kept(tmp_path: Path) -> None:
     for step in (1, 2):
         put(tmp_path, step)

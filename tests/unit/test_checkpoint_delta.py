@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -96,6 +97,19 @@ def test_a_damaged_difference_or_parent_is_noticed(s3: str, tmp_path: Path) -> N
         obstore.put(store, place, whole)
     assert list((tmp_path / "there").iterdir()) == []
     assert same(transfer.pull(f"{s3}/step-00000003", tmp_path / "there"), made[2])
+
+
+def test_parents_in_a_circle_are_an_error(s3: str, tmp_path: Path) -> None:
+    made = trained(tmp_path / "here", 2)
+    for checkpoint in made:
+        transfer.push(checkpoint, s3, full_every=10)
+    store = ObjectStore(f"{s3}/step-00000002")
+    place = f"{made[1].manifest['sha256'][:16]}/delta.json"
+    index = json.loads(store.read(place, 0, store.size(place)))
+    index["parent"] = {"name": "step-00000002", "sha256": made[1].manifest["sha256"]}
+    store.put(place, json.dumps(index).encode())
+    with pytest.raises(CheckpointCorrupt, match="its parent step-00000002 is none"):
+        transfer.pull(s3, tmp_path / "there")
 
 
 def test_without_the_parent_here_it_is_sent_whole(s3: str, tmp_path: Path) -> None:

@@ -22,10 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from elastic_harness.checkpoint import tensor_file
-from elastic_harness.checkpoint.layout import ITEM_BYTES
+from elastic_harness.checkpoint.layout import ITEM_BYTES, Piece
 from elastic_harness.checkpoint.manifest import Checkpoint
-from elastic_harness.checkpoint.reading import Folder
+from elastic_harness.checkpoint.reading import Folder, read_piece
 from elastic_harness.errors import CheckpointCorrupt, ConfigError
 
 DATA_FILE, INDEX_FILE = "delta.bin", "delta.json"
@@ -52,13 +51,10 @@ def pack(checkpoint: Checkpoint, parent: Checkpoint, chain: int, into: Path) -> 
         for piece, block in checkpoint.blocks.items():
             if not piece.nbytes:
                 continue
-            content = np.empty(piece.nbytes, np.uint8)
-            _fill(here, piece, block.xxh3, content)
+            content = _content(here, piece, block.xxh3)
             differs = piece in older
             if differs:
-                before = np.empty(piece.nbytes, np.uint8)
-                _fill(there, piece, older[piece], before)
-                content ^= before
+                content ^= _content(there, piece, older[piece])
             size = ITEM_BYTES[piece.slice.dtype]
             stored = compressor.compress(np.ascontiguousarray(content.reshape(-1, size).T).data)
             file.write(stored)
@@ -72,15 +68,15 @@ def pack(checkpoint: Checkpoint, parent: Checkpoint, chain: int, into: Path) -> 
     return {"parent": named, "chain": chain, "headers": headers, "pieces": listed, "bytes": position}
 
 
-def unpack(index: Mapping[str, Any], data: Path, manifest: Mapping[str, Any], parent: Checkpoint, folder: Path) -> None:
-    """Write a checkpoint's files into a folder, from its difference to its parent; they are to be checked afterwards.
-    Raises CheckpointCorrupt if the difference makes no sense."""
+def unpack(index: Mapping[str, Any], data: Path, checkpoint: Checkpoint, parent: Checkpoint, folder: Path) -> None:
+    """Write the files of a checkpoint, of which the manifest is known, into a folder, from its difference to its
+    parent; they are to be checked afterwards. Raises CheckpointCorrupt if the difference makes no sense."""
     zstd = _zstd()
     decompressor = zstd.ZstdDecompressor()
-    places = {(b.file, b.begin): piece for piece, b in _blocks_of(manifest).items() if piece.nbytes}
+    places = {(b.file, b.begin): piece for piece, b in checkpoint.blocks.items() if piece.nbytes}
     descriptors: dict[str, int] = {}
     try:
-        for name, described in manifest["files"].items():
+        for name, described in checkpoint.manifest["files"].items():
             descriptors[name] = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             os.ftruncate(descriptors[name], int(described["bytes"]))
             os.pwrite(descriptors[name], base64.b64decode(index["headers"][name]), 0)
@@ -97,9 +93,7 @@ def unpack(index: Mapping[str, Any], data: Path, manifest: Mapping[str, Any], pa
                 shuffled = decompressor.decompress(compressed)
                 content = np.frombuffer(shuffled, np.uint8).reshape(size, -1).T.flatten()
                 if differs:
-                    before = np.empty(nbytes, np.uint8)
-                    _fill(there, piece, older[piece], before)
-                    content ^= before
+                    content ^= _content(there, piece, older[piece])
                 os.pwrite(descriptors[name], content.data, begin)
         for descriptor in descriptors.values():
             os.fsync(descriptor)
@@ -114,15 +108,10 @@ def encode_index(index: Mapping[str, Any]) -> bytes:
     return json.dumps(index, separators=(",", ":")).encode()
 
 
-def _blocks_of(manifest: Mapping[str, Any]) -> Any:
-    return Checkpoint(Path(), int(manifest["step"]), int(manifest["lineage"]), {}, dict(manifest)).blocks
-
-
-def _fill(source: Folder, piece: Any, expected: str, into: np.ndarray[Any, Any]) -> None:
-    view: memoryview = into.data
-    try:
-        source.read(piece, view)
-    except (OSError, EOFError) as error:
-        raise CheckpointCorrupt(f"{piece.slice.name} in {source.where} cannot be read: {error}.") from error
-    if tensor_file.hash_of(view) != expected:
-        raise CheckpointCorrupt(f"{piece.slice.name} in {source.where} is damaged.")
+def _content(source: Folder, piece: Piece, xxh3: str) -> np.ndarray[Any, Any]:
+    """A piece's bytes, checked."""
+    content = np.empty(piece.nbytes, np.uint8)
+    problem = read_piece(source, piece, xxh3, content.data)
+    if problem is not None:
+        raise CheckpointCorrupt(f"{problem}.")
+    return content

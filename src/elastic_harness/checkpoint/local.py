@@ -29,7 +29,7 @@ from elastic_harness.checkpoint.manifest import (
     Checkpoint,
     newest,
 )
-from elastic_harness.checkpoint.reading import READERS, Folder, fill
+from elastic_harness.checkpoint.reading import READERS, Folder, fill, read_piece
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 from elastic_harness.failpoints import failpoint
 
@@ -237,11 +237,18 @@ def _link_what_is_there(
     folder: Path, hashes: Hashes, previous: Checkpoint
 ) -> tuple[dict[Piece, Block], dict[str, Any]]:
     """Links the files of the previous checkpoint that have enough pieces in common with this one, and says where those
-    are. A piece is read and checked before it is trusted again."""
+    are. A file's header and its pieces are read and checked before they are trusted again."""
     try:
-        older = previous.blocks
+        with Folder(previous) as there:
+            return _link_sound_files(folder, hashes, previous, there)
     except CheckpointCorrupt:
         return {}, {}
+
+
+def _link_sound_files(
+    folder: Path, hashes: Hashes, previous: Checkpoint, source: Folder
+) -> tuple[dict[Piece, Block], dict[str, Any]]:
+    older = previous.blocks
     shared: dict[str, list[Piece]] = {}
     for piece, xxh3 in hashes.items():
         if piece.nbytes and piece in older and older[piece].xxh3 == xxh3:
@@ -253,7 +260,7 @@ def _link_what_is_there(
         enough = KEEP_FRACTION * described["bytes"]
         if sum(piece.nbytes for piece in found) < enough:
             continue
-        sound = _sound(previous.path / file, {piece: older[piece] for piece in found})
+        sound = _sound(source, found, hashes)
         if sum(piece.nbytes for piece in sound) < enough:
             continue
         base = file if file.startswith("base-") else f"base-{previous.manifest['sha256'][:16]}-{file}"
@@ -268,7 +275,7 @@ def _link_what_is_there(
     return there, files
 
 
-def _sound(path: Path, blocks: Mapping[Piece, Block]) -> list[Piece]:
+def _sound(source: Folder, found: Iterable[Piece], hashes: Hashes) -> list[Piece]:
     """Those pieces that are on disk as they were written: damage must not live on in every later checkpoint."""
     buffers: SimpleQueue[memoryview] = SimpleQueue()
     for _ in range(READERS):
@@ -277,23 +284,13 @@ def _sound(path: Path, blocks: Mapping[Piece, Block]) -> list[Piece]:
     def is_sound(piece: Piece) -> bool:
         buffer = buffers.get()
         try:
-            into = buffer[: piece.nbytes]
-            tensor_file.read(descriptor, blocks[piece].begin, into)
-            return tensor_file.hash_of(into) == blocks[piece].xxh3
-        except (OSError, EOFError):
-            return False
+            return read_piece(source, piece, hashes[piece], buffer[: piece.nbytes]) is None
         finally:
             buffers.put(buffer)
 
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return []
-    try:
-        with ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint-reader") as pool:
-            return [piece for piece, sound in zip(blocks, pool.map(is_sound, blocks), strict=True) if sound]
-    finally:
-        os.close(descriptor)
+    listed = list(found)
+    with ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint-reader") as pool:
+        return [piece for piece, sound in zip(listed, pool.map(is_sound, listed), strict=True) if sound]
 
 
 def _sync_folder(folder: Path) -> None:

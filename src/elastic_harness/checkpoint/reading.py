@@ -92,7 +92,7 @@ def fill(sources: Sequence[Source], targets: Mapping[Slice, memoryview]) -> list
         wrong = []
         for source, hashes in known:
             there = hashes.get(piece) == expected[piece]
-            problem = _read(source, piece, expected[piece], into) if there else f"{source.where} has another state"
+            problem = read_piece(source, piece, expected[piece], into) if there else f"{source.where} has another state"
             if problem is None:
                 break
             wrong.append(problem)
@@ -133,7 +133,7 @@ def fill(sources: Sequence[Source], targets: Mapping[Slice, memoryview]) -> list
     return repaired
 
 
-def _read(source: Source, piece: Piece, expected: str, into: memoryview) -> str | None:
+def read_piece(source: Source, piece: Piece, expected: str, into: memoryview) -> str | None:
     """What is wrong with a piece in one place; None if it is whole, and read."""
     end = piece.high
     what = f"bytes {piece.low} to {end} of {piece.slice.name} in {source.where}"

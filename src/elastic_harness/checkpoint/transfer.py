@@ -18,13 +18,13 @@ from typing import Any
 
 from elastic_harness.checkpoint import delta, local, tensor_file
 from elastic_harness.checkpoint import manifest as manifests
+from elastic_harness.checkpoint.layout import PIECE_BYTES
 from elastic_harness.checkpoint.manifest import MANIFEST_FILE, Checkpoint, Hashed
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.object_store import ObjectStore
 
 REQUESTS = 8  # at once
-PIECE_BYTES = 16 << 20
 _STEP = r"step-\d{8,}"
 Progress = Callable[[int], None]
 
@@ -124,8 +124,9 @@ def _index(store: ObjectStore, manifest: Mapping[str, Any]) -> dict[str, Any] | 
         return None
     try:
         index: dict[str, Any] = json.loads(store.read(place, 0, size))
-        if not re.fullmatch(_STEP, index["parent"]["name"]) or not isinstance(index["chain"], int):
-            raise ValueError("its parent is none")
+        name, own = str(index["parent"]["name"]), store.url.rpartition("/")[2]
+        if not re.fullmatch(_STEP, name) or int(name[5:]) >= int(own[5:]) or not isinstance(index["chain"], int):
+            raise ValueError(f"its parent {name} is none")
         return index
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointCorrupt(f"{store.url}/{place} is damaged: {error}.") from error
@@ -147,14 +148,15 @@ def pull(url: str, folder: Path, progress: Progress = lambda nbytes: None) -> Ch
         content = _manifest(store)
         if content is None:
             raise ConfigError(f"There is no checkpoint at {store.url}.")
-        files = _files(content, store.url)
-        index = _index(store, json.loads(content))
+        described = _described(content, store.url)
+        index = _index(store, described.manifest)
         if index is None:
-            parts = _parts(content, name)
-            for file, (place, size) in files.items():
-                _download(store, place, size, temporary / file, progress, [p for p in parts if p.file == file])
+            parts = list(described.hashed())
+            for file, entry in described.manifest["files"].items():
+                place, inside = _place(described.manifest, file), [part for part in parts if part.file == file]
+                _download(store, place, int(entry["bytes"]), temporary / file, progress, inside)
         else:
-            _pull_difference(store, content, index, temporary, progress)
+            _pull_difference(store, described, index, temporary, progress)
         local.write_synced(temporary / MANIFEST_FILE, content)
         found = manifests.read(temporary, name)
         if found is None:
@@ -171,11 +173,11 @@ def pull(url: str, folder: Path, progress: Progress = lambda nbytes: None) -> Ch
 
 
 def _pull_difference(
-    store: ObjectStore, content: bytes, index: Mapping[str, Any], temporary: Path, progress: Progress
+    store: ObjectStore, described: Checkpoint, index: Mapping[str, Any], temporary: Path, progress: Progress
 ) -> None:
     """Fill a folder with the files of a checkpoint that is there as a difference; the parent is fetched if it is not
     here."""
-    manifest, folder, named = json.loads(content), temporary.parent, index["parent"]
+    folder, named = temporary.parent, index["parent"]
     packed = temporary / delta.DATA_FILE
     with tempfile.TemporaryDirectory(dir=folder, prefix=".parents-") as fetched:
         parent = next((c for c in manifests.newest(folder) if c.manifest["sha256"] == named["sha256"]), None)
@@ -183,8 +185,8 @@ def _pull_difference(
             parent = pull(f"{store.url.rpartition('/')[0]}/{named['name']}", Path(fetched), progress)
         if parent.manifest["sha256"] != named["sha256"]:
             raise CheckpointCorrupt(f"{store.url} is the difference to another {named['name']} than is there.")
-        _download(store, _place(manifest, delta.DATA_FILE), int(index["bytes"]), packed, progress)
-        delta.unpack(index, packed, manifest, parent, temporary)
+        _download(store, _place(described.manifest, delta.DATA_FILE), int(index["bytes"]), packed, progress)
+        delta.unpack(index, packed, described, parent, temporary)
         packed.unlink()
 
 
@@ -246,26 +248,21 @@ def _place(manifest: Mapping[str, Any], name: str) -> str:
     return f"{str(manifest['sha256'])[:16]}/{name}"
 
 
-def _parts(content: bytes, name: str) -> list[Hashed]:
-    """What a manifest has hashes of. Raises CheckpointCorrupt if it contradicts itself."""
+def _described(content: bytes, where: str) -> Checkpoint:
+    """What a manifest says, none of whose files is outside its folder; they are still to be fetched and checked. Raises
+    CheckpointCorrupt if it contradicts itself."""
     try:
         manifest = json.loads(content)
-        return list(Checkpoint(Path(name), manifest["step"], 0, {}, manifest).hashed())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointCorrupt(f"The manifest of {name} is damaged: {error}.") from error
-
-
-def _files(content: bytes, where: str) -> dict[str, tuple[str, int]]:
-    """Places and sizes of a manifest's files, none of them outside its folder."""
-    try:
-        manifest = json.loads(content)
-        files = {str(name): (_place(manifest, name), int(file["bytes"])) for name, file in manifest["files"].items()}
+        checkpoint = Checkpoint(Path(where), int(manifest["step"]), int(manifest["lineage"]), {}, manifest)
+        sizes = {str(name): int(file["bytes"]) for name, file in manifest["files"].items()}
+        named = {part.file for part in checkpoint.hashed()} | sizes.keys()
+        odd = [name for name in named if name not in sizes or not manifests.is_file_name(name)]
+        _place(manifest, "")  # has a hash of its own
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorrupt(f"The manifest of {where} is damaged: {error}.") from error
-    odd = [name for name in files if not manifests.is_file_name(name)]
     if odd:
         raise CheckpointCorrupt(f"The manifest of {where} names the file {odd[0]!r}, which is none of a checkpoint.")
-    return files
+    return checkpoint
 
 
 def _download(
