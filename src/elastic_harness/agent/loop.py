@@ -9,7 +9,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -248,11 +248,16 @@ class Agent:
             self.after(1.0, self.start_writer)
             return
         self._selector.register(self.writer.pidfd, selectors.EVENT_READ, lambda _: self._on_writer_gone())
-        self._selector.register(self.writer.output, selectors.EVENT_READ, lambda _: self.writer.pump())
+        self._selector.register(self.writer.output, selectors.EVENT_READ, lambda _: self._on_writer_output())
+
+    def _on_writer_output(self) -> None:
+        if not self.writer.pump():
+            self._selector.unregister(self.writer.output)
 
     def _on_writer_gone(self) -> None:
         self._selector.unregister(self.writer.pidfd)
-        self._selector.unregister(self.writer.output)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(self.writer.output)
         self.writer.pump()
         delay_s = self.writer.reap()
         if delay_s is not None:
@@ -305,7 +310,7 @@ class Agent:
         due = self._timers[0][0] if self._timers else now + 1.0
         if any(w.running for w in self.workers.values()):
             due = min(due, self._poll_at)
-        for key, mask in self._selector.select(max(0.0, due - now)) if due > now else self._selector.select(0):
+        for key, mask in ready(self._selector, max(0.0, due - now)):
             try:
                 key.data(mask)
             except HarnessError:
@@ -443,6 +448,14 @@ class Agent:
         resume = f"resume with: elastic-harness resume {self.folder.path}"
         self.folder.update(status="stopping")
         self.finish(Outcome(exit_code, "stopped", f"{why}; {resume}"), graceful=True)
+
+
+def ready(selector: selectors.BaseSelector, timeout_s: float) -> Iterator[tuple[selectors.SelectorKey, int]]:
+    """What becomes ready within `timeout_s`; without what the handling of another has unregistered meanwhile: a process
+    that ends is reported together with its pipes, in any order."""
+    for key, mask in selector.select(timeout_s):
+        if selector.get_map().get(key.fd) is key:
+            yield key, mask
 
 
 def spawn_error(error: OSError) -> InfrastructureError:

@@ -73,15 +73,17 @@ class WriterProcess:
             )
         self.pidfd = os.pidfd_open(self._process.pid)
 
-    def pump(self) -> None:
-        """Pass on what it has said; call when its output is readable."""
-        self._partial += os.read(self.output, 1 << 16)
+    def pump(self) -> bool:
+        """Pass on what it has said; call when its output is readable. False at its end."""
+        data = os.read(self.output, 1 << 16)
+        self._partial += data
         *lines, self._partial = self._partial.split(b"\n")
         for line in lines:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 said = json.loads(line)
                 self._deaths = 0
                 self._report(said["event"], said["fields"])
+        return bool(data)
 
     def reap(self) -> float | None:
         """After its end: the delay after which to start it again, None if it was asked to end."""
