@@ -5,8 +5,9 @@ Importing this package is cheap: whatever needs torch is loaded when it is first
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from elastic_harness import lazy
 
 if TYPE_CHECKING:
     from elastic_harness.config import Config, TrainerConfig, load_config
@@ -22,13 +23,4 @@ _HOMES = {
     "start": "elastic_harness.train.run",
 }
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy.attach(__name__, _HOMES)

@@ -11,11 +11,12 @@ from elastic_harness.errors import ConfigError, InfrastructureError
 
 
 def take(path: Path, busy: str, wait_s: float = 60.0) -> int:
-    """Lock a file, made if it is not there; returns the lock's descriptor. The lock is held as long as any process
-    keeps the descriptor open. A holder whose first process has ended is about to let go: it is waited for, up to
-    `wait_s`. Raises ConfigError with `busy` (in which {holder} stands for the process) if somebody else has it,
+    """Lock a file, made with its folder if it is not there; returns the lock's descriptor. The lock is held as long as
+    any process keeps the descriptor open. A holder whose first process has ended is about to let go: it is waited for,
+    up to `wait_s`. Raises ConfigError with `busy` (in which {holder} stands for the process) if somebody else has it,
     InfrastructureError if the file cannot be used."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise InfrastructureError(

@@ -1,10 +1,14 @@
 """The shared memory that outlives a node's workers, before anything is in it: who starts the processes makes it, and
-hands its descriptors down."""
+hands its descriptors down, to the writer too."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
 
 SLOTS = 2  # snapshots that are kept at once
 VARIABLE = "ELASTIC_HARNESS_SNAPSHOTS"  # the descriptors of the slots, and of the eventfd that wakes the writer
@@ -26,3 +30,24 @@ def to_text(descriptors: Sequence[int]) -> str:
 
 def from_text(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
+
+
+def start_writer(
+    folder: Path, slots: Sequence[int], wake: int, lock: int | None, name: str, stderr: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start the process that takes snapshots from the slots to `folder`. It ends when its standard input does, and says
+    on its standard output what it did. `lock`: a descriptor that it keeps until everything is on disk. Raises OSError.
+    """
+    command = [sys.executable, "-m", "elastic_harness.checkpoint.writer", "--folder", str(folder.absolute())]
+    command += ["--slots", to_text(slots), "--wake", str(wake)]
+    if lock is not None:
+        command += ["--lock", str(lock)]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        pass_fds=[*slots, wake, *([] if lock is None else [lock])],
+        start_new_session=True,
+        env={**os.environ, "ELASTIC_HARNESS_MEMBER": name},
+    )

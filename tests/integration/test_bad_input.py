@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_harness.events import read_events
+from elastic_harness.failpoints import VARIABLE
 from elastic_harness.verify import verify
 from integration.launch_tools import environment
 from integration.script_tools import SCRIPTS, execute, launch, one_message, python, said
@@ -71,26 +72,47 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 # ---- the run folder
 
 
-def test_a_full_disk_costs_checkpoints_first_and_the_job_last(tmp_path: Path) -> None:
-    """The process that writes checkpoints may only write small files; the weights have something in their way."""
+def writer_fills_its_disk(tmp_path: Path) -> dict[str, str]:
+    """The environment in which the process that writes checkpoints may only write small files."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "import resource, sys\n"
         "if any('checkpoint.writer' in word for word in sys.orig_argv):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))\n"
     )
+    return {"PYTHONPATH": f"{tmp_path / 'site'}:{environment()['PYTHONPATH']}"}
+
+
+@pytest.mark.parametrize("failing", ["the worker", "the writer"])
+@pytest.mark.parametrize("launched", [True, False], ids=["launched", "alone"])
+def test_a_checkpoint_that_fails_ends_the_job_if_that_is_the_policy(
+    tmp_path: Path, failing: str, launched: bool
+) -> None:
+    (tmp_path / "text.txt").write_text("a line of text\n" * 1000)
+    if failing == "the worker":
+        more, named = {VARIABLE: "checkpoint.copied step=2 raise"}, "checkpoint.copied"
+    else:
+        more, named = writer_fills_its_disk(tmp_path), "cannot be written"
+    launcher = [*("-m", "elastic_harness", "launch", "--standalone"), "--run-dir", tmp_path / "run"] if launched else []
+    settings = ["training.max_steps=2000", "model.n_layer=1", "checkpoint.checkpoint_interval=2", "training.threads=1"]
+    settings += ["checkpoint.async_save_policy=fail", f"data.path={tmp_path}/text.txt"]
+    trainer = ["-m", "elastic_harness.train", "--config", CONFIGS / "small.yaml"]
+    ended = execute([sys.executable, *launcher, *trainer, "--run-dir", tmp_path / "run", *settings], more)
+    assert ended.returncode == 4, said(ended)
+    text = one_message(ended)
+    assert named in text and "async_save_policy is fail" in text, said(ended)
+    failed = [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "checkpoint_failed"]
+    assert failed and failed[0]["step"] == 2 and failed[0]["fatal"]
+
+
+def test_a_full_disk_costs_checkpoints_first_and_the_job_last(tmp_path: Path) -> None:
+    """The process that writes checkpoints may only write small files; the weights have something in their way."""
+    more = writer_fills_its_disk(tmp_path)
     (tmp_path / "run" / "weights.safetensors" / "in the way").mkdir(parents=True)
-    variables = environment()
-    module = (sys.executable, "-m", "elastic_harness.train", "--config", str(CONFIGS / "small.yaml"))
+    module = (sys.executable, "-m", "elastic_harness.train", "--config", CONFIGS / "small.yaml")
     (tmp_path / "text.txt").write_text("a line of text\n" * 1000)
     settings = ("training.max_steps=5", "model.n_layer=1", "checkpoint.checkpoint_interval=2")
-    ended = subprocess.run(
-        [*module, "--run-dir", str(tmp_path / "run"), *settings, f"data.path={tmp_path}/text.txt"],
-        env={**variables, "PYTHONPATH": f"{tmp_path / 'site'}:{variables['PYTHONPATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    ended = execute([*module, "--run-dir", tmp_path / "run", *settings, f"data.path={tmp_path}/text.txt"], more)
     assert ended.returncode == 4, said(ended)
     text = one_message(ended)
     assert "The checkpoint of step 2 cannot be written" in text and "The trained weights cannot be written" in text

@@ -16,7 +16,7 @@ from elastic_harness import object_store
 from elastic_harness.checkpoint import local, transfer
 from elastic_harness.checkpoint import writer as writers
 from elastic_harness.checkpoint.manifest import Checkpoint, newest
-from elastic_harness.checkpoint.policy import Upload
+from elastic_harness.checkpoint.policy import Policy, Upload
 from elastic_harness.checkpoint.writer import Uploader
 from elastic_harness.errors import HarnessError, InfrastructureError
 from unit.faulty_proxy import Faults, proxy
@@ -94,10 +94,10 @@ def test_the_uploader_takes_the_newest_and_keeps_what_it_needs(
         saved(folder, step)
     faults.always = lambda method, path: "slow" if method == "PUT" else ""
     uploader = Uploader(folder)
-    uploader.offer(folder / "step-00000001", Upload(url, keep_last=1), "warn")
+    uploader.offer(folder / "step-00000001", Policy(upload=Upload(url, keep_last=1)))
     time.sleep(0.2)
     for step in (2, 3, 4):
-        uploader.offer(folder / f"step-{step:08d}", Upload(url, keep_last=1), "warn")
+        uploader.offer(folder / f"step-{step:08d}", Policy(upload=Upload(url, keep_last=1)))
         assert uploader.in_use() == {1, step}
     uploader.close()
     assert uploader.in_use() == set()
@@ -120,7 +120,7 @@ def test_a_failed_upload_is_what_the_policy_says(
     faults.always = lambda method, path: "503" if method == "PUT" else ""
     monkeypatch.setattr(object_store, "PAUSES_S", (0.0,))
     uploader = Uploader(tmp_path / "checkpoints")
-    uploader.offer(tmp_path / "checkpoints" / "step-00000007", Upload(url), policy)
+    uploader.offer(tmp_path / "checkpoints" / "step-00000007", Policy(upload=Upload(url), on_failure=policy))
     uploader.close()
     events = told(capfd)
     assert [event["event"] for event in events] == ["upload_failed"] * (3 if policy == "retry" else 1)

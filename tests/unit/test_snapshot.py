@@ -151,8 +151,7 @@ def test_from_memory_to_disk_and_back(memory: Memory, tmp_path: Path) -> None:
     slots = Slots(memory)
     taken = take(slots, 5)
     writer = Writer(slots, tmp_path)
-    while writer.work():
-        pass
+    writer.drain()
     assert taken.sealed and taken.outcome == Outcome.DURABLE
     both = Tiers(Slots(memory), tmp_path)
     assert [(s.version, s.tier) for s in both.stored()] == [(5, CheckpointTier.MEMORY), (5, CheckpointTier.NVME)]
@@ -167,11 +166,9 @@ def test_a_flipped_bit_in_memory_is_noticed(memory: Memory, tmp_path: Path, wher
     slots = Slots(memory)
     writer = Writer(slots, tmp_path)
     take(slots, 4)
-    while writer.work():
-        pass
+    writer.drain()
     taken = take(slots, 5, to_disk=False)
-    while writer.work():
-        pass
+    writer.drain()
     control = taken.control
     at = {
         "data": control.data_at + 100,
@@ -195,8 +192,7 @@ def test_damage_in_memory_is_repaired_from_disk_and_the_other_way_round(memory: 
     slots = Slots(memory)
     taken = take(slots, 5)
     writer = Writer(slots, tmp_path)
-    while writer.work():
-        pass
+    writer.drain()
     taken._slot.map[taken.control.data_at + 100] ^= 1
     found = load(memory, tmp_path, 5)
     assert len(found.repaired) == 1 and "taken from" in found.repaired[0]
@@ -227,8 +223,7 @@ def test_a_disk_that_refuses_ends_no_writer(memory: Memory, tmp_path: Path, capf
     slots = Slots(memory)
     taken = take(slots, 7)
     writer = Writer(slots, tmp_path / "file")
-    while writer.work():
-        pass
+    writer.drain()
     assert taken.outcome == Outcome.FAILED and "checkpoint_failed" in capfd.readouterr().out
 
 

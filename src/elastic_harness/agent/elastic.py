@@ -88,10 +88,10 @@ class ElasticRun:
             case "event":
                 fields = dict(message["fields"])
                 self.agent.records.event(message["event"], **fields)
-                if fields.get("fatal"):
-                    self.agent.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", str(fields.get("error"))), graceful=False)
                 if message["event"] == "recovery":
                     self._last_recovery = fields
+            case "checkpoint":
+                self.agent.on_checkpoint(message["event"], dict(message["fields"]))
             case "slot_error":
                 worker.slot_failed = True
                 worker.error = message

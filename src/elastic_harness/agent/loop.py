@@ -91,7 +91,7 @@ class Agent:
         self.report = Reporter(self.records, console)
         if not self.records.born:
             folder.record.pop("fingerprint", None)  # nothing was trained with it: a corrected configuration may follow
-        self.writer = WriterProcess(folder.path, slots, lock, self._on_checkpoint)
+        self.writer = WriterProcess(folder.path, slots, lock, self.on_checkpoint)
         self.supervisor: Supervisor
         self._parent_pid = parent_pid
         self._selector = selectors.DefaultSelector()
@@ -263,16 +263,15 @@ class Agent:
         if delay_s is not None:
             self.after(delay_s, self.start_writer)
 
-    def _on_checkpoint(self, event: str, fields: dict[str, Any]) -> None:
-        """What the writer says."""
+    def on_checkpoint(self, event: str, fields: dict[str, Any]) -> None:
+        """What the writer, or a worker that saves, says of checkpoints."""
         if event == "checkpoint_saved":
             self.records.sync()
         self.records.event(event, **fields)
         if event.endswith("_failed"):
             self.console.notice(f"{event.replace('_', ' ')}: {fields.get('error')}")
         if fields.get("fatal"):
-            message = f"{fields.get('error')} (checkpoint.async_save_policy is fail)"
-            self.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", message), graceful=False)
+            self.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", str(fields.get("error"))), graceful=False)
 
     def give_up(self, worker: Worker, evidence: str) -> None:
         """Treat a worker that hangs as lost, and kill it."""

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,23 +53,9 @@ class WriterProcess:
     def start(self) -> None:
         """Start it. Raises OSError."""
         self._starts += 1
-        command = [sys.executable, "-m", "elastic_harness.checkpoint.writer"]
-        command += ["--folder", str(self._run_dir / "checkpoints"), "--wake", str(self._wake)]
-        command += ["--slots", memory_slots.to_text(self._slots)]
-        passed = [*self._slots, self._wake]
-        if self._lock is not None:
-            command += ["--lock", str(self._lock)]
-            passed.append(self._lock)
+        folder, name = self._run_dir / "checkpoints", f"writer-{self._starts}"
         with (self._run_dir / "logs" / "checkpoint-writer.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                pass_fds=passed,
-                start_new_session=True,
-                env={**os.environ, "ELASTIC_HARNESS_MEMBER": f"writer-{self._starts}"},
-            )
+            self._process = memory_slots.start_writer(folder, self._slots, self._wake, self._lock, name, stderr=log)
         self.pidfd = os.pidfd_open(self._process.pid)
 
     def pump(self) -> bool:

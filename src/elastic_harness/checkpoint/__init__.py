@@ -3,8 +3,9 @@ storage. Importing this loads torch only when something that needs it is used.""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from elastic_harness import lazy
 
 if TYPE_CHECKING:
     from elastic_harness.checkpoint.manager import CheckpointManager
@@ -24,13 +25,4 @@ __all__ = [
     "CheckpointConfig", "CheckpointManager", "CheckpointState", "CheckpointTier", "capture_rng", "restore_rng"
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy.attach(__name__, _HOMES)

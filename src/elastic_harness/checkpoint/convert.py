@@ -23,6 +23,7 @@ from elastic_harness.checkpoint import local, manifest
 from elastic_harness.checkpoint.layout import ITEM_BYTES
 from elastic_harness.checkpoint.manifest import Checkpoint
 from elastic_harness.checkpoint.packages import packages
+from elastic_harness.checkpoint.state import STATES
 from elastic_harness.checkpoint.structure import decode, encode
 from elastic_harness.errors import ConfigError, InfrastructureError
 
@@ -174,10 +175,6 @@ def import_from(source: Path, folder: Path, step: int, form: Format) -> Path:
     return local.save(folder, step, skeleton, tensors, meta)
 
 
-STATES = [
-    "model_state", "optimizer_state", "scheduler_state", "scaler_state", "ema_state", "dataset_state", "rng_state",
-    "extra",
-]  # fmt: skip
 ALIASES = {
     "model": "model_state", "model_state_dict": "model_state", "state_dict": "model_state",
     "optimizer": "optimizer_state", "optimizer_state_dict": "optimizer_state", "optim": "optimizer_state",

@@ -1,8 +1,9 @@
 """A checkpoint as its difference to an earlier one: exact, and smaller to send. Without torch.
 
 Each piece is XORed with the parent's piece of the same place, its bytes are shuffled (all first bytes of the elements,
-then all second ones, …) and compressed with zstd. Consecutive AdamW states shrink by about a third so, bf16 weights to
-a quarter, what has not changed to nothing. What comes back is checked against the hashes in the manifest.
+then all second ones, …) and compressed with zstd. AdamW states of the small GPT 20 steps apart, after 100, shrink by
+18 % so, its weights as bfloat16 by half, what has not changed to nothing; the more the smaller the steps have become.
+What comes back is checked against the hashes in the manifest.
 
     delta.bin    the compressed pieces, one after the other
     delta.json   parent: its name and its manifest's sha256; chain: how many differences lead to a whole one;

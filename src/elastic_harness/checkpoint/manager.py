@@ -15,8 +15,6 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor
 
 from elastic_harness import file_lock
-from elastic_harness.checkpoint import local, parts, sharding, transfer
+from elastic_harness.checkpoint import local, parts, sharding
 from elastic_harness.checkpoint.interval import Timing
 from elastic_harness.checkpoint.layout import Slice
 from elastic_harness.checkpoint.manifest import newest
@@ -35,18 +33,14 @@ from elastic_harness.checkpoint.parts import Part
 from elastic_harness.checkpoint.policy import policy_of
 from elastic_harness.checkpoint.ranks import Ranks
 from elastic_harness.checkpoint.snapshot import Outcome, Snapshot
-from elastic_harness.checkpoint.state import CheckpointState
+from elastic_harness.checkpoint.state import STATES, CheckpointState
 from elastic_harness.checkpoint.structure import decode, encode
 from elastic_harness.checkpoint.tensors import content_of
-from elastic_harness.checkpoint.tiers import POLL_S, CheckpointTier, Stored, Tiers
+from elastic_harness.checkpoint.tiers import POLL_S, CheckpointTier, Report, Stored, Tiers
 from elastic_harness.config import CheckpointConfig
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, HarnessError, InfrastructureError
 
-Report = Callable[[str, dict[str, Any]], None]
 DEFAULT_FOLDER = Path("checkpoints")
-
-
-_STATES = [f.name for f in fields(CheckpointState) if f.name.endswith("_state")] + ["extra"]
 _META = ["epoch", "tokens", "generation", "world_size", "metrics", "config"]
 
 
@@ -64,7 +58,6 @@ class CheckpointManager:
         self._tell = report or _print_failures
         self._ranks = Ranks()
         self._policy = policy_of(self.config, self.config.upload_url)
-        self._fatal: str | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
         self._timing = Timing(self.config)
         self._saves = 0
@@ -76,8 +69,8 @@ class CheckpointManager:
         self._token = self._ranks.token()
         if self._ranks.rank == 0:
             parts.clean(self.folder)
-        self._writer = OwnWriter(self.folder, self._report, lock)
-        self._tiers = Tiers(self._writer.slots, self.folder, self._writer)
+        self._writer = OwnWriter(self.folder, self._tell, lock)
+        self._tiers = Tiers(self._writer.slots, self.folder, self._writer, self._tell)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -127,16 +120,14 @@ class CheckpointManager:
         all parts of it are. Blocks while two earlier ones still wait for the disk. Collective in a process group.
         Raises ConfigError for what cannot be stored, InfrastructureError if that failed, also for an earlier one if
         async_save_policy is fail."""
-        self._raise_fatal()
+        self._writer.check()
         if tier == CheckpointTier.S3 and self._policy.upload is None:
             raise ConfigError("tier is S3, but s3_bucket is not set; name a bucket in the CheckpointConfig.")
-        policy = self._policy
-        if tier == CheckpointTier.S3 and policy.upload is not None:
-            policy = replace(policy, upload=replace(policy.upload, interval=1))
+        policy = self._policy.uploading_next() if tier == CheckpointTier.S3 else self._policy
         began = time.perf_counter()
         self._tiers.join()
         tensors: dict[str, Tensor] = {}
-        skeleton = {name: encode(getattr(state, name), name, tensors) for name in _STATES}
+        skeleton = {name: encode(getattr(state, name), name, tensors) for name in STATES}
         meta = {"lineage": 0, **{name: getattr(state, name) for name in _META}, "packages": packages()}
         if self._ranks.world > 1:
             meta["world_size"] = self._ranks.world
@@ -161,7 +152,7 @@ class CheckpointManager:
             if snapshot is not None:
                 break
             time.sleep(POLL_S)
-            self._raise_fatal()
+            self._writer.check()
         if not owned:
             self._tiers.join()
         self._snapshot = snapshot
@@ -188,7 +179,7 @@ class CheckpointManager:
         self._ranks.barrier()
         if failed is not None:
             raise failed
-        self._raise_fatal()
+        self._writer.check()
         if outcome == Outcome.FAILED:
             raise InfrastructureError(
                 f"The checkpoint could not be written to {self.folder}; what went wrong was reported. Free space there."
@@ -229,27 +220,20 @@ class CheckpointManager:
                 if step is not None:
                     raise ConfigError(f"There is no whole checkpoint of step {step} in {self.folder}.")
                 return None
-            problem, state = "", None
-            try:
+            state = None
+            with contextlib.suppress(CheckpointCorrupt):
                 state = self._load(version, into)
-            except CheckpointCorrupt as error:
-                problem = str(error)
-                self._tell("checkpoint_corrupt", {"step": version, "error": problem})
-            if self._ranks.all(not problem):
-                assert state is not None
+            if self._ranks.all(state is not None):
                 return state
             self._set_aside(version)
 
     def _load(self, version: int, into: CheckpointState | None) -> CheckpointState:
         target = None if into is None else _Target(into)
         loaded = self._tiers.load(version, target.memory if target else None, from_memory=self._ranks.world == 1)
-        skeleton, tensors, meta, tier, repaired = loaded
+        skeleton, tensors, meta, tier, _ = loaded
         if target is not None:
             tensors = target.filled()
-        if repaired:
-            self._tell("checkpoint_repaired", {"step": version, "repaired": repaired})
-        self._tell("checkpoint_loaded", {"step": version, "tier": tier.value})
-        states = {name: decode(skeleton[name], tensors) for name in _STATES}
+        states = {name: decode(skeleton[name], tensors) for name in STATES}
         others = {name: meta[name] for name in _META if name in meta}
         path = str(self.folder / f"step-{version:08d}") if tier == CheckpointTier.NVME else None
         return CheckpointState(
@@ -259,18 +243,13 @@ class CheckpointManager:
     def _fetch(self) -> None:
         """From object storage, if nothing is here."""
         upload = self._policy.upload
-        if upload is not None and self._ranks.rank == 0 and not self._tiers.stored():
-            pulled = transfer.pull_newest(upload.url, self.folder)
-            if pulled is not None:
-                self._tell("checkpoint_downloaded", {"step": pulled.step, "url": upload.url})
+        if upload is not None and self._ranks.rank == 0:
+            self._tiers.fetch(upload.url)
         self._ranks.barrier()
 
     def _agree(self, step: int | None) -> int | None:
         """The newest version that all ranks could load."""
-        mine = [s.version for s in self.stored() if step is None or s.version == step]
-        if self._ranks.world == 1:
-            return mine[0] if mine else None
-        candidates = list(mine)
+        candidates = [s.version for s in self.stored() if step is None or s.version == step]
         while True:
             newest_here = candidates[0] if candidates else -1
             lowest, highest = self._ranks.least(newest_here), self._ranks.greatest(newest_here)
@@ -280,7 +259,6 @@ class CheckpointManager:
 
     def _set_aside(self, version: int) -> None:
         """Offer a version no more that one rank could not load."""
-        self._ranks.barrier()
         if self._ranks.world > 1 and self._ranks.rank == 0:
             for checkpoint in newest(self.folder):
                 if checkpoint.step == version and local.quarantine(checkpoint) is None:
@@ -304,15 +282,6 @@ class CheckpointManager:
                     os.close(file_lock.take(path, busy))
                     path.unlink(missing_ok=True)
         return file_lock.take(self.folder / f".writer-{self._ranks.rank}.lock", busy)
-
-    def _report(self, event: str, told: dict[str, Any]) -> None:
-        if told.get("fatal"):
-            self._fatal = str(told.get("error"))
-        self._tell(event, told)
-
-    def _raise_fatal(self) -> None:
-        if self._fatal is not None:
-            raise InfrastructureError(f"{self._fatal} (async_save_policy is fail)")
 
     def _of_optimizers(self) -> set[int]:
         """The addresses of what only `optimizer.step` changes, if copies may run beside training."""
@@ -339,7 +308,7 @@ class _Target:
 
     def __init__(self, state: CheckpointState) -> None:
         self._tensors: dict[str, Tensor] = {}
-        for name in _STATES:
+        for name in STATES:
             encode(getattr(state, name), name, self._tensors)
         self._parts = sharding.targets(self._tensors)
         self._memory: dict[Slice, Tensor] = {}

@@ -134,42 +134,52 @@ def encode(manifest: Mapping[str, Any]) -> bytes:
 def read(path: Path, name_to_have: str | None = None) -> Checkpoint | None:
     """The checkpoint in this folder, or None if its manifest is missing, damaged or of another format. The folder has
     the name of its step, or will have it (`name_to_have`)."""
-    name = NAME.fullmatch(name_to_have or path.name)
     try:
-        manifest = json.loads((path / MANIFEST_FILE).read_bytes())
-        if name is None or manifest["format_version"] not in (1, FORMAT_VERSION) or manifest["step"] != int(name[1]):
-            return None
-        if manifest["sha256"] != self_hash(manifest):
-            return None
-        for file, described in manifest["files"].items():
-            if not is_file_name(file) or (path / file).stat().st_size != described["bytes"]:
-                return None
-            if not 0 <= described["header_bytes"] <= described["bytes"]:
-                return None
-        checkpoint = Checkpoint(path, manifest["step"], manifest["lineage"], manifest["meta"], manifest)
-        in_files = all(block["file"] in manifest["files"] for block in _every_block(manifest))
-        return checkpoint if in_files else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return _examine(path, name_to_have or path.name)
+    except CheckpointCorrupt:
         return None
 
 
 def why_not(path: Path) -> str:
     """Why `read` gives nothing for this folder, in words."""
     try:
+        _examine(path, path.name)
+    except CheckpointCorrupt as error:
+        return str(error)
+    return "it was not whole a moment ago, and is now"
+
+
+def _examine(path: Path, folder_name: str) -> Checkpoint:
+    """The checkpoint in this folder, which has this name, or will. Raises CheckpointCorrupt with the reason if not."""
+    name = NAME.fullmatch(folder_name)
+    try:
         manifest = json.loads((path / MANIFEST_FILE).read_bytes())
         version = manifest["format_version"]
         if isinstance(version, int) and version > FORMAT_VERSION:
-            return f"its format is version {version}, this program knows up to {FORMAT_VERSION}: use a newer one"
-        if not NAME.fullmatch(path.name):
-            return f"the folder was renamed; its name must be step-{manifest['step']:08d}"
-        if manifest["sha256"] != self_hash(manifest):
-            return "its manifest is damaged"
-        missing = [name for name in manifest["files"] if not (path / name).exists()]
-        return f"{missing[0]} is missing" if missing else "its manifest does not fit its files"
+            raise CheckpointCorrupt(
+                f"its format is version {version}, this program knows up to {FORMAT_VERSION}: use a newer one"
+            )
+        if version not in (1, FORMAT_VERSION) or manifest["sha256"] != self_hash(manifest):
+            raise CheckpointCorrupt("its manifest is damaged")
+        if name is None or manifest["step"] != int(name[1]):
+            raise CheckpointCorrupt(f"the folder was renamed; its name must be step-{manifest['step']:08d}")
+        for file, described in manifest["files"].items():
+            if not is_file_name(file):
+                raise CheckpointCorrupt(f"its manifest names {file!r}, which is no file of a checkpoint")
+            if not (path / file).exists():
+                raise CheckpointCorrupt(f"{file} is missing")
+            size = (path / file).stat().st_size
+            if size != described["bytes"]:
+                raise CheckpointCorrupt(f"{file} has {size} bytes instead of {described['bytes']}")
+            if not 0 <= described["header_bytes"] <= described["bytes"]:
+                raise CheckpointCorrupt("its manifest is damaged")
+        if any(block["file"] not in manifest["files"] for block in _every_block(manifest)):
+            raise CheckpointCorrupt("its manifest is damaged")
+        return Checkpoint(path, manifest["step"], manifest["lineage"], manifest["meta"], manifest)
     except FileNotFoundError:
-        return f"it has no {MANIFEST_FILE}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "its manifest is damaged"
+        raise CheckpointCorrupt(f"it has no {MANIFEST_FILE}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointCorrupt("its manifest is damaged") from error
 
 
 def newest(folder: Path) -> list[Checkpoint]:

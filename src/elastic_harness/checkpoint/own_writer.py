@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +35,7 @@ class OwnWriter:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
         self._deaths = 0
+        self._fatal: str | None = None
         atexit.register(self.close)
 
     def keep_alive(self) -> None:
@@ -50,20 +50,8 @@ class OwnWriter:
                 f"The process that writes checkpoints died {self._deaths} times in a row; see what it said above, or "
                 "run `dmesg` for the kernel's reasons. Training state is unharmed."
             )
-        command = [sys.executable, "-m", "elastic_harness.checkpoint.writer", "--folder", str(self._folder.absolute())]
-        command += ["--slots", memory_slots.to_text(self._descriptors), "--wake", str(self._wake)]
-        passed = [*self._descriptors, self._wake]
-        if self._lock is not None:
-            command += ["--lock", str(self._lock)]
-            passed.append(self._lock)
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=passed,
-            start_new_session=True,
-            env={**os.environ, "ELASTIC_HARNESS_MEMBER": f"writer-{self._deaths + 1}"},
-        )
+        name = f"writer-{self._deaths + 1}"
+        self._process = memory_slots.start_writer(self._folder, self._descriptors, self._wake, self._lock, name)
         self._reader = threading.Thread(target=self._read, args=(self._process,), name="checkpoint-events", daemon=True)
         self._reader.start()
 
@@ -74,7 +62,14 @@ class OwnWriter:
                 said = json.loads(line)
                 if said["event"] == "checkpoint_saved":
                     self._deaths = 0
+                if said["fields"].get("fatal"):
+                    self._fatal = str(said["fields"]["error"])
                 self._report(said["event"], said["fields"])
+
+    def check(self) -> None:
+        """Raises InfrastructureError if the writer has failed, and the policy is that this ends the job."""
+        if self._fatal is not None:
+            raise InfrastructureError(self._fatal)
 
     def close(self) -> None:
         """Have the writer finish, and wait for it; blocks until what is newest is on disk and uploads are done."""

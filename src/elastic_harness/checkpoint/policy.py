@@ -4,7 +4,7 @@ travels with the snapshot, as JSON, to the writer."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from elastic_harness.checkpoint.retention import Retention
@@ -37,6 +37,16 @@ class Policy:
     def pauses(self, pauses_s: Sequence[float]) -> list[float | None]:
         """The pause after each try that fails; None after the last."""
         return [*(pauses_s if self.on_failure == "retry" else ()), None]
+
+    def failure(self, step: int, error: object, *, final: bool = True) -> dict[str, Any]:
+        """The fields of an event that says so. `final`: there is no further try. `fatal`: the job has to end."""
+        fatal = final and self.on_failure == "fail"
+        reason = " (checkpoint.async_save_policy is fail)" if fatal else ""
+        return {"step": step, "error": f"{error}{reason}", "final": final, "fatal": fatal}
+
+    def uploading_next(self) -> Policy:
+        """The same, but the next checkpoint is uploaded, whatever the interval says."""
+        return self if self.upload is None else replace(self, upload=replace(self.upload, interval=1))
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "retention": list(self.retention)}

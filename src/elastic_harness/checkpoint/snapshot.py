@@ -98,11 +98,11 @@ class Slots:
         data_at = _aligned(_HEADER_AT + len(text) + 16 * len(cut), mmap.PAGESIZE)
         positions, nbytes = _positions(cut, data_at)
         newest = next(iter(self.complete()), None)
-        attempts = [c.attempt if (c := slot.control()) else 0 for slot in self._slots]
+        slots = sorted(self._slots, key=_Slot.attempt)
         now = time.monotonic()
         before = (newest.control.disk_version, newest.control.disk_began_at) if newest is not None else (-1, 0.0)
         control = Control(
-            1 + max(attempts),
+            1 + slots[-1].attempt(),
             version,
             lineage,
             shares,
@@ -113,11 +113,12 @@ class Slots:
             nbytes,
             *((version, now) if to_disk else before),
         )
-        slots = [slot for _, slot in sorted(zip(attempts, self._slots, strict=True), key=lambda pair: pair[0])]
+        if newest is not None:  # it stays, unless there is memory for one alone, and disk has it
+            slots = [*(slot for slot in slots if slot is not newest._slot), newest._slot]
         short = ""
-        for slot in slots if newest is None else [s for s in slots if s is not newest._slot] + [newest._slot]:
+        for slot in slots:
             if newest is not None and slot is newest._slot and not (short and newest.outcome == Outcome.DURABLE):
-                continue  # it stays, unless there is memory for one alone, and disk has it
+                continue
             with slot.pinned() as pinned:
                 waiting = slot.snapshot()
                 if not pinned or (waiting is not None and waiting.waits_for_disk):
@@ -320,6 +321,11 @@ class _Slot:
             return None
         control = Control(*fields)
         return control if control.nbytes <= len(mapped) else None
+
+    def attempt(self) -> int:
+        """The attempt it holds, 0 if none."""
+        control = self.control()
+        return 0 if control is None else control.attempt
 
     def snapshot(self) -> Snapshot | None:
         control = self.control()

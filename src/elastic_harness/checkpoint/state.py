@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,9 @@ class CheckpointState:
     tier: CheckpointTier | None = None
     path: str | None = None
     packages: dict[str, str] = field(default_factory=dict)
+
+
+STATES = [f.name for f in fields(CheckpointState) if f.name.endswith("_state")] + ["extra"]  # those that hold tensors
 
 
 def capture_rng() -> dict[str, Any]:

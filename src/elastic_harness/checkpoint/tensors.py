@@ -3,6 +3,7 @@ of conversion, that needs torch."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -21,7 +22,9 @@ def slice_of(name: str, tensor: Tensor) -> Slice:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's bytes in row-major order, (n,) uint8; a view where it can be one. On the tensor's device."""
+    """The tensor's bytes in row-major order, little-endian, (n,) uint8; a view where it can be one. On the tensor's
+    device."""
+    assert sys.byteorder == "little", "big-endian machines are not supported"
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from elastic_harness.checkpoint import local
+from elastic_harness.checkpoint import local, transfer
 from elastic_harness.checkpoint.layout import Piece, Slice
 from elastic_harness.checkpoint.manifest import Checkpoint, newest
 from elastic_harness.checkpoint.parts import Part
@@ -32,6 +32,7 @@ from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 from elastic_harness.failpoints import failpoint
 
 POLL_S = 0.002
+Report = Callable[[str, dict[str, Any]], None]
 Into = Callable[[set[str]], Mapping[Slice, memoryview]]
 
 
@@ -69,17 +70,19 @@ class Loaded(NamedTuple):
 
 class Tiers:
     """One process's access to its node's shared memory and to the folder of checkpoints. `writer`: keeps the writer
-    running, where that is this process's business."""
+    running, where that is this process's business. `report(event, fields)`: is told of what is loaded."""
 
-    def __init__(self, slots: Slots, folder: Path, writer: WriterAlive | None = None) -> None:
+    def __init__(
+        self, slots: Slots, folder: Path, writer: WriterAlive | None = None, report: Report = lambda *_: None
+    ) -> None:
         self.folder = folder
         self._slots = slots
         self._writer = writer
+        self._report = report
         self._copying: threading.Thread | None = None
         self._attempt = 0  # the last one this process copied a share of
         self._error: BaseException | None = None
         self._corrupt: set[tuple[CheckpointTier, int]] = set()
-        self.copy_s = 0.0  # how long the last copy took
 
     # ---- saving
 
@@ -132,7 +135,6 @@ class Tiers:
         self._copying.start()
 
     def _copy(self, snapshot: Snapshot, tensors: Mapping[Slice, Tensor], index: int) -> None:
-        began = time.perf_counter()
         try:
             mine = snapshot.share(index)
             if any(piece.slice not in tensors for piece in mine):
@@ -144,7 +146,6 @@ class Tiers:
             self._slots.wake()
         except BaseException as error:  # thread boundary: raised again by `join`
             self._error = error
-        self.copy_s = time.perf_counter() - began
 
     @property
     def copying(self) -> bool:
@@ -174,12 +175,9 @@ class Tiers:
             if snapshot.version > version:
                 snapshot.drop()
 
-    def wait(self, snapshot: Snapshot, timeout_s: float | None = None) -> Outcome:
+    def wait(self, snapshot: Snapshot) -> Outcome:
         """Block until it is settled on disk, or until there is no more hope for that."""
-        give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
         while snapshot.here and snapshot.outcome == Outcome.OPEN:
-            if give_up_at is not None and time.monotonic() > give_up_at:
-                return Outcome.OPEN
             if self._writer is not None:
                 self._writer.keep_alive()
             time.sleep(POLL_S)
@@ -202,10 +200,29 @@ class Tiers:
         ]
         return sorted(found, key=lambda stored: (-stored.version, stored.tier != CheckpointTier.MEMORY))
 
+    def fetch(self, url: str) -> None:
+        """Bring the newest checkpoint from object storage, if there is none in memory or on disk. Raises
+        InfrastructureError if it cannot be had: to begin at zero would be worse."""
+        if not self.stored():
+            pulled = transfer.pull_newest(url, self.folder)
+            if pulled is not None:
+                self._report("checkpoint_downloaded", {"step": pulled.step, "url": url})
+
     def load(self, version: int, into: Into | None = None, *, from_memory: bool = True) -> Loaded:
         """The state of a version, from memory or else from disk, each piece checked, and taken from the other where it
         is damaged. `into`: gives, for the names of the stored tensors, what to fill in place of whole tensors. Raises
         CheckpointCorrupt if it is nowhere whole; it is not offered again then."""
+        try:
+            loaded = self._load(version, into, from_memory=from_memory)
+        except CheckpointCorrupt as error:
+            self._report("checkpoint_corrupt", {"step": version, "error": str(error)})
+            raise
+        if loaded.repaired:
+            self._report("checkpoint_repaired", {"step": version, "repaired": loaded.repaired})
+        self._report("checkpoint_loaded", {"step": version, "tier": loaded.tier.value})
+        return loaded
+
+    def _load(self, version: int, into: Into | None, *, from_memory: bool) -> Loaded:
         sealed = self._sealed() if from_memory and (CheckpointTier.MEMORY, version) not in self._corrupt else []
         snapshot = next((s for s in sealed if s.version == version), None)
         checkpoint = next((c for c in newest(self.folder) if c.step == version), None)

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +55,15 @@ class Writer:
                 return True
         return False
 
+    def drain(self) -> None:
+        """Do all there is to do."""
+        while self.work():
+            pass
+
     def finish(self) -> None:
         """Bring to disk what is newer than anything there, and do what a writer that died has left undone: remove what
         need not stay, upload the newest."""
-        while self.work():
-            pass
+        self.drain()
         found = newest(self._folder)
         for snapshot in self._slots.complete()[:1]:
             if snapshot.version > max((c.step for c in found), default=-1) and snapshot.outcome != Outcome.FAILED:
@@ -69,9 +72,8 @@ class Writer:
                 policy = Policy.from_json(snapshot.header["policy"])
                 retention.prune(self._folder, policy.retention, self._uploader.in_use())
                 local.clean(self._folder)
-                if policy.upload is not None:
-                    for checkpoint in newest(self._folder)[:1]:
-                        self._uploader.offer(checkpoint.path, replace(policy.upload, interval=1), policy.on_failure)
+                for checkpoint in newest(self._folder)[:1]:
+                    self._uploader.offer(checkpoint.path, policy.uploading_next())
         with contextlib.suppress(OSError):
             local.drop_spare(self._folder)
 
@@ -97,10 +99,8 @@ class Writer:
                     self._write(snapshot, policy)
                     return True
                 except (HarnessError, OSError, ValueError, KeyError, TypeError) as error:
-                    failed = str(error) if isinstance(error, HarnessError) else f"{type(error).__name__}: {error}"
-                    final = pause_s is None
-                    fatal = final and policy.on_failure == "fail"
-                    tell("checkpoint_failed", step=snapshot.version, error=failed, final=final, fatal=fatal)
+                    failed = error if isinstance(error, HarnessError) else f"{type(error).__name__}: {error}"
+                    tell("checkpoint_failed", **policy.failure(snapshot.version, failed, final=pause_s is None))
                     if pause_s is not None:
                         time.sleep(pause_s)
             snapshot.settle(Outcome.FAILED)
@@ -127,8 +127,7 @@ class Writer:
         size = sum(len(content) for content in contents.values())
         seconds = time.perf_counter() - begun
         tell("checkpoint_saved", step=version, path=str(path), seconds=seconds, bytes=size)
-        if policy.upload is not None:
-            self._uploader.offer(path, policy.upload, policy.on_failure)
+        self._uploader.offer(path, policy)
 
 
 class Uploader:
@@ -137,7 +136,7 @@ class Uploader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._changed = threading.Condition()
-        self._waiting: tuple[Path, Upload, str] | None = None
+        self._waiting: tuple[Path, Policy, Upload] | None = None
         self._busy: int | None = None
         self._last: int | None = None  # the step of the last one that was offered
         self._closed = False
@@ -150,13 +149,15 @@ class Uploader:
             steps = {int(waiting[0].name[5:])} if waiting else set()
             return steps | ({self._busy} if self._busy is not None else set())
 
-    def offer(self, path: Path, upload: Upload, on_failure: str) -> None:
+    def offer(self, path: Path, policy: Policy) -> None:
         """Have a checkpoint uploaded if its turn has come."""
-        step = int(path.name[5:])
+        step, upload = int(path.name[5:]), policy.upload
+        if upload is None:
+            return
         if self._last is not None and (step == self._last or self._last < step < self._last + upload.interval):
             return
         with self._changed:
-            self._waiting, self._last = (path, upload, on_failure), step
+            self._waiting, self._last = (path, policy, upload), step
             self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="checkpoint-upload", daemon=True)
@@ -178,14 +179,13 @@ class Uploader:
                     if self._closed:
                         return
                     self._changed.wait()
-                (path, upload, on_failure), self._waiting = self._waiting, None
+                (path, policy, upload), self._waiting = self._waiting, None
                 self._busy = int(path.name[5:])
-            self._upload(path, upload, on_failure)
+            self._upload(path, policy, upload)
 
-    def _upload(self, path: Path, upload: Upload, on_failure: str) -> None:
+    def _upload(self, path: Path, policy: Policy, upload: Upload) -> None:
         step, begun = int(path.name[5:]), time.perf_counter()
-        pauses: list[float | None] = [*(RETRY_PAUSES_S if on_failure == "retry" else ()), None]
-        for pause_s in pauses:
+        for pause_s in policy.pauses(RETRY_PAUSES_S):
             checkpoint = read(path)
             if checkpoint is None:
                 tell("upload_failed", step=step, error=f"{path} is gone", final=True, fatal=False)
@@ -198,10 +198,10 @@ class Uploader:
                 tell("checkpoint_uploaded", step=step, url=where, seconds=seconds, bytes=checkpoint.bytes)
                 return
             except (HarnessError, OSError) as error:
-                final = pause_s is None or isinstance(error, ConfigError)
-                fatal = final and on_failure == "fail"
-                tell("upload_failed", step=step, error=str(error), final=final, fatal=fatal)
-                if pause_s is None or final:
+                if isinstance(error, ConfigError):  # no further try would go better
+                    pause_s = None
+                tell("upload_failed", **policy.failure(step, error, final=pause_s is None))
+                if pause_s is None:
                     return
                 with self._changed:
                     self._changed.wait_for(lambda: self._waiting is not None, timeout=pause_s)
@@ -227,8 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     slots = Slots(from_text(arguments.slots))
     writer = Writer(slots, arguments.folder)
     while True:
-        while writer.work():
-            pass
+        writer.drain()
         slots.provide()
         ready, _, _ = select.select([0, arguments.wake], [], [])
         if 0 in ready and not os.read(0, 1024):

@@ -268,7 +268,7 @@ def start(
             config.checkpoint,
             folder,
             registry,
-            lambda event, fields: link.send("event", event=event, fields=fields),
+            lambda event, fields: link.send("checkpoint", event=event, fields=fields),
         ),
         canary=config.elastic.canary and config.elastic.exactness == "strict",
         connect=connect,

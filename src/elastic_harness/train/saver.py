@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from elastic_harness import memory_slots
-from elastic_harness.checkpoint import local, transfer
+from elastic_harness import file_lock, memory_slots
+from elastic_harness.checkpoint import local
 from elastic_harness.checkpoint.interval import Timing
 from elastic_harness.checkpoint.layout import Slice
 from elastic_harness.checkpoint.manifest import newest
@@ -26,12 +26,12 @@ from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.policy import Policy, policy_of
 from elastic_harness.checkpoint.snapshot import Outcome, Slots, Snapshot
 from elastic_harness.checkpoint.tensors import slice_of
-from elastic_harness.checkpoint.tiers import POLL_S, Tiers
+from elastic_harness.checkpoint.tiers import POLL_S, Report, Tiers
 from elastic_harness.config import CheckpointConfig
-from elastic_harness.errors import CheckpointCorrupt, ConfigError, HarnessError, InfrastructureError
+from elastic_harness.errors import ConfigError, HarnessError, InfrastructureError
+from elastic_harness.train.standalone import busy
 from elastic_harness.train.state import Registry
 
-Report = Callable[[str, dict[str, Any]], None]
 Describe = Callable[[], dict[str, Any]]
 
 
@@ -53,7 +53,6 @@ class Saver:
         self._policy = policy
         self._report = report
         self._own = own
-        self._fatal: str | None = None
         self._timing = Timing(config)
 
     # ---- saving
@@ -61,7 +60,7 @@ class Saver:
     def save_if_due(self, version: int, lineage: int, from_step: int, world: int, describe: Describe) -> None:
         """As rank 0: begin a snapshot if one is due and a slot is free. `from_step`: where this lineage began. Must be
         followed by `join` before the state changes. Does not block."""
-        self._raise_fatal()
+        self._check()
         if "auto" in (self._config.checkpoint_interval, self._config.memory_snapshot_interval):
             self._timing.stepped(writing=self._tiers.busy())
         to_disk = self._due(version, from_step, self._config.checkpoint_interval, to_disk=True)
@@ -98,7 +97,7 @@ class Saver:
     def save(self, version: int, lineage: int, describe: Describe) -> bool:
         """Save the state, which is that of a step boundary, unless that is done already; blocks until it is on disk,
         and gives whether it is."""
-        self._raise_fatal()
+        self._check()
         self.join(version)
         snapshot, durable, wanted = self._tiers.newest(), False, (version, lineage, True)
         with self._reported(version):
@@ -124,17 +123,9 @@ class Saver:
                 self._report("checkpoint_set_aside", {"step": checkpoint.step, "reason": "the loss became non-finite"})
         self._tiers.forget_since(since)
 
-    def told(self, event: str, fields: dict[str, Any]) -> None:
-        """What a writer of our own says, which no agent hears."""
-        if event.endswith("_failed"):
-            print(f"elastic-harness: {fields.get('error')}", file=sys.stderr, flush=True)
-        if fields.get("fatal"):
-            self._fatal = str(fields.get("error"))
-        self._report(event, fields)
-
-    def _raise_fatal(self) -> None:
-        if self._fatal is not None:
-            raise InfrastructureError(f"{self._fatal} (checkpoint.async_save_policy is fail)")
+    def _check(self) -> None:
+        if self._own is not None:
+            self._own.check()
 
     def wait(self) -> None:
         """Let go of the tiers: a writer of our own finishes first, and ends."""
@@ -169,40 +160,32 @@ class Saver:
 
     @contextmanager
     def _reported(self, version: int) -> Iterator[None]:
-        """What goes wrong in saving is told, and training goes on; unless the policy is to fail."""
+        """What goes wrong in saving is told, and training goes on; unless the policy is to fail: then an agent ends the
+        job, or, where there is none, this raises."""
         try:
             yield
         except (HarnessError, OSError, RuntimeError) as error:
-            print(f"elastic-harness: {error}", file=sys.stderr, flush=True)
-            fatal = self._policy.on_failure == "fail"
-            self._report("checkpoint_failed", {"step": version, "error": str(error), "final": True, "fatal": fatal})
+            failure = self._policy.failure(version, error)
+            self._report("checkpoint_failed", failure)
+            if failure["fatal"] and self._own is not None:
+                raise InfrastructureError(failure["error"]) from error
 
     # ---- restoring
 
     def restorable(self) -> tuple[int, ...]:
         """Versions that could be restored, newest first; without those found corrupt. If there are none here, the
-        newest in object storage is fetched. Raises InfrastructureError if that fails: to begin at zero is worse."""
+        newest in object storage is fetched. Raises InfrastructureError if that fails."""
         found = self._tiers.stored()
         if not found and self._policy.upload is not None:
             with self._folder_locked():
-                if not newest(self._tiers.folder):
-                    pulled = transfer.pull_newest(self._policy.upload.url, self._tiers.folder)
-                    if pulled is not None:
-                        self._report("checkpoint_downloaded", {"step": pulled.step, "url": self._policy.upload.url})
+                self._tiers.fetch(self._policy.upload.url)
             found = self._tiers.stored()
         return tuple(dict.fromkeys(stored.version for stored in found))
 
     def restore(self, version: int) -> None:
         """Overwrite the whole state with a checkpoint's. Raises CheckpointCorrupt; it is not offered again then."""
-        try:
-            loaded = self._tiers.load(version)
-        except CheckpointCorrupt as error:
-            self._report("checkpoint_corrupt", {"step": version, "error": str(error)})
-            raise
+        loaded = self._tiers.load(version)
         self._registry.restore(loaded.skeleton, loaded.tensors)
-        if loaded.repaired:
-            self._report("checkpoint_repaired", {"step": version, "repaired": loaded.repaired})
-        self._report("checkpoint_loaded", {"step": version, "tier": loaded.tier.value})
 
     @contextmanager
     def _folder_locked(self) -> Iterator[None]:
@@ -229,12 +212,23 @@ def make_saver(config: CheckpointConfig, run_dir: Path, registry: Registry, repo
         for descriptor in descriptors:
             os.close(descriptor)
     elif os.environ.get("RANK", "0") == "0":
-        own = OwnWriter(folder, lambda event, fields: saver.told(event, fields))
+        report = _printing(report)
+        own = OwnWriter(folder, report, file_lock.take(run_dir / "writer.lock", busy(run_dir)))
         slots = own.slots
     else:
         slots, own = Slots([]), None
-    saver = Saver(Tiers(slots, folder, own), registry, config, policy, report, own)
-    return saver
+    return Saver(Tiers(slots, folder, own, report), registry, config, policy, report, own)
+
+
+def _printing(report: Report) -> Report:
+    """Failures are printed as well: there is no agent to do it."""
+
+    def told(event: str, fields: dict[str, Any]) -> None:
+        if event.endswith("_failed"):
+            print(f"elastic-harness: {fields.get('error')}", file=sys.stderr, flush=True)
+        report(event, fields)
+
+    return told
 
 
 def _lead_elsewhere(folder: Path, target: Path) -> None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import xxhash
 from torch import Tensor, nn
 
+from elastic_harness.checkpoint.tensors import content_of
 from elastic_harness.comm.tree import Node
 from elastic_harness.data.order import Order
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
@@ -25,7 +26,6 @@ from elastic_harness.train.buffers import Buffers
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import Contribution, Gradients
 from elastic_harness.train.rng import seed_everything
-from elastic_harness.train.state import tensor_bytes
 
 
 class Dataset(Protocol):
@@ -211,5 +211,5 @@ def canary_word(gradients: Gradients) -> int:
     digest = xxhash.xxh3_64()
     for gradient in gradients:
         if gradient is not None:
-            digest.update(tensor_bytes(gradient))
+            digest.update(content_of(gradient))
     return digest.intdigest() >> 1 | 1

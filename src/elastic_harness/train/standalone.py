@@ -6,7 +6,6 @@ The same decisions are taken by the same pure functions (`reconcile`); only who 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -15,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from elastic_harness import file_lock
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.events import SCHEMA, EventLog
 from elastic_harness.ledger import FILE_NAME, LedgerWriter, read_ledger
@@ -89,13 +89,7 @@ class StandaloneLink:
 
     def hello(self, fingerprint: dict[str, Any]) -> None:
         if self._writes:
-            try:
-                self._run_dir.mkdir(parents=True, exist_ok=True)
-                self._lock()
-            except OSError as error:
-                raise InfrastructureError(
-                    f"the run folder {self._run_dir} cannot be written: {error.strerror}; give another run_dir"
-                ) from error
+            self._held_lock = file_lock.take(self._run_dir / "lock", busy(self._run_dir))
             known = self._run_dir / "fingerprint.json"
             if known.exists():
                 _same(json.loads(known.read_text()), fingerprint, self._run_dir)
@@ -110,16 +104,6 @@ class StandaloneLink:
             self._events.emit("run_started", schema=SCHEMA, run_id=self._run_dir.name, nproc=world)
             self._events.emit("generation", **self._generation.to_json(), world_size=world)
 
-    def _lock(self) -> None:
-        lock = os.open(self._run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise ConfigError(
-                f"the run folder {self._run_dir} belongs to a live job; choose another run_dir or stop that job"
-            ) from None
-        self._held_lock = lock
 
     def report(self, report: Report) -> None:
         if self._store is None:
@@ -136,13 +120,18 @@ class StandaloneLink:
             line = fields.pop("ledger")
             if self._ledger.append(line):
                 self._events.emit("step_committed", **fields)
-        elif type == "event":
+        elif type in ("event", "checkpoint"):
             self._events.emit(fields["event"], **fields["fields"])
         elif type == "finished":
             self._events.emit("run_finished", status="finished", exit_code=0, **fields)
 
     def left_out(self, generation: Generation) -> None:
         raise AssertionError("a fixed set of workers leaves nobody out")
+
+
+def busy(run_dir: Path) -> str:
+    """That another job has this folder, for `file_lock.take`."""
+    return f"the run folder {run_dir} belongs to a live job, process {{holder}}; choose another one or stop that job"
 
 
 class _Values(dict[str, Any]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_harness.checkpoint.structure import Skeleton, decode, encode
+from elastic_harness.checkpoint.tensors import content_of
 from elastic_harness.errors import ConfigError
 
 
@@ -93,12 +93,5 @@ def weights_sha256(model: nn.Module) -> str:
         dtype = str(tensor.dtype).removeprefix("torch.")
         shape = ",".join(map(str, tensor.shape))
         digest.update(f"{name}\0{dtype}\0{shape}\0".encode())
-        digest.update(tensor_bytes(tensor))
+        digest.update(content_of(tensor))
     return digest.hexdigest()
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's elements in row-major order, little-endian. A view where it can be one."""
-    assert sys.byteorder == "little", "big-endian machines are not supported"
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]

@@ -9,10 +9,10 @@ import torch
 import xxhash
 from torch import Tensor
 
+from elastic_harness.checkpoint.tensors import content_of
 from elastic_harness.comm.exchange import TRANSFER, tag
 from elastic_harness.comm.group import Group, Work
 from elastic_harness.errors import PeerFailed
-from elastic_harness.train.state import tensor_bytes
 
 Payload = tuple[dict[str, Any], dict[str, Tensor]]
 CHECKSUM_BYTES = 16
@@ -71,5 +71,5 @@ def _checksum(tensors: dict[str, Tensor]) -> bytes:
     twice."""
     digest = xxhash.xxh3_128()
     for tensor in tensors.values():
-        digest.update(tensor_bytes(tensor))
+        digest.update(content_of(tensor))
     return digest.digest()

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elastic_harness
+from elastic_harness.checkpoint.tensors import content_of
 from elastic_harness.events import read_events
-from elastic_harness.train.state import Registry, tensor_bytes, weights_sha256
+from elastic_harness.train.state import Registry, weights_sha256
 
 WAIT_S = 120.0
 
@@ -315,7 +316,7 @@ def main() -> None:
     values = hashlib.sha256(json.dumps(skeleton, sort_keys=True).encode()).hexdigest()
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        digest.update(tensor_bytes(tensors[name]))
+        digest.update(content_of(tensors[name]))
     print("final-state", digest.hexdigest(), values, flush=True)
 
 

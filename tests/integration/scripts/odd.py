@@ -40,6 +40,7 @@ def main() -> None:
     dataset = torch.randn(40, 8)
     run = elastic_harness.start(model, optimizer, dataset, config, run_dir=arguments.run_dir)
     for step in run.steps():
+        run.log("note", fatal=True, error="what a user logs never ends the job")
         if kind == "raise" and step.index == 7:
             raise ValueError("planted at step 7")
         for batch in step.micro_batches():
