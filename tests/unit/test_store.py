@@ -2,40 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness.membership.store import Change, Compacted, EmbeddedStore, Put, Store
+from elastic_harness.etcd.gateway import Gateway
+from elastic_harness.etcd.store import EtcdStore
+from elastic_harness.membership.store import Change, Compacted, EmbeddedStore, Put, Store, Watch
+from etcd_servers import VERSIONS, Cluster, serving
+
+PATIENCE_S = 5.0
+SLACK_S = 1.5  # etcd looks for leases that have ended twice a second
+_NUMBERS = itertools.count()
 
 
 class Clock:
-    def __init__(self) -> None:
+    """Time that passes when a test says so, or, where a real server counts it, real time."""
+
+    def __init__(self, real: bool) -> None:
         self.now = 0.0
+        self._real = real
 
     def __call__(self) -> float:
         return self.now
 
-
-Make = Callable[[Clock], Store]
-
-
-@pytest.fixture(params=[EmbeddedStore], ids=["embedded"])
-def make_store(request: pytest.FixtureRequest) -> Make:
-    implementation: Make = request.param
-    return implementation
+    def advance(self, seconds: float) -> None:
+        if self._real:
+            time.sleep(seconds)
+        self.now += seconds
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+@pytest.fixture(params=["embedded", *(pytest.param(f"etcd {v}", marks=pytest.mark.slow) for v in VERSIONS)])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture
-def store(make_store: Make, clock: Clock) -> Store:
-    return make_store(clock)
+def clock(kind: str) -> Clock:
+    return Clock(real=kind != "embedded")
+
+
+@pytest.fixture
+def store(kind: str, clock: Clock, clusters: Callable[[str], Cluster]) -> Store:
+    if kind == "embedded":
+        return EmbeddedStore(clock)
+    return EtcdStore(Gateway(clusters(kind.removeprefix("etcd ")).address), f"{next(_NUMBERS)}/")
+
+
+@pytest.fixture(scope="session")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Cluster]]:
+    """One etcd of each version, started when the first test needs it."""
+    with ExitStack() as running:
+
+        @cache
+        def of(version: str) -> Cluster:
+            return running.enter_context(serving(tmp_path_factory.mktemp("etcd"), version))
+
+        yield of
+
+
+def polled(watch: Watch, count: int) -> list[Change]:
+    """The next changes; those of a server may take a moment. One too many is seen too."""
+    changes: list[Change] = []
+    give_up_at = time.monotonic() + PATIENCE_S
+    while len(changes) < count and time.monotonic() < give_up_at:
+        changes += watch.poll()
+        time.sleep(0.002)
+    return changes + watch.poll()
 
 
 def test_a_missing_key_is_none_and_has_revision_zero(store: Store) -> None:
@@ -82,17 +121,17 @@ def test_deleting_what_is_not_there_changes_nothing(store: Store) -> None:
 
 
 def test_keys_vanish_with_their_lease(store: Store, clock: Clock) -> None:
-    lease = store.lease(5.0)
+    lease = store.lease(2.0)
     store.txn({}, [Put("node/0", "here", lease), Put("node/1", "for ever")])
-    clock.now = 4.0
+    clock.advance(1.3)
     assert store.keep_alive(lease)
-    clock.now = 8.0
+    clock.advance(1.3)
     assert store.get("node/0") is not None
     watch = store.watch("node/", store.revision + 1)
-    clock.now = 9.5
+    clock.advance(0.7 + SLACK_S)
     assert store.get("node/0") is None
     assert store.get("node/1") is not None
-    assert [c.key for c in watch.poll()] == ["node/0"]
+    assert [c.key for c in polled(watch, 1)] == ["node/0"]
     assert not store.keep_alive(lease)
     with pytest.raises(ValueError, match="lease"):
         store.txn({}, [Put("node/0", "again", lease)])
@@ -111,7 +150,8 @@ def test_a_key_written_without_the_lease_outlives_it(store: Store, clock: Clock)
     lease = store.lease(1.0)
     store.txn({}, [Put("a", "leased", lease)])
     store.txn({}, [Put("a", "kept")])
-    clock.now = 2.0
+    clock.advance(1.0 + SLACK_S)
+    assert not store.keep_alive(lease)
     assert store.get("a") is not None
 
 
@@ -119,19 +159,32 @@ def test_a_watch_sees_the_past_from_its_revision_and_everything_after(store: Sto
     _, first = store.txn({}, [Put("a", "1")])
     _, second = store.txn({}, [Put("a", "2"), Put("other", "x")])
     watch = store.watch("a", second)
-    assert [(c.revision, c.entry and c.entry.value) for c in watch.poll()] == [(second, "2")]
+    assert [(c.revision, c.entry and c.entry.value) for c in polled(watch, 1)] == [(second, "2")]
     assert watch.poll() == []
     _, third = store.txn({}, (), ["a"])
-    assert watch.poll() == [Change(third, "a", None)]
+    assert polled(watch, 1) == [Change(third, "a", None)]
     earlier = store.watch("", first)
-    assert [c.key for c in earlier.poll()] == ["a", "a", "other", "a"]
+    changes = polled(earlier, 4)
+    assert [c.revision for c in changes] == [first, second, second, third]
+    assert sorted(c.key for c in changes) == ["a", "a", "a", "other"]
     watch.close()
     store.txn({}, [Put("a", "3")])
     assert watch.poll() == []
 
 
+def test_a_watch_that_begins_before_what_is_kept_says_so(store: Store) -> None:
+    for number in range(6):
+        _, revision = store.txn({}, [Put("a", str(number))])
+    assert isinstance(store, EmbeddedStore | EtcdStore)
+    store.compact(revision - 1)
+    with pytest.raises(Compacted) as caught:
+        polled(store.watch("a", revision - 3), 1)
+    assert revision - 1 <= caught.value.oldest <= revision
+    assert [c.revision for c in polled(store.watch("a", revision), 1)] == [revision]
+
+
 def test_a_watch_on_compacted_history_says_so() -> None:
-    store = EmbeddedStore(Clock(), history_max=3)
+    store = EmbeddedStore(Clock(real=False), history_max=3)
     for number in range(6):
         store.txn({}, [Put("a", str(number))])
     with pytest.raises(Compacted) as caught:
@@ -142,7 +195,7 @@ def test_a_watch_on_compacted_history_says_so() -> None:
 
 
 def test_an_open_watch_that_is_overtaken_by_compaction_says_so() -> None:
-    store = EmbeddedStore(Clock(), history_max=3)
+    store = EmbeddedStore(Clock(real=False), history_max=3)
     watch = store.watch("a", 1)
     for number in range(6):
         store.txn({}, [Put("a", str(number))])
@@ -152,7 +205,7 @@ def test_an_open_watch_that_is_overtaken_by_compaction_says_so() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["put", "delete", "poll"])), max_size=40))
 def test_replaying_a_watch_gives_the_store(actions: list[tuple[str, str]]) -> None:
-    store = EmbeddedStore(Clock())
+    store = EmbeddedStore(Clock(real=False))
     watch = store.watch("", 1)
     mirror: dict[str, str] = {}
 

