@@ -10,6 +10,7 @@ from benchmarks import (
     checkpoint,
     checkpoint_kills,
     checkpoint_stall,
+    etcd_clients,
     exactness,
     index_build,
     loading,
@@ -31,6 +32,7 @@ QUICK: dict[str, list[str]] = {
     "checkpoint": ["--mb=200", "--rounds=1"],
     "checkpoint_stall": ["--rounds=1", "--layers=2"],
     "checkpoint_kills": ["--moments=21", "--agent-kills=2"],
+    "etcd_clients": ["--rounds=1", "--operations=100"],
 }
 BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "recovery": recovery.main,
@@ -43,6 +45,7 @@ BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "checkpoint": checkpoint.main,
     "checkpoint_stall": checkpoint_stall.main,
     "checkpoint_kills": checkpoint_kills.main,
+    "etcd_clients": etcd_clients.main,
 }
 
 

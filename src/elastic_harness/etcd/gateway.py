@@ -184,7 +184,7 @@ class Gateway:
             self._streams = weakref.WeakSet()
             self._pools = urllib3.PoolManager(
                 num_pools=len(self._endpoints),
-                maxsize=4,
+                maxsize=8,
                 cert_file=self.address.cert,
                 key_file=self.address.key,
                 ca_certs=self.address.ca,
