@@ -42,9 +42,10 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     newcomers = [m for m in view.ready if m not in survivors]
     lost = len(view.current.members) - len(survivors) if view.current else 0
 
+    ending = bool(view.finished) and view.current is not None  # without one, the leader has forgotten who was in it
     least = 1 if view.finished else limits.min_workers
-    most = len(survivors) if view.finished else limits.target
-    candidates = survivors if view.finished else survivors + newcomers
+    most = len(survivors) if ending else limits.target
+    candidates = survivors if ending else survivors + newcomers
     connected = mutually_connected(candidates, view.broken) if view.broken else candidates
     wanted = (connected if len(connected) >= least else candidates)[:most]
 

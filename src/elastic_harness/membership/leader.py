@@ -12,6 +12,7 @@ broken links replace it, planned changes wait.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from elastic_harness.membership.decide import View, decide
@@ -185,11 +186,19 @@ class State:
 
 def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
     """Apply one event. Never raises on late, repeated or unknown input: it is ignored."""
+    return steps(state, (event,), now)
+
+
+def steps(state: State, events: Iterable[Event], now: float) -> tuple[State, tuple[Action, ...]]:
+    """Apply events that became known together: what follows is decided once, with all of them in view."""
     if state.done:
         return state, ()
-    state, actions = _take(state, event, now)
-    if any(isinstance(a, Poison | Done) for a in actions):
-        return replace(state, done=True), actions
+    actions: tuple[Action, ...] = ()
+    for event in events:
+        state, more = _take(state, event, now)
+        actions += more
+        if any(isinstance(a, Poison | Done) for a in more):
+            return replace(state, done=True), actions
     state, more = _advance(state, now)
     return state, actions + more
 

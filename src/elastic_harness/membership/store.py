@@ -109,9 +109,17 @@ def check_changes(puts: Sequence[Put], deletes: Sequence[str]) -> None:
 
 
 class EmbeddedStore:
-    """A store in memory, for one process on one machine. Not safe for several threads."""
+    """A store in memory, for one process on one machine. Not safe for several threads. `revision`, `lease`: the last
+    ones that were ever used."""
 
-    def __init__(self, clock: Callable[[], float], *, revision: int = 0, history_max: int = HISTORY_EVENTS_MAX) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        revision: int = 0,
+        lease: int = 0,
+        history_max: int = HISTORY_EVENTS_MAX,
+    ) -> None:
         self._clock = clock
         self._revision = revision
         self._entries: dict[str, Entry] = {}
@@ -119,7 +127,7 @@ class EmbeddedStore:
         self._history_max = history_max
         self._compacted = revision
         self._leases: dict[int, tuple[float, float]] = {}
-        self._lease_last = 0
+        self._lease_last = lease
 
     @property
     def revision(self) -> int:

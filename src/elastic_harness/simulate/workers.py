@@ -33,10 +33,10 @@ class Workers(Cluster):
         if w.mode == "repair":
             if self.repair_message(world, who, w) is not None:
                 yield "repaired", self.repair
+        elif w.serve:
+            yield "serves", self.serve
         elif w.mode in ("step", "fin"):
-            if w.serve:
-                yield "serves", self.serve
-            elif w.mode == "step":
+            if w.mode == "step":
                 if w.todo:
                     yield "computes", self.compute
                 elif self.may_send(w):
@@ -215,12 +215,15 @@ class Workers(Cluster):
         w = world.workers[who]
         if who not in w.entrants:
             return self.leave(world, who)
-        return self.await_digest(world, who, w.switch, w.entrants)
+        return self.await_digest(world, who, w.switch, w.entrants, serve=w.serve)
 
-    def await_digest(self, world: World, who: int, number: int, members: tuple[int, ...]) -> World:
+    def await_digest(
+        self, world: World, who: int, number: int, members: tuple[int, ...], serve: tuple[tuple[int, str], ...] = ()
+    ) -> World:
+        """Report, and wait. Before a planned generation what others are to have from here is still sent meanwhile."""
         w = world.workers[who]
         w = w._replace(
-            mode="wait", target=number, successors=members, todo=(), sent=False, reduced=False, serve=(), expect=""
+            mode="wait", target=number, successors=members, todo=(), sent=False, reduced=False, serve=serve, expect=""
         )
         world = self.drop_mail(self.put(world, who, w), who)
         return self.report(world, who, core.Reported(name(who), self.own_report(world, w)))

@@ -1,0 +1,490 @@
+"""One node's part in what several nodes agree on, through a store. No I/O, no clock, no randomness: whoever drives it
+carries out what `take` asks for, and tells it what came of that.
+
+    node/KEY        one record for each node, on its lease: what happened to its workers, event by event
+    head/leader     the node that leads, on its lease
+    head/decision   what the leader has concluded: its state, how far it has read each record, its newest actions
+
+Every node can lead. The leader reads all records, gives their events to `leader.step`, and publishes the actions; all
+nodes, itself included, carry out what is published, in the order in which it was. A decision can only be written by who
+holds the leader's key, and only on top of the decision it knows. What was read but not yet published stays in the
+records, so the next leader, who begins at the last decision, reads it again: nothing is lost with a leader.
+
+While the store is away nothing happens here: workers go on stepping, and what befalls them waits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elastic_harness.membership import leader
+from elastic_harness.membership.codec import decode, encode
+from elastic_harness.membership.store import Change, Entry
+from elastic_harness.membership.types import Limits
+
+HEAD, NODES = "head/", "node/"
+LEADER, DECISION, FENCE = HEAD + "leader", HEAD + "decision", HEAD + "fence"
+ACTIONS_KEPT = 32
+PATIENCE_S = 3.0  # so long other nodes may take to come, or to come back after an outage that ended all leases
+UNPUBLISHED_MAX = 64  # events read since the last decision, which stay in the records until there is another
+
+# ---- what a node is told
+
+
+@dataclass(frozen=True)
+class Happened:
+    """Something befell a worker of this node."""
+
+    event: leader.Event
+
+
+@dataclass(frozen=True)
+class Registered:
+    """There is a new lease: the node's record and its claim to lead hang on it."""
+
+
+@dataclass(frozen=True)
+class LeaseEnded:
+    """The lease was not kept alive, or the store forgot it."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """All entries that this node follows, as they are now; changes after them will be seen."""
+
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class Saw:
+    change: Change
+
+
+@dataclass(frozen=True)
+class Wrote:
+    """The write of this number took place."""
+
+    number: int
+    revision: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The write of this number did not take place and never will: something it expects is not so."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time passed."""
+
+
+Input = Happened | Registered | LeaseEnded | Read | Saw | Wrote | Refused | Tick
+
+# ---- what it asks for
+
+
+@dataclass(frozen=True)
+class Register:
+    """Get a new lease."""
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Read and watch the head, or with `everything` the nodes' records too; in place of what was followed before."""
+
+    everything: bool
+
+
+@dataclass(frozen=True)
+class Write:
+    """Write an entry, on the lease if `leased`, if all keys in `compare` are at their revisions; tell whether that
+    took place. One that is not leased is written together with FENCE, which is: after a store has lost everything,
+    revisions may be as they were, but leases are not. No two writes of a key are asked for at a time."""
+
+    number: int
+    key: str
+    value: str
+    compare: dict[str, int]
+    leased: bool
+
+
+@dataclass(frozen=True)
+class Carry:
+    """Carry out an action for this node's workers."""
+
+    action: leader.Action
+
+
+Output = Register | Follow | Write | Carry
+
+
+@dataclass(frozen=True)
+class Known:
+    """What outlives the store: the last generation number ever used, whether any step was ever committed, and which
+    history the run is in."""
+
+    number: int = 0
+    born: bool = False
+    lineage: int = 0
+    from_step: int = 0
+
+    def and_also(self, other: Known) -> Known:
+        """What both together know."""
+        newest = max(self, other, key=lambda known: (known.lineage, known.from_step))
+        return Known(max(self.number, other.number), self.born or other.born, newest.lineage, newest.from_step)
+
+
+@dataclass
+class _Leading:
+    """What only the leader has. state: None until everything was read. revision: of the leader's key. taken: how far
+    each record was read. published: how many events had been read by the last decision."""
+
+    revision: int
+    state: leader.State | None = None
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)
+    actions: list[tuple[int, leader.Action]] = field(default_factory=list)
+    origin: str = ""
+    count: int = 0  # of all actions ever
+    read: int = 0
+    published: tuple[int, int] = (0, 0)  # count and read of the last decision
+    writing: tuple[int, int] | None = None
+    pending: str = ""
+    patient_until: float = 0.0  # before that the absence of a record says nothing
+    all_read: bool = False
+    searched: bool = False  # whether those without a record were taken for lost
+
+
+class Node:
+    """`name`: of the node, never used by another one. `places`: how many workers it wants to have."""
+
+    def __init__(self, name: str, limits: Limits, places: int, known: Known, about: dict[str, Any]) -> None:
+        self.name = name
+        self.known = known
+        self.leader = ""  # the key of the node that leads, as far as known
+        self._limits = limits
+        self._places = places
+        self._about = about
+        self._members: dict[str, None] = {}  # living ones, in order of age
+        self._session = 0
+        self._registered = False
+        self._events: list[tuple[int, leader.Event]] = []
+        self._last = 0
+        self._written = -1  # how many events the record holds; -1: there is no record
+        self._writing: int | None = None
+        self._revision = 0
+        self._writes_asked = 0
+        self._asked: dict[int, str] = {}  # the keys of writes that are under way
+        self._returned_at: float | None = None  # when the last lease ended
+        self._ever: set[str] = set()  # workers of this node that were in a generation
+        self._leader_known = False
+        self._decision: Entry | None = None
+        self._origin, self._heeded = "", 0
+        self._leading: _Leading | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{NODES}{self.name}.{self._session}"
+
+    @property
+    def leads(self) -> bool:
+        return self._leading is not None
+
+    @property
+    def state(self) -> leader.State | None:
+        """The leader's state, if this node leads."""
+        return self._leading.state if self._leading else None
+
+    def start(self) -> list[Output]:
+        return [Register()]
+
+    def take(self, told: Input, now: float) -> list[Output]:
+        """What follows. Late, repeated and unknown input is ignored."""
+        outputs: list[Output] = []
+        match told:
+            case Happened(event):
+                self._happened(event)
+            case Registered():
+                self._registered = True
+                outputs.append(Follow(everything=False))
+            case LeaseEnded():
+                outputs += self._begin_again(now)
+            case Read(entries):
+                outputs += self._read(entries, now)
+            case Saw(change):
+                outputs += self._saw(change.key, change.entry, now)
+            case Wrote(number, revision):
+                outputs += self._wrote(self._asked.pop(number, ""), revision, now)
+            case Refused(number):
+                outputs += self._refused(self._asked.pop(number, ""), now)
+            case Tick():
+                if self._leading is not None:
+                    self._begin(self._leading, now)
+                    self._miss(self._leading, now)
+                    self._lead([leader.Tick()], now)
+        return outputs + self._writes(now)
+
+    # ---- this node's own record
+
+    def _happened(self, event: leader.Event) -> None:
+        match event:
+            case leader.Committed() if self.known.born:
+                return
+            case leader.Committed():
+                self.known = replace(self.known, born=True)
+            case leader.Ready(member):
+                self._members[member] = None
+            case leader.Lost(member):
+                self._members.pop(member, None)
+        self._last += 1
+        self._events.append((self._last, event))
+
+    def _begin_again(self, now: float) -> list[Output]:
+        """The record is gone, and with it every claim: come back as a new node with the workers that live, and tell
+        once more what may not have been read. All events may be told twice."""
+        self._session += 1
+        self._returned_at = now
+        self._registered = False
+        unread = [event for _, event in self._events if not isinstance(event, leader.Ready)]
+        self._events, self._last, self._written, self._writing, self._revision = [], 0, -1, None, 0
+        self._leading, self._leader_known, self._decision = None, False, None
+        self._asked.clear()
+        for event in [*map(leader.Ready, self._members), *unread]:
+            self._happened(event)
+        return [Register()]
+
+    def _writes(self, now: float) -> list[Output]:
+        if not self._registered:
+            return []
+        wanted: list[Output] = []
+        if self._writing is None and self._written < self._last:
+            self._writing = self._last
+            record = {
+                **self._about,
+                "places": self._places,
+                "members": list(self._members),
+                "known": vars(self.known),
+                "events": [[number, encode(event)] for number, event in self._events],
+            }
+            wanted.append(self._write(self.key, _text(record), {self.key: self._revision}, leased=True))
+        if self._leader_known and not self.leader and self._written >= 0 and LEADER not in self._asked.values():
+            wanted.append(self._write(LEADER, self.key, {LEADER: 0}, leased=True))
+        return wanted + self._decisions(now)
+
+    def _write(self, key: str, value: str, compare: dict[str, int], *, leased: bool) -> Write:
+        self._writes_asked += 1
+        self._asked[self._writes_asked] = key
+        return Write(self._writes_asked, key, value, compare, leased)
+
+    # ---- what the store says
+
+    def _read(self, entries: tuple[Entry, ...], now: float) -> list[Output]:
+        by_key = {entry.key: entry for entry in entries}
+        outputs = self._saw(LEADER, by_key.get(LEADER), now)
+        if DECISION in by_key:
+            outputs += self._saw(DECISION, by_key[DECISION], now)
+        else:
+            self._decision = None
+        leading = self._leading
+        if leading is not None:
+            for key in [key for key in leading.records if key not in by_key]:
+                self._record_ended(leading, key, now)
+            for key, entry in by_key.items():
+                if key.startswith(NODES):
+                    self._record(leading, key, entry, now)
+            leading.all_read = True
+            if self._decision is None and not leading.patient_until:
+                leading.patient_until = now + PATIENCE_S
+            self._begin(leading, now)
+            self._miss(leading, now)
+        return outputs
+
+    def _saw(self, key: str, entry: Entry | None, now: float) -> list[Output]:
+        if key == LEADER:
+            self._leader_known = True
+            self.leader = entry.value if entry is not None else ""
+            if self._leading is not None and (entry is None or entry.revision != self._leading.revision):
+                return self._step_down()
+        elif key == DECISION and entry is not None:
+            if self._decision is None or entry.revision > self._decision.revision:
+                self._decision = entry
+                return self._heed(json.loads(entry.value))
+        elif key.startswith(NODES) and self._leading is not None:
+            if entry is None:
+                self._record_ended(self._leading, key, now)
+            else:
+                self._record(self._leading, key, entry, now)
+        return []
+
+    def _wrote(self, key: str, revision: int, now: float) -> list[Output]:
+        if key == self.key and self._writing is not None:
+            self._written, self._revision, self._writing = self._writing, revision, None
+        elif key == LEADER:
+            self.leader = self.key
+            self._leading = _Leading(revision)
+            if self._returned_at is not None:
+                self._leading.patient_until = self._returned_at + PATIENCE_S
+            return [Follow(everything=True)]
+        elif key == DECISION and self._leading is not None:
+            leading = self._leading
+            assert leading.writing is not None
+            leading.published, leading.writing = leading.writing, None
+            return self._saw(DECISION, Entry(DECISION, leading.pending, revision), now)
+        return []
+
+    def _refused(self, key: str, now: float) -> list[Output]:
+        if key == self.key:
+            return self._begin_again(now)
+        if key == LEADER:
+            self._leader_known = False  # it will be seen who leads
+        if key == DECISION and self._leading is not None:
+            return self._step_down()
+        return []
+
+    def _heed(self, decision: dict[str, Any]) -> list[Output]:
+        """Carry out what is new in a decision."""
+        if decision["origin"] != self._origin:  # the store had lost everything
+            self._origin, self._heeded = decision["origin"], 0
+        taken = decision["taken"].get(self.key, 0)
+        self._events = [(number, event) for number, event in self._events if number > taken]
+        state: leader.State = decode(decision["state"])
+        self.known = self.known.and_also(Known(state.number, state.born, state.lineage, state.from_step))
+        outputs: list[Output] = []
+        for number, action in decision["actions"]:
+            if number > self._heeded:
+                self._heeded = number
+                outputs.append(Carry(decode(action)))
+        if state.generation is not None:
+            self._ever.update(m for m in state.generation.members if m in self._members)
+            if self._written < 0 and self._writing is None:
+                self._leave_behind(state.generation.members)
+        return outputs
+
+    def _leave_behind(self, members: tuple[str, ...]) -> None:
+        """Before this node comes back: those of its workers without whom the others went on will leave, and are not to
+        be taken for new ones."""
+        gone = {m for m in self._members if m in self._ever and m not in members}
+        self._members = {m: None for m in self._members if m not in gone}
+        self._events = [e for e in self._events if not (isinstance(e[1], leader.Ready) and e[1].member in gone)]
+
+    # ---- leading
+
+    def _step_down(self) -> list[Output]:
+        self._leading = None
+        return [Follow(everything=False)]
+
+    def _begin(self, leading: _Leading, now: float) -> None:
+        """Take over where the last decision was. Where there is none, a run begins, or the store has lost everything:
+        then others may know more than this node, and are given the time to come."""
+        if leading.state is not None or not leading.all_read:
+            return
+        if self._decision is not None:
+            decision = json.loads(self._decision.value)
+            leading.origin, leading.taken = decision["origin"], dict(decision["taken"])
+            leading.actions = [(number, decode(action)) for number, action in decision["actions"]]
+            leading.count = leading.actions[-1][0] if leading.actions else 0
+            state: leader.State = decode(decision["state"])
+            leading.published = (leading.count, 0)
+            later = now - decision["now"]
+            trouble_at = None if state.trouble_at is None else state.trouble_at + later
+            state = replace(state, first_ready_at=state.first_ready_at + later, trouble_at=trouble_at)
+            leading.state = _perhaps_born(state)
+        elif now >= leading.patient_until:
+            leading.origin = f"{self.key}@{leading.revision}"
+            leading.state = leader.State(self._limits)
+        else:
+            return
+        self._follow_records(leading, list(leading.records), now)
+
+    def _record(self, leading: _Leading, key: str, entry: Entry, now: float) -> None:
+        """A node's record is new, or has changed."""
+        leading.records[key] = json.loads(entry.value)
+        if leading.state is not None:
+            self._follow_records(leading, [key], now)
+
+    def _follow_records(self, leading: _Leading, keys: list[str], now: float) -> None:
+        """Give the leader what is new in these records."""
+        state, events = leading.state, []
+        assert state is not None
+        known = Known(state.number, state.born, state.lineage, state.from_step)
+        for key in keys:
+            record = leading.records[key]
+            known = known.and_also(Known(**record["known"]))
+            for number, event in record["events"]:
+                if number > leading.taken.get(key, 0):
+                    leading.taken[key] = number
+                    leading.read += 1
+                    events.append(decode(event))
+        leading.state = replace(
+            state, number=known.number, born=known.born, lineage=known.lineage, from_step=known.from_step
+        )
+        self._lead([*self._scaled(leading), *events], now)
+
+    def _miss(self, leading: _Leading, now: float) -> None:
+        """Take for lost whose node has no record, unless all nodes may be about to come back from an outage."""
+        if leading.state is None or now < leading.patient_until or leading.searched:
+            return
+        leading.searched = True
+        living = {member for record in leading.records.values() for member in record["members"]}
+        self._lead([leader.Lost(m) for m in leading.state.ready if m not in living], now)
+
+    def _record_ended(self, leading: _Leading, key: str, now: float) -> None:
+        """A node is gone, and so are its workers."""
+        record = leading.records.pop(key, None)
+        leading.taken.pop(key, None)
+        if record is not None and leading.state is not None:
+            leading.state = _perhaps_born(leading.state)
+            self._lead([*self._scaled(leading), *(leader.Lost(member) for member in record["members"])], now)
+
+    def _scaled(self, leading: _Leading) -> list[leader.Event]:
+        """How many workers are wanted now: all that the nodes have places for."""
+        assert leading.state is not None
+        limits = leading.state.limits
+        wanted = sum(int(record["places"]) for record in leading.records.values())
+        unchanged = max(limits.min_workers, min(wanted, limits.max_workers)) == limits.target
+        return [] if unchanged else [leader.Scaled(wanted)]
+
+    def _lead(self, events: Sequence[leader.Event], now: float) -> None:
+        leading = self._leading
+        if leading is None or leading.state is None or not events:
+            return
+        leading.state, actions = leader.steps(leading.state, events, now)
+        for action in actions:
+            leading.count += 1
+            leading.actions.append((leading.count, action))
+        del leading.actions[:-ACTIONS_KEPT]
+
+    def _decisions(self, now: float) -> list[Output]:
+        """Publish what is new."""
+        leading = self._leading
+        if leading is None or leading.state is None or leading.writing is not None:
+            return []
+        count, read = leading.published
+        if leading.count == count and leading.read - read < UNPUBLISHED_MAX:
+            return []
+        decision = {
+            "origin": leading.origin,
+            "by": self.key,
+            "now": now,
+            "state": encode(leading.state),
+            "taken": leading.taken,
+            "actions": [[number, encode(action)] for number, action in leading.actions],
+        }
+        leading.writing, leading.pending = (leading.count, leading.read), _text(decision)
+        on_top_of = self._decision.revision if self._decision is not None else 0
+        compare = {DECISION: on_top_of, LEADER: leading.revision}
+        return [self._write(DECISION, leading.pending, compare, leased=False)]
+
+
+def _perhaps_born(state: leader.State) -> leader.State:
+    """Members of whom nothing is heard any more may have committed the first step: nobody begins at zero in silence."""
+    return replace(state, born=state.born or state.formed)
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,195 @@
+"""`elastic-harness simulate`: nodes, a store and a network in virtual time, running the production protocol while nodes
+die, hang, are cut off and come back, and the store goes away or forgets everything.
+
+    elastic-harness simulate --seeds 1000 --workers 8
+    elastic-harness simulate --seeds 1000 --workers 8 --json        one line of JSON
+    elastic-harness simulate --seed 130 --only 0,3                  one run again, with some of its faults and a trace
+
+Each seed draws its own faults. After every event it is checked that no two members at the same step differ, that a step
+consumed each of its slots once, that no generation number is used twice, that nothing begins anew in silence, and at
+the end that the job got done. A seed that fails is run again with fewer and fewer faults, to find those that matter.
+Exit code 1 if something was violated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+from rich.console import Console
+from rich.progress import track
+
+from elastic_harness.errors import ConfigError
+from elastic_harness.simulate.nodes import KINDS, Fault, Simulation, draw
+from elastic_harness.simulate.world import Violation
+
+FAULTS_FROM_S, FAULTS_TO_S = 0.0, 8.0
+TRACE_LINES = 400
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How big the simulated job is. `faults`: at most so many in a run."""
+
+    workers: int = 8
+    nodes: int = 4
+    steps: int = 20
+    faults: int = 8
+    kinds: tuple[str, ...] = KINDS
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "nodes", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.workers % self.nodes:
+            raise ConfigError(f"--workers is {self.workers}; it must be a multiple of --nodes, which is {self.nodes}.")
+
+    def drawn(self, seed: int) -> list[Fault]:
+        """The faults of this seed."""
+        rng = random.Random(seed)
+        return draw(rng, rng.randint(0, self.faults), self.nodes, FAULTS_FROM_S, FAULTS_TO_S, self.kinds)
+
+    def simulation(self, seed: int, faults: list[Fault]) -> Simulation:
+        return Simulation(self.nodes, self.workers // self.nodes, self.steps, seed, faults)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one run ended. violation: None if nothing was wrong. needed: the numbers of the faults that it takes."""
+
+    seed: int
+    kinds: list[str]
+    happenings: int
+    virtual_s: float
+    violation: str | None = None
+    detail: str = ""
+    needed: list[int] = field(default_factory=list)
+
+
+def run_seed(shape: Shape, seed: int) -> Ended:
+    """One run with all of its faults; if that fails, with as few as it takes."""
+    faults = shape.drawn(seed)
+    simulation = shape.simulation(seed, faults)
+    kinds = [fault.kind for fault in faults]
+    try:
+        simulation.run()
+    except Violation as violation:
+        needed = minimised(shape, seed, faults, violation.kind)
+        return Ended(
+            seed, kinds, simulation.happenings, simulation.now, violation.kind, violation.detail[:2000], needed
+        )
+    return Ended(seed, kinds, simulation.happenings, simulation.now)
+
+
+def minimised(shape: Shape, seed: int, faults: list[Fault], kind: str) -> list[int]:
+    """The numbers of a set of faults none of which can be left out without the violation going away."""
+    needed = list(range(len(faults)))
+    for number in list(needed):
+        fewer = [n for n in needed if n != number]
+        try:
+            shape.simulation(seed, [faults[n] for n in fewer]).run()
+        except Violation as violation:
+            if violation.kind == kind:
+                needed = fewer
+    return needed
+
+
+def run_seeds(shape: Shape, seeds: Sequence[int], processes: int) -> Iterator[Ended]:
+    """All runs, in the order of their seeds."""
+    if processes == 1:
+        yield from map(partial(run_seed, shape), seeds)
+        return
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("forkserver")) as pool:
+        yield from pool.map(partial(run_seed, shape), seeds, chunksize=8)
+
+
+def replay(shape: Shape, seed: int, only: list[int] | None) -> int:
+    """One run, with what its nodes were told and asked for."""
+    faults = shape.drawn(seed)
+    unknown = [number for number in only or () if not 0 <= number < len(faults)]
+    if unknown:
+        raise ConfigError(f"--only names the fault {unknown[0]}; seed {seed} has {len(faults)}, counted from 0.")
+    chosen = faults if only is None else [faults[number] for number in only]
+    simulation = shape.simulation(seed, chosen)
+    violation = None
+    try:
+        simulation.run()
+    except Violation as found:
+        violation = found
+    print("\n".join(list(simulation.trace)[-TRACE_LINES:]))
+    print(f"{simulation.happenings} events in {simulation.now:.2f} virtual seconds")
+    print(f"VIOLATION {violation}" if violation else "nothing was violated, and the job got done")
+    return 1 if violation else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="elastic-harness simulate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=200, help="how many runs (%(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the first one's seed (%(default)s)")
+    parser.add_argument("--workers", type=int, default=8, help="of all nodes together (%(default)s)")
+    parser.add_argument("--nodes", type=int, default=4, help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="of training (%(default)s)")
+    parser.add_argument("--faults", type=int, default=8, help="in a run, at most (%(default)s)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, help="run only this one, and print its trace")
+    parser.add_argument("--only", type=_numbers, help="with --seed: only these of its faults, such as 0,3")
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    given = parser.parse_args(argv)
+    shape = Shape(given.workers, given.nodes, given.steps, given.faults)
+    if given.seed is not None:
+        return replay(shape, given.seed, given.only)
+    began = time.monotonic()
+    ended = run_seeds(shape, range(given.first, given.first + given.seeds), given.processes)
+    shown = track(ended, "simulating", given.seeds, console=Console(stderr=True), transient=True)
+    kinds: Counter[str] = Counter()
+    failed, happenings = [], 0
+    for each in shown:
+        kinds.update(each.kinds)
+        happenings += each.happenings
+        if each.violation:
+            failed.append(each)
+    seconds = time.monotonic() - began
+    if given.json:
+        print(
+            json.dumps(
+                {
+                    "schedules": given.seeds,
+                    "faults": kinds.total(),
+                    "violations": len(failed),
+                    "seconds": round(seconds, 2),
+                    "events": happenings,
+                    "fault_kinds": dict(sorted(kinds.items())),
+                    "failed": [{"seed": e.seed, "violation": e.violation, "only": e.needed} for e in failed],
+                }
+            )
+        )
+    else:
+        print(f"{given.seeds} runs, {kinds.total()} faults, {happenings} events, {seconds:.1f} s")
+        for each in failed:
+            only = ",".join(map(str, each.needed))
+            same = f"--workers {shape.workers} --nodes {shape.nodes} --steps {shape.steps} --faults {shape.faults}"
+            print(f"VIOLATION in seed {each.seed}: {each.violation}: {each.detail}")
+            print(f"    again: elastic-harness simulate --seed {each.seed} --only {only} {same}")
+        if not failed:
+            print("nothing was violated, and every job got done")
+    return 1 if failed else 0
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,551 @@
+"""Several nodes that agree through a store, in virtual time: the production protocol under faults drawn from a seed.
+
+Driven here are `membership.node.Node`, `membership.leader.step` and `EmbeddedStore` themselves; placement, the decision
+over a step's headers and reconciliation are the production functions too. Only what a worker computes is abstract (see
+`workers.py`), and what lies between: the way to the store and back takes a random while, and can be cut.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_harness.membership import leader as core
+from elastic_harness.membership import node as nodes
+from elastic_harness.membership.node import Known, Node
+from elastic_harness.membership.store import EmbeddedStore, Put, Watch
+from elastic_harness.membership.types import Limits
+from elastic_harness.simulate.cluster import Size, index_of, name
+from elastic_harness.simulate.workers import Workers
+from elastic_harness.simulate.world import Message, Violation, Worker, World
+
+TTL_S = 2.0
+KEEP_ALIVE_S = 0.6
+TICK_S = 0.05
+WAY_S = 0.004  # to the store or back, on average
+RETRY_S = 0.2
+WORK_S = 0.006  # between two things that workers do, on average
+RESTART_S = 0.5  # of a worker or a node that died
+NOTICE_S = 0.3  # until a broken connection is noticed, at most
+TRACE_MAX = 10_000
+QUIET_S = 60.0  # after the last fault: so long the job may take to get done
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At `at` seconds, for `lasts_s` seconds where it lasts. `nodes`: whom it befalls."""
+
+    at: float
+    kind: str
+    nodes: tuple[int, ...] = ()
+    lasts_s: float = 0.0
+
+    def __str__(self) -> str:
+        lasting = f" for {self.lasts_s:.2f} s" if self.lasts_s else ""
+        return f"{self.at:.3f} s: {self.kind} {', '.join(map(str, self.nodes))}{lasting}"
+
+
+KINDS = (
+    "kill worker", "kill node", "kill leader", "kill half", "pause node", "cut from store", "cut one way",
+    "cut all from store", "cut from nodes", "isolate", "store away", "store loses all", "lose answer",
+)  # fmt: skip
+
+
+def draw(
+    rng: random.Random, count: int, node_count: int, from_s: float, to_s: float, kinds: Sequence[str] = KINDS
+) -> list[Fault]:
+    """Faults at random moments."""
+    faults = []
+    for _ in range(count):
+        some = rng.sample(range(node_count), rng.randint(1, max(1, node_count // 2)))
+        kind = rng.choice(kinds)
+        picked = tuple(sorted(some if kind in ("cut from nodes", "kill half") else some[:1]))
+        faults.append(Fault(round(rng.uniform(from_s, to_s), 3), kind, picked, round(rng.expovariate(0.6), 2)))
+    return sorted(faults, key=lambda fault: fault.at)
+
+
+@dataclass
+class Host:
+    """A machine: the node that runs on it and its way to the store. `life`: how often it was started. `inbox`: what a
+    paused node will be told when it goes on."""
+
+    node: Node
+    life: int = 0
+    lease: int = 0
+    up: bool = True
+    paused: bool = False
+    reaches: bool = True  # its requests arrive
+    hears: bool = True  # answers reach it
+    loses_answer: bool = False
+    watch: Watch | None = None
+    watching: int = 0  # counts what it followed; what was before is not delivered any more
+    read: int = 0  # the newest of them whose entries have arrived
+    polling: bool = False
+    known: Known = field(default_factory=Known)
+    workers: list[int] = field(default_factory=list)
+    inbox: list[nodes.Input] = field(default_factory=list)
+
+
+class Simulation(Workers):
+    """One run. `run` raises Violation."""
+
+    def __init__(self, node_count: int, per_node: int, steps: int, seed: int, faults: list[Fault]) -> None:
+        super().__init__(Size(workers=node_count * per_node, steps=steps, lanes=2 * node_count, checkpoint_every=3))
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.happenings = 0
+        self.faults = faults
+        self.per_node = per_node
+        self.node_count = node_count
+        self.store_up = True
+        self._away_since = self._away_s = 0.0
+        self.store = EmbeddedStore(lambda: self.store_clock)
+        self.done = False
+        self._trace: deque[tuple[float, int, str, object]] = deque(maxlen=TRACE_MAX)
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._sequence = itertools.count()
+        self._home: list[int] = []  # of each worker
+        self._announced: dict[int, tuple[str, ...]] = {}
+        self._published: dict[int, int] = {}
+        self._cuts: set[frozenset[int]] = set()
+        self._told: list[core.Event] = []
+        self._limits = Limits(per_node, node_count * per_node, per_node, join_timeout_s=1.0)
+        self.world = World(-1, (), (), (), (), frozenset(), frozenset(), -1, self.size.faults)
+        self.hosts: list[Host] = []
+        for number in range(node_count):
+            self.hosts.append(Host(self._new_node(number, 0, Known())))
+            self._boot(number)
+
+    # ---- time
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now + seconds, next(self._sequence), call))
+
+    def way(self) -> float:
+        return self.rng.expovariate(1.0 / WAY_S)
+
+    def run(self) -> None:
+        """To the end of the job. Raises Violation."""
+        for fault in self.faults:
+            self.after(fault.at, lambda f=fault: self._strike(f))  # type: ignore[misc]
+        last = max((fault.at + fault.lasts_s for fault in self.faults), default=0.0)
+        self.after(0.0, self._work)
+        self.after(0.0, self._look_for_ended_leases)
+        while not self.done:
+            at, _, call = heapq.heappop(self._queue)
+            self.now = at
+            self.happenings += 1
+            call()
+            if self.now > last + QUIET_S:
+                raise Violation("stuck", self._where())
+        self.check_done(self.world, self.size.steps)
+
+    def _where(self) -> str:
+        modes = {name(i): w.mode for i, w in enumerate(self.world.workers) if w.up}
+        leaders = {h.node.key: str(h.node.state)[:600] for h in self.hosts if h.up and h.node.leads}
+        return f"at {self.now:.1f} s: workers {modes}, leaders {leaders}"
+
+    # ---- machines
+
+    def _new_node(self, number: int, life: int, known: Known) -> Node:
+        return Node(f"n{number}-{life}", self._limits, self.per_node, known, {})
+
+    def _boot(self, number: int) -> None:
+        host = self.hosts[number]
+        self._carry_out(number, host.node.start())
+        self._tick(number, host.life)
+        self._keep_alive(number, host.life)
+        for _ in range(self.per_node):
+            self._start_worker(number, host.life)
+
+    def _start_worker(self, number: int, life: int) -> None:
+        host = self.hosts[number]
+        if not host.up or host.life != life or self.done:
+            return
+        who = len(self.world.workers)
+        self._home.append(number)
+        host.workers.append(who)
+        world = self.world
+        self.world = world._replace(
+            workers=(*world.workers, Worker()),
+            mail=(*world.mail, frozenset()),
+            down=(*world.down, ()),
+            up=(*world.up, ()),
+        )
+        self._tell_node(number, nodes.Happened(core.Ready(name(who))))
+
+    def _tell_node(self, number: int, told: nodes.Input) -> None:
+        host = self.hosts[number]
+        if not host.up:
+            return
+        if host.paused:
+            host.inbox.append(told)
+            return
+        if not isinstance(told, nodes.Tick):
+            self._note(number, "is told", told)
+        self._carry_out(number, host.node.take(told, self.now))
+        host.known = host.node.known
+
+    @property
+    def trace(self) -> list[str]:
+        """What happened, a line each; the last TRACE_MAX."""
+        return [
+            f"{at:8.3f} {'' if number < 0 else f'n{number} '}{what} {str(thing)[:240]}"
+            for at, number, what, thing in self._trace
+        ]
+
+    def _note(self, number: int, what: str, thing: object) -> None:
+        self._trace.append((self.now, number, what, thing))
+
+    def _tick(self, number: int, life: int) -> None:
+        host = self.hosts[number]
+        if host.up and host.life == life:
+            self.after(TICK_S, lambda: self._tick(number, life))
+            if not host.paused:
+                self._tell_node(number, nodes.Tick())
+
+    def _keep_alive(self, number: int, life: int) -> None:
+        host = self.hosts[number]
+        if not host.up or host.life != life:
+            return
+        self.after(KEEP_ALIVE_S, lambda: self._keep_alive(number, life))
+        lease = host.lease
+
+        def arrive() -> None:
+            kept = self.store.keep_alive(lease)
+            self._pass_changes()
+            if not kept:
+                self._answer(number, life, nodes.LeaseEnded(), lambda: host.lease == lease)
+
+        if lease and not host.paused:
+            self._request(number, life, arrive, again=False)
+
+    def _request(self, number: int, life: int, arrive: Callable[[], None], *, again: bool = True) -> None:
+        """Something that a node asks of the store; what does not get there is sent again."""
+        host = self.hosts[number]
+
+        def send() -> None:
+            self.after(self.way() if host.reaches else RETRY_S, arrived if host.reaches else retry)
+
+        def arrived() -> None:
+            if host.life == life and self.store_up:
+                arrive()
+            else:
+                retry()
+
+        def retry() -> None:
+            if again and host.life == life:
+                self.after(RETRY_S, send)
+
+        send()
+
+    def _answer(
+        self, number: int, life: int, told: nodes.Input, valid: Callable[[], bool] = lambda: True, read: int = 0
+    ) -> None:
+        host = self.hosts[number]
+
+        def arrived() -> None:
+            if host.life == life and valid():
+                if host.hears:
+                    host.read = read or host.read
+                    self._tell_node(number, told)
+                else:
+                    self.after(RETRY_S, arrived)  # asked again until it is known
+
+        self.after(self.way(), arrived)
+
+    # ---- what a node asks for
+
+    def _carry_out(self, number: int, outputs: list[nodes.Output]) -> None:
+        host = self.hosts[number]
+        for output in outputs:
+            self._note(number, "asks", output)
+            match output:
+                case nodes.Register():
+                    self._register(number, host.life)
+                case nodes.Follow(everything):
+                    host.watching += 1
+                    self._follow(number, host.life, everything, host.watching)
+                case nodes.Write():
+                    self._write(number, host.life, host.lease, output)
+                case nodes.Carry(action):
+                    self._act_for(number, action)
+
+    def _register(self, number: int, life: int) -> None:
+        host = self.hosts[number]
+        host.lease = 0
+
+        def arrive() -> None:
+            lease = self.store.lease(TTL_S)
+
+            def granted() -> None:
+                if host.life == life and not host.lease:
+                    host.lease = lease
+                    self._tell_node(number, nodes.Registered())
+
+            self.after(self.way(), granted)
+
+        self._request(number, life, arrive)
+
+    def _follow(self, number: int, life: int, everything: bool, watching: int) -> None:
+        host = self.hosts[number]
+
+        def arrive() -> None:
+            prefix = "" if everything else nodes.HEAD
+            entries = tuple(self.store.range(prefix))
+            host.watch = self.store.watch(prefix, self.store.revision + 1)
+            self._answer(number, life, nodes.Read(entries), lambda: host.watching == watching, watching)
+
+        host.watch = None
+        self._request(number, life, arrive)
+
+    def _write(self, number: int, life: int, lease: int, write: nodes.Write) -> None:
+        """What is lost on the way is sent again, once its outcome is known: as `etcd.store` and `etcd.once` do."""
+        host = self.hosts[number]
+
+        def arrive() -> None:
+            try:
+                puts = [Put(write.key, write.value, lease if write.leased else 0)]
+                if not write.leased:
+                    puts.append(Put(nodes.FENCE, "", lease))
+                applied, revision = self.store.txn(write.compare, puts)
+            except ValueError:
+                applied, revision = False, 0  # the lease has ended
+            told = nodes.Wrote(write.number, revision) if applied else nodes.Refused(write.number)
+            self._pass_changes()
+            lost, host.loses_answer = host.loses_answer, False
+            if lost:
+                self.after(RETRY_S, lambda: self._answer(number, life, told))
+            else:
+                self._answer(number, life, told)
+
+        self._request(number, life, arrive)
+
+    def _pass_changes(self) -> None:
+        """Whatever changed sets out to those who watch."""
+        for number, host in enumerate(self.hosts):
+            if host.watch is not None and not host.polling:
+                host.polling = True
+                self.after(self.way(), lambda n=number, h=host: self._poll(n, h.life, h.watching))  # type: ignore[misc]
+
+    def _poll(self, number: int, life: int, watching: int) -> None:
+        host = self.hosts[number]
+        if host.life != life:
+            return
+        host.polling = False
+        if host.watch is None or host.watching != watching:
+            return self._pass_changes()
+        if not (host.hears and host.reaches and self.store_up) or host.read != watching:
+            host.polling = True  # the stream is opened again, at the next revision
+            return self.after(RETRY_S, lambda: self._poll(number, life, watching))
+        for change in host.watch.poll():
+            if host.watching == watching:
+                self._tell_node(number, nodes.Saw(change))
+
+    # ---- workers
+
+    def lead(self, world: World, event: int, now: float = 0.0) -> World:
+        """What the model of one node gives to its leader at once: here `commit` tells it to the node."""
+        return world
+
+    def commit(self, world: World, who: int) -> World:
+        """Every node hears of a commit from a worker of its own."""
+        before = world.workers[who].version
+        world = super().commit(world, who)
+        if world.workers[who].version > before:
+            self._told.append(core.Committed(before))
+        return world
+
+    def mail(self, world: World, target: int, message: Message) -> World:
+        """What does not get through breaks the connection for this generation."""
+        if self._is_cut(message.source, target):
+            broken = (message.generation, min(message.source, target), max(message.source, target))
+            return world._replace(links=world.links | {broken})
+        return super().mail(world, target, message)
+
+    def failing(self, world: World, who: int, w: Worker) -> list[int]:
+        cut = [m for m in w.members if self._is_cut(who, m)]
+        return sorted({*super().failing(world, who, w), *cut})
+
+    def _is_cut(self, a: int, b: int) -> bool:
+        return frozenset((self._home[a], self._home[b])) in self._cuts
+
+    def _work(self) -> None:
+        """One thing that some worker can do."""
+        self.after(self.rng.expovariate(1.0 / WORK_S), self._work)
+        able = [
+            who
+            for who, w in enumerate(self.world.workers)
+            if w.up and not (self.hosts[self._home[who]].paused or not self.hosts[self._home[who]].up)
+        ]
+        self.rng.shuffle(able)
+        for who in able:
+            if self.world.down[who]:
+                return self._do(who, self.hear)
+            options = list(self.abilities(self.world, who, self.world.workers[who]))
+            if options:
+                _, act, *args = self.rng.choice(options)
+                if act == self.trouble and self.rng.random() > WORK_S / NOTICE_S:
+                    continue
+                return self._do(who, act, *args)
+
+    def _do(self, who: int, act: Callable[..., World], *args: Any) -> None:
+        self.world = act(self.world, who, *args)
+        self._drain(who)
+
+    def _drain(self, who: int) -> None:
+        """What the worker said reaches its node; one that has ended is replaced."""
+        number = self._home[who]
+        told, self._told = self._told, []
+        told += [self.events[e] for e in self.world.up[who]]
+        up = self.world.up
+        self.world = self.world._replace(up=(*up[:who], (), *up[who + 1 :]))
+        for event in told:
+            self._tell_node(number, nodes.Happened(event))
+        if not self.world.workers[who].up and who in self.hosts[number].workers:
+            host = self.hosts[number]
+            host.workers.remove(who)
+            self.after(RESTART_S, lambda: self._start_worker(number, host.life))
+
+    def _act_for(self, number: int, action: core.Action) -> None:
+        """Carry out an action for the workers of one node."""
+        living = [who for who in self.hosts[number].workers if self.world.workers[who].up]
+        match action:
+            case core.Announce(generation):
+                known = self._announced.setdefault(generation.number, generation.members)
+                if known != generation.members:
+                    raise Violation("generation number reused", f"{generation} and {known}")
+                members = tuple(map(index_of, generation.members))
+                for who in living:
+                    if self.world.workers[who].told or who in members:
+                        self.world = self.put(self.world, who, self.world.workers[who]._replace(told=True))
+                        self._tell(who, ("generation", generation.number, members, generation.urgent))
+            case core.Publish(digest, _):
+                known_digest = self._published.setdefault(digest.generation, len(self.digests))
+                if known_digest == len(self.digests):
+                    self.check_digest(self.world, core.State(self._limits), digest)
+                    self.digests.append(digest)
+                elif self.digests[known_digest] != digest:
+                    raise Violation("two digests", f"{digest} and {self.digests[known_digest]}")
+                for who in living:
+                    if name(who) in digest.sources:
+                        self._tell(who, ("digest", known_digest))
+            case core.Pause():
+                for who in living:
+                    if self.world.workers[who].told:
+                        self._tell(who, ("pause",))
+            case core.Evict(member):
+                if index_of(member) in living:
+                    self._do(index_of(member), self.die)
+            case core.Done(version):
+                self.check_done(self.world, version)
+                self.done = True
+
+    def _tell(self, who: int, message: tuple[object, ...]) -> None:
+        self.world = self.tell(self.world, who, message)
+
+    # ---- faults
+
+    def _strike(self, fault: Fault) -> None:
+        rng, hosts = self.rng, self.hosts
+        self._note(-1, "FAULT", fault)
+        match fault.kind:
+            case "kill worker":
+                living = [who for n in fault.nodes if hosts[n].up for who in hosts[n].workers]
+                if living:
+                    self._do(rng.choice(living), self.die)
+            case "kill node":
+                self._kill(fault.nodes[0])
+            case "kill leader":
+                for number, host in enumerate(hosts):
+                    if host.up and host.node.leads:
+                        return self._kill(number)
+            case "kill half":
+                for number in fault.nodes:
+                    self._kill(number)
+            case "cut from store":
+                self._cut_off(fault.nodes, fault.lasts_s, "reaches", "hears")
+            case "cut all from store":
+                self._cut_off(range(self.node_count), fault.lasts_s, "reaches", "hears")
+            case "cut one way":
+                self._cut_off(fault.nodes, fault.lasts_s, rng.choice(["reaches", "hears"]))
+            case "cut from nodes" | "isolate":
+                inside = set(fault.nodes)
+                pairs = {frozenset((a, b)) for a in inside for b in range(self.node_count) if b not in inside}
+                self._cuts |= pairs
+                self.after(fault.lasts_s, lambda: self._cuts.difference_update(pairs))
+                if fault.kind == "isolate":
+                    self._cut_off(fault.nodes, fault.lasts_s, "reaches", "hears")
+            case "pause node":
+                host = hosts[fault.nodes[0]]
+                host.paused = True
+                self.after(fault.lasts_s, lambda: self._go_on(fault.nodes[0]))
+            case "store away":
+                self.store_up = False
+                self._away_since = self.now
+                self.after(fault.lasts_s, self._store_returns)
+            case "store loses all":
+                leases = rng.getrandbits(48)  # etcd draws them at random
+                self.store = EmbeddedStore(lambda: self.store_clock, revision=rng.randrange(3), lease=leases)
+            case "lose answer":
+                hosts[fault.nodes[0]].loses_answer = True
+
+    def _kill(self, number: int) -> None:
+        host = self.hosts[number]
+        if not host.up:
+            return
+        host.up, host.paused, host.watch, host.polling = False, False, None, False
+        host.life += 1
+        host.inbox.clear()
+        for who in host.workers:
+            self.world = self.die(self.world, who)
+            self.world = self.world._replace(up=(*self.world.up[:who], (), *self.world.up[who + 1 :]))
+        host.workers.clear()
+        self.after(RESTART_S, lambda: self._restart(number))
+
+    def _restart(self, number: int) -> None:
+        host = self.hosts[number]
+        host.up, host.reaches, host.hears, host.lease = True, True, True, 0
+        host.node = self._new_node(number, host.life, host.known)
+        self._boot(number)
+
+    def _go_on(self, number: int) -> None:
+        host = self.hosts[number]
+        if not host.paused:
+            return
+        host.paused = False
+        inbox, host.inbox = host.inbox, []
+        for told in inbox:
+            self._tell_node(number, told)
+
+    def _cut_off(self, numbers: Iterable[int], seconds: float, *ways: str) -> None:
+        """Let these nodes not reach the store, or not hear it, for a while."""
+
+        def set_all(value: bool) -> None:
+            for number in numbers:
+                for way in ways:
+                    setattr(self.hosts[number], way, value)
+
+        set_all(False)
+        self.after(seconds, lambda: set_all(True))
+
+    def _store_returns(self) -> None:
+        if not self.store_up:
+            self.store_up = True
+            self._away_s += self.now - self._away_since
+
+    @property
+    def store_clock(self) -> float:
+        """Leases do not end while the store is away: etcd begins them anew then."""
+        return (self.now if self.store_up else self._away_since) - self._away_s
+
+    def _look_for_ended_leases(self) -> None:
+        self.after(0.1, self._look_for_ended_leases)
+        if self.store_up:
+            self.store.revision  # noqa: B018  (leases that have ended are found by looking)
+            self._pass_changes()

@@ -1,0 +1,95 @@
+"""The simulator: the same seed is the same run, what is planted is found, and the production protocol stands."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from elastic_harness.errors import ConfigError
+from elastic_harness.membership import leader
+from elastic_harness.membership.codec import decode, encode
+from elastic_harness.membership.types import Digest, Generation, Limits, Report, Source
+from elastic_harness.simulate import cli
+from elastic_harness.simulate.cli import Shape, run_seed, run_seeds
+from mutants.nodes import PATCHES, Patch
+
+SMALL = Shape(workers=6, nodes=3, steps=15, faults=8)
+
+
+def test_a_seed_is_one_run() -> None:
+    first, second = (SMALL.simulation(7, SMALL.drawn(7)) for _ in range(2))
+    first.run()
+    second.run()
+    assert first.trace == second.trace and first.happenings == second.happenings
+    assert first.now == second.now
+
+
+def test_without_faults_every_job_gets_done() -> None:
+    for nodes in (1, 2, 5):
+        shape = Shape(workers=2 * nodes, nodes=nodes, steps=5, faults=0)
+        assert [each.violation for each in run_seeds(shape, range(10), 1)] == [None] * 10
+
+
+def test_random_faults_violate_nothing() -> None:
+    ended = list(run_seeds(SMALL, range(60), 1))
+    assert {each.seed: (each.violation, each.detail) for each in ended if each.violation} == {}
+    assert sum(len(each.kinds) for each in ended) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape", [Shape(8, 4, 20, 8), Shape(3, 3, 20, 12), Shape(5, 5, 20, 15), Shape(6, 2, 20, 6)], ids=str
+)
+def test_many_random_faults_violate_nothing(shape: Shape) -> None:
+    failed = {e.seed: (e.violation, e.needed) for e in run_seeds(shape, range(1000, 1200), 2) if e.violation}
+    assert failed == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.title.replace(" ", "-"))
+def test_a_planted_mistake_is_found(patch: Patch) -> None:
+    shape = Shape(6, 3, 15, 8, patch.kinds)
+    with patch.planted():
+        found = next((e for e in run_seeds(shape, range(300), 1) if e.violation), None)
+    assert found is not None
+    assert run_seed(shape, found.seed).violation is None, "without the mistake the same run is clean"
+
+
+def test_of_the_faults_only_those_that_matter_are_named() -> None:
+    patch = next(p for p in PATCHES if p.title == "the loss of a node is nobody's business")
+    with patch.planted():
+        found = next(e for e in run_seeds(SMALL, range(300), 1) if e.violation)
+        faults = SMALL.drawn(found.seed)
+        assert len(found.needed) < len(faults)
+        assert cli.replay(SMALL, found.seed, found.needed) == 1
+        for number in found.needed:
+            assert cli.replay(SMALL, found.seed, [n for n in found.needed if n != number]) == 0
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--seeds", "4", "--workers", "4", "--nodes", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["schedules"] == 4 and told["violations"] == 0 and told["seconds"] > 0
+    assert told["faults"] == sum(told["fault_kinds"].values()) > 0
+    assert cli.main(["--seed", "3", "--workers", "4", "--nodes", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "FAULT" in said and "nothing was violated" in said
+    for wrong in (["--workers", "5", "--nodes", "2"], ["--steps", "0"], ["--seed", "1", "--only", "99"]):
+        with pytest.raises(ConfigError):
+            cli.main(wrong)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        leader.State(Limits(), ready=("a",), failed_slots=((1, 2, "a", True),), trouble_at=1.5),
+        leader.Reported("a", Report(1, 2, 1, ((0, 3),), (4, 2), True)),
+        leader.Publish(Digest(1, 2, 0, 0, {"a": Source("state", "b")}, {"a": ((0, 1),)}, ("b",)), "why"),
+        leader.Announce(Generation(3, ("a", "b"), True, "why")),
+        leader.Trouble("a", 3, ("b",)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_come_back_from_json(value: object) -> None:
+    assert decode(json.loads(json.dumps(encode(value)))) == value
