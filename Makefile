@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint check soak bench clean
+.PHONY: help demo test lint check soak simulate bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z.]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -26,6 +26,9 @@ test: $(STAMP) ## every test, with real processes and real signals
 
 soak: $(STAMP) ## long random storms of failures; SOAK_MINUTES=10 by default
 	SOAK_MINUTES=$${SOAK_MINUTES:-10} $(BIN)/pytest -m soak
+
+simulate: $(STAMP) ## the protocol of many nodes under random faults; SIMULATE_SEEDS=20000 by default
+	$(BIN)/elastic-harness simulate --first $${SIMULATE_FIRST:-0} --seeds $${SIMULATE_SEEDS:-20000} --workers 8 --nodes 4
 
 bench: $(STAMP) ## the benchmarks, rivals beside us; JSON below benchmarks/
 	$(BIN)/python -m benchmarks
