@@ -19,7 +19,7 @@ lint: $(STAMP) ## lint, types and import rules
 	$(BIN)/lint-imports --no-cache
 
 check: lint ## lint, types, import rules and the fast unit tests; under a minute
-	$(BIN)/pytest -q -m "not slow and not soak" tests/unit
+	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not slow and not soak" tests/unit
 
 test: $(STAMP) ## every test, with real processes and real signals
 	$(BIN)/pytest -n 2 --dist loadgroup

@@ -1,4 +1,4 @@
-"""Planted mistakes of what nodes do to agree through a store: patches to the source of `membership.node`."""
+"""Planted mistakes of what nodes do to agree through a store: patches to its source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from unittest import mock
 
-from elastic_harness.membership import node as production
+from elastic_harness.membership import leading, node
 from elastic_harness.simulate.nodes import KINDS
 
 
@@ -24,21 +24,24 @@ class Patch:
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        source = inspect.getsource(production)
-        assert source.count(self.old) == 1, f"{self.title}: found {source.count(self.old)} times"
-        patched: dict[str, object] = {"__name__": production.__name__}
-        exec(compile(source.replace(self.old, self.new), "patched", "exec", dont_inherit=True), patched)  # noqa: S102
-        with mock.patch.multiple(production.Node, **dict(self._methods(patched["Node"]))):
+        sources = {module: inspect.getsource(module) for module in (node, leading)}
+        (module,) = [module for module, source in sources.items() if self.old in source]
+        assert sources[module].count(self.old) == 1, self.title
+        patched: dict[str, object] = {"__name__": module.__name__}
+        exec(compile(sources[module].replace(self.old, self.new), "patched", "exec", dont_inherit=True), patched)  # noqa: S102
+        name = "Node" if module is node else "Leading"
+        honest = getattr(module, name)
+        with mock.patch.multiple(honest, **dict(_methods(patched[name], honest, vars(module)))):
             yield
 
-    @staticmethod
-    def _methods(patched: object) -> Iterator[tuple[str, FunctionType]]:
-        """The methods that differ, bound to the real module's classes."""
-        for name, method in vars(patched).items():
-            honest = vars(production.Node).get(name)
-            if isinstance(method, FunctionType) and isinstance(honest, FunctionType):
-                if method.__code__ != honest.__code__:
-                    yield name, FunctionType(method.__code__, vars(production), name, method.__defaults__)
+
+def _methods(patched: object, honest: type, names: dict[str, object]) -> Iterator[tuple[str, FunctionType]]:
+    """The methods that differ, with the real module's names."""
+    for name, method in vars(patched).items():
+        if isinstance(method, FunctionType) and method.__code__ != vars(honest)[name].__code__:
+            made = FunctionType(method.__code__, names, name, method.__defaults__)
+            made.__kwdefaults__ = method.__kwdefaults__
+            yield name, made
 
 
 PATCHES = [
@@ -60,8 +63,8 @@ PATCHES = [
     ),
     Patch(
         "nobody is waited for",
-        "elif now >= leading.patient_until:",
-        "elif leading.patient_until:",
+        "if self.state is None and now >= self._patient_until:",
+        "if self.state is None:",
         ("store loses all", "kill node", "pause node"),
     ),
     Patch(
@@ -71,8 +74,8 @@ PATCHES = [
     ),
     Patch(
         "nodes that died with the leader are not missed",
-        "self._lead([leader.Lost(m) for m in leading.state.ready if m not in living], now)",
-        "self._lead([], now)",
+        "self._step([leader.Lost(m) for m in self.state.ready if m not in living], now)",
+        "self._step([], now)",
     ),
     Patch(
         "what was not read is forgotten with the lease",
@@ -93,8 +96,8 @@ PATCHES = [
     ),
     Patch(
         "actions are carried out before they are published",
-        "            leading.actions.append((leading.count, action))\n",
-        "            leading.actions.append((leading.count, action))\n            self._heeded = leading.count\n",
+        "self._deciding = _text(decision)",
+        "self._deciding = _text(decision)\n        self._heeded = decision['actions'][-1][0]",
     ),
     Patch(
         "a node that comes back forgets its workers",

@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness.membership.decide import View, decide, mutually_connected
+from elastic_harness.membership.decide import Decision, View, decide, mutually_connected
 from elastic_harness.membership.types import Generation, Limits
 
 NAMES = [f"w{i}" for i in range(7)]
@@ -124,3 +124,12 @@ def test_too_few_connected_members_try_again_together() -> None:
     broken = frozenset({frozenset(("a", "b"))})
     decision, reason = decide(0.0, View(current, ("a", "b"), broken=broken, reform=True), Limits(2, 2, 2))
     assert decision is not None and decision.members == ("a", "b") and "exchange broke" in reason
+
+
+def test_those_who_finished_are_let_in_again_when_nobody_knows_the_generation_any_more() -> None:
+    view = View(current=None, ready=("a", "b", "c"), finished=frozenset("ab"))
+    decision, _ = decide(100.0, view, Limits(min_workers=2, max_workers=3, target=3))
+    assert decision == Decision(("a", "b", "c"), urgent=True)
+    alone = View(current=None, ready=("a",), finished=frozenset("a"))
+    decision, _ = decide(1000.0, alone, Limits(min_workers=2, max_workers=3, target=2))
+    assert decision == Decision(("a",), urgent=True), "the minimum no longer applies"

@@ -203,3 +203,14 @@ def test_kills_in_one_slot_need_a_third_member_to_be_poison() -> None:
 def test_an_unfit_member_is_evicted_once_and_the_others_go_on() -> None:
     _, actions = run(formed(3), Unfit("w1", "canary"), Unfit("w1", "canary"))
     assert [type(a) for a in actions] == [Evict, Announce]
+
+
+def test_events_that_become_known_together_are_one_decision() -> None:
+    """The loss of a node with two workers and the arrival of another one: one generation, not three."""
+    limits = Limits(min_workers=1, max_workers=4, target=3)
+    state, _ = leader.steps(leader.State(limits), [leader.Ready(m) for m in "abc"], 0.0)
+    assert state.generation is not None and state.generation.members == ("a", "b", "c")
+    state, actions = leader.steps(state, [leader.Lost("a"), leader.Lost("b"), leader.Ready("d")], 1.0)
+    (announced,) = actions
+    assert isinstance(announced, leader.Announce) and announced.generation.members == ("c", "d")
+    assert announced.generation.number == 2

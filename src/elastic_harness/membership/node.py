@@ -16,20 +16,17 @@ While the store is away nothing happens here: workers go on stepping, and what b
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_harness.membership import leader
 from elastic_harness.membership.codec import decode, encode
+from elastic_harness.membership.leading import PATIENCE_S, Known, Leading
 from elastic_harness.membership.store import Change, Entry
 from elastic_harness.membership.types import Limits
 
 HEAD, NODES = "head/", "node/"
 LEADER, DECISION, FENCE = HEAD + "leader", HEAD + "decision", HEAD + "fence"
-ACTIONS_KEPT = 32
-PATIENCE_S = 3.0  # so long other nodes may take to come, or to come back after an outage that ended all leases
-UNPUBLISHED_MAX = 64  # events read since the last decision, which stay in the records until there is another
 
 # ---- what a node is told
 
@@ -123,43 +120,6 @@ class Carry:
 Output = Register | Follow | Write | Carry
 
 
-@dataclass(frozen=True)
-class Known:
-    """What outlives the store: the last generation number ever used, whether any step was ever committed, and which
-    history the run is in."""
-
-    number: int = 0
-    born: bool = False
-    lineage: int = 0
-    from_step: int = 0
-
-    def and_also(self, other: Known) -> Known:
-        """What both together know."""
-        newest = max(self, other, key=lambda known: (known.lineage, known.from_step))
-        return Known(max(self.number, other.number), self.born or other.born, newest.lineage, newest.from_step)
-
-
-@dataclass
-class _Leading:
-    """What only the leader has. state: None until everything was read. revision: of the leader's key. taken: how far
-    each record was read. published: how many events had been read by the last decision."""
-
-    revision: int
-    state: leader.State | None = None
-    records: dict[str, dict[str, Any]] = field(default_factory=dict)
-    taken: dict[str, int] = field(default_factory=dict)
-    actions: list[tuple[int, leader.Action]] = field(default_factory=list)
-    origin: str = ""
-    count: int = 0  # of all actions ever
-    read: int = 0
-    published: tuple[int, int] = (0, 0)  # count and read of the last decision
-    writing: tuple[int, int] | None = None
-    pending: str = ""
-    patient_until: float = 0.0  # before that the absence of a record says nothing
-    all_read: bool = False
-    searched: bool = False  # whether those without a record were taken for lost
-
-
 class Node:
     """`name`: of the node, never used by another one. `places`: how many workers it wants to have."""
 
@@ -184,8 +144,9 @@ class Node:
         self._ever: set[str] = set()  # workers of this node that were in a generation
         self._leader_known = False
         self._decision: Entry | None = None
+        self._deciding = ""  # the decision that is being written
         self._origin, self._heeded = "", 0
-        self._leading: _Leading | None = None
+        self._leading: Leading | None = None
 
     @property
     def key(self) -> str:
@@ -224,9 +185,7 @@ class Node:
                 outputs += self._refused(self._asked.pop(number, ""), now)
             case Tick():
                 if self._leading is not None:
-                    self._begin(self._leading, now)
-                    self._miss(self._leading, now)
-                    self._lead([leader.Tick()], now)
+                    self._leading.tick(now)
         return outputs + self._writes(now)
 
     # ---- this node's own record
@@ -290,18 +249,10 @@ class Node:
             outputs += self._saw(DECISION, by_key[DECISION], now)
         else:
             self._decision = None
-        leading = self._leading
-        if leading is not None:
-            for key in [key for key in leading.records if key not in by_key]:
-                self._record_ended(leading, key, now)
-            for key, entry in by_key.items():
-                if key.startswith(NODES):
-                    self._record(leading, key, entry, now)
-            leading.all_read = True
-            if self._decision is None and not leading.patient_until:
-                leading.patient_until = now + PATIENCE_S
-            self._begin(leading, now)
-            self._miss(leading, now)
+        if self._leading is not None:
+            records = {key: json.loads(entry.value) for key, entry in by_key.items() if key.startswith(NODES)}
+            decision = None if self._decision is None else json.loads(self._decision.value)
+            self._leading.read_all(records, decision, now)
         return outputs
 
     def _saw(self, key: str, entry: Entry | None, now: float) -> list[Output]:
@@ -316,9 +267,9 @@ class Node:
                 return self._heed(json.loads(entry.value))
         elif key.startswith(NODES) and self._leading is not None:
             if entry is None:
-                self._record_ended(self._leading, key, now)
+                self._leading.ended(key, now)
             else:
-                self._record(self._leading, key, entry, now)
+                self._leading.changed(key, json.loads(entry.value), now)
         return []
 
     def _wrote(self, key: str, revision: int, now: float) -> list[Output]:
@@ -326,15 +277,11 @@ class Node:
             self._written, self._revision, self._writing = self._writing, revision, None
         elif key == LEADER:
             self.leader = self.key
-            self._leading = _Leading(revision)
-            if self._returned_at is not None:
-                self._leading.patient_until = self._returned_at + PATIENCE_S
+            patient_until = None if self._returned_at is None else self._returned_at + PATIENCE_S
+            self._leading = Leading(self.key, revision, self._limits, patient_until)
             return [Follow(everything=True)]
-        elif key == DECISION and self._leading is not None:
-            leading = self._leading
-            assert leading.writing is not None
-            leading.published, leading.writing = leading.writing, None
-            return self._saw(DECISION, Entry(DECISION, leading.pending, revision), now)
+        elif key == DECISION:
+            return self._saw(DECISION, Entry(DECISION, self._deciding, revision), now)
         return []
 
     def _refused(self, key: str, now: float) -> list[Output]:
@@ -353,7 +300,7 @@ class Node:
         taken = decision["taken"].get(self.key, 0)
         self._events = [(number, event) for number, event in self._events if number > taken]
         state: leader.State = decode(decision["state"])
-        self.known = self.known.and_also(Known(state.number, state.born, state.lineage, state.from_step))
+        self.known = self.known.and_also(Known.of(state))
         outputs: list[Output] = []
         for number, action in decision["actions"]:
             if number > self._heeded:
@@ -378,112 +325,17 @@ class Node:
         self._leading = None
         return [Follow(everything=False)]
 
-    def _begin(self, leading: _Leading, now: float) -> None:
-        """Take over where the last decision was. Where there is none, a run begins, or the store has lost everything:
-        then others may know more than this node, and are given the time to come."""
-        if leading.state is not None or not leading.all_read:
-            return
-        if self._decision is not None:
-            decision = json.loads(self._decision.value)
-            leading.origin, leading.taken = decision["origin"], dict(decision["taken"])
-            leading.actions = [(number, decode(action)) for number, action in decision["actions"]]
-            leading.count = leading.actions[-1][0] if leading.actions else 0
-            state: leader.State = decode(decision["state"])
-            leading.published = (leading.count, 0)
-            later = now - decision["now"]
-            trouble_at = None if state.trouble_at is None else state.trouble_at + later
-            state = replace(state, first_ready_at=state.first_ready_at + later, trouble_at=trouble_at)
-            leading.state = _perhaps_born(state)
-        elif now >= leading.patient_until:
-            leading.origin = f"{self.key}@{leading.revision}"
-            leading.state = leader.State(self._limits)
-        else:
-            return
-        self._follow_records(leading, list(leading.records), now)
-
-    def _record(self, leading: _Leading, key: str, entry: Entry, now: float) -> None:
-        """A node's record is new, or has changed."""
-        leading.records[key] = json.loads(entry.value)
-        if leading.state is not None:
-            self._follow_records(leading, [key], now)
-
-    def _follow_records(self, leading: _Leading, keys: list[str], now: float) -> None:
-        """Give the leader what is new in these records."""
-        state, events = leading.state, []
-        assert state is not None
-        known = Known(state.number, state.born, state.lineage, state.from_step)
-        for key in keys:
-            record = leading.records[key]
-            known = known.and_also(Known(**record["known"]))
-            for number, event in record["events"]:
-                if number > leading.taken.get(key, 0):
-                    leading.taken[key] = number
-                    leading.read += 1
-                    events.append(decode(event))
-        leading.state = replace(
-            state, number=known.number, born=known.born, lineage=known.lineage, from_step=known.from_step
-        )
-        self._lead([*self._scaled(leading), *events], now)
-
-    def _miss(self, leading: _Leading, now: float) -> None:
-        """Take for lost whose node has no record, unless all nodes may be about to come back from an outage."""
-        if leading.state is None or now < leading.patient_until or leading.searched:
-            return
-        leading.searched = True
-        living = {member for record in leading.records.values() for member in record["members"]}
-        self._lead([leader.Lost(m) for m in leading.state.ready if m not in living], now)
-
-    def _record_ended(self, leading: _Leading, key: str, now: float) -> None:
-        """A node is gone, and so are its workers."""
-        record = leading.records.pop(key, None)
-        leading.taken.pop(key, None)
-        if record is not None and leading.state is not None:
-            leading.state = _perhaps_born(leading.state)
-            self._lead([*self._scaled(leading), *(leader.Lost(member) for member in record["members"])], now)
-
-    def _scaled(self, leading: _Leading) -> list[leader.Event]:
-        """How many workers are wanted now: all that the nodes have places for."""
-        assert leading.state is not None
-        limits = leading.state.limits
-        wanted = sum(int(record["places"]) for record in leading.records.values())
-        unchanged = max(limits.min_workers, min(wanted, limits.max_workers)) == limits.target
-        return [] if unchanged else [leader.Scaled(wanted)]
-
-    def _lead(self, events: Sequence[leader.Event], now: float) -> None:
-        leading = self._leading
-        if leading is None or leading.state is None or not events:
-            return
-        leading.state, actions = leader.steps(leading.state, events, now)
-        for action in actions:
-            leading.count += 1
-            leading.actions.append((leading.count, action))
-        del leading.actions[:-ACTIONS_KEPT]
-
     def _decisions(self, now: float) -> list[Output]:
-        """Publish what is new."""
-        leading = self._leading
-        if leading is None or leading.state is None or leading.writing is not None:
+        """Publish what is new, on top of the decision before."""
+        if self._leading is None or DECISION in self._asked.values():
             return []
-        count, read = leading.published
-        if leading.count == count and leading.read - read < UNPUBLISHED_MAX:
+        decision = self._leading.news(now)
+        if decision is None:
             return []
-        decision = {
-            "origin": leading.origin,
-            "by": self.key,
-            "now": now,
-            "state": encode(leading.state),
-            "taken": leading.taken,
-            "actions": [[number, encode(action)] for number, action in leading.actions],
-        }
-        leading.writing, leading.pending = (leading.count, leading.read), _text(decision)
+        self._deciding = _text(decision)
         on_top_of = self._decision.revision if self._decision is not None else 0
-        compare = {DECISION: on_top_of, LEADER: leading.revision}
-        return [self._write(DECISION, leading.pending, compare, leased=False)]
-
-
-def _perhaps_born(state: leader.State) -> leader.State:
-    """Members of whom nothing is heard any more may have committed the first step: nobody begins at zero in silence."""
-    return replace(state, born=state.born or state.formed)
+        compare = {DECISION: on_top_of, LEADER: self._leading.revision}
+        return [self._write(DECISION, self._deciding, compare, leased=False)]
 
 
 def _text(value: object) -> str:
