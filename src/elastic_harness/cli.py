@@ -23,6 +23,7 @@ COMMANDS = {
     "checkpoint": ("elastic_harness.checkpoint.cli", "main", "list, check, compare, export or remove checkpoints"),
     "index": ("elastic_harness.data.index_cli", "main", "build a token index from text, or look into one"),
     "simulate": ("elastic_harness.simulate.cli", "main", "run the recovery protocol of many nodes under random faults"),
+    "doctor": ("elastic_harness.doctor", "main", "check this machine before a run"),
     "etcd": ("elastic_harness.etcd.server", "main", "start, show or stop an etcd for development"),
     "generate": ("elastic_harness.train.generate", "main", "sample text from a trained run"),
 }

@@ -31,8 +31,8 @@ TIMEOUT_S = 3.0
 CONNECT_S_MAX = 1.0
 PAUSE_S_MAX = 0.2
 SILENCE_S = 5.0  # a stream without a word is opened anew: its member may be paused
-_INVALID, _NOT_FOUND, _DENIED, _EXHAUSTED, _PRECONDITION, _UNAUTHENTICATED = 3, 5, 7, 8, 9, 16
-_TRANSIENT = (2, 4, 10, 14)  # gRPC: unknown, deadline exceeded, aborted, unavailable
+_DENIED, _EXHAUSTED, _UNAVAILABLE, _UNAUTHENTICATED = 7, 8, 14, 16  # gRPC's codes
+_TRANSIENT = (2, 4, 10, _UNAVAILABLE)  # unknown, deadline exceeded, aborted
 _NOT_TRIED = ("etcdserver: no leader", "etcdserver: too many requests")  # nothing was done
 _HEADERS = {"Content-Type": "application/json", "Grpc-Metadata-hasleader": "true"}  # a cut-off member says so at once
 _KEEPALIVE = [
@@ -62,6 +62,7 @@ class Gateway:
         self._endpoints = list(address.endpoints)
         self._at = random.randrange(len(self._endpoints))  # so that a large cluster spreads over all members
         self._token = ""
+        self._date: str | None = None
         self._lock = threading.Lock()
         self._pid = -1
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -84,6 +85,7 @@ class Gateway:
             except HTTPError as error:
                 problem = _short(error)
                 if not repeatable:
+                    self._leave(endpoint)
                     raise self._unknown(problem) from error
             except Refused as error:
                 if error.code == _UNAUTHENTICATED and self.address.user:  # the token has ended
@@ -91,12 +93,17 @@ class Gateway:
                 elif error.code not in _TRANSIENT:
                     raise
                 elif not repeatable and error.message not in _NOT_TRIED:
+                    self._leave(endpoint)
                     raise self._unknown(error.message) from error
                 problem = error.message
             self._leave(endpoint)
             tries += 1
             if tries % len(self._endpoints) == 0:
                 time.sleep(min(PAUSE_S_MAX, 0.01 * tries, max(0.0, give_up_at - time.monotonic())))
+
+    def date(self) -> str | None:
+        """The time as the last one that answered had it, to the second, as HTTP writes it."""
+        return self._date
 
     def stream(self, path: str, body: Json) -> Stream:
         """A request whose answers go on until it is closed, or until another request finds the same endpoint wanting.
@@ -142,6 +149,7 @@ class Gateway:
             preload_content=False,
         )
         assert isinstance(response, urllib3.HTTPResponse)
+        self._date = response.headers.get("Date")
         if response.status != 200:
             raise self._refusal(response)
         return response
@@ -163,7 +171,7 @@ class Gateway:
         except (ValueError, KeyError, TypeError):
             if response.status == 404:
                 return ConfigError(f"{self._named()} does not speak the v3 API of etcd 3.4 or later (404 for /v3).")
-            return Refused(14, f"HTTP {response.status}")
+            return Refused(_UNAVAILABLE, f"HTTP {response.status}")
         if "user name is empty" in message or (code == _UNAUTHENTICATED and not self.address.user):
             return ConfigError(
                 f"{self._named()} wants to know who we are: add ?user=NAME to its address, and put the password into "
@@ -175,7 +183,7 @@ class Gateway:
             return InfrastructureError(
                 f"{self._named()} has no space left: {message}. Compact and defragment it, then `etcdctl alarm disarm`."
             )
-        return Refused(14 if code == _EXHAUSTED else code, message)
+        return Refused(_UNAVAILABLE if code == _EXHAUSTED else code, message)
 
     def _connections(self) -> urllib3.PoolManager:
         if self._pid != os.getpid():  # first use, or forked: connections, and a lock that is held, are the parent's
@@ -264,9 +272,9 @@ def _answer(line: bytes) -> Json:
     try:
         told = json.loads(line)
     except ValueError:
-        raise Refused(14, f"an answer that is no JSON: {line[:80]!r}") from None
+        raise Refused(_UNAVAILABLE, f"an answer that is no JSON: {line[:80]!r}") from None
     if not isinstance(told, dict):
-        raise Refused(14, f"an answer that is no object: {line[:80]!r}")
+        raise Refused(_UNAVAILABLE, f"an answer that is no object: {line[:80]!r}")
     if "error" in told:
         error = told["error"]
         error = error if isinstance(error, dict) else told
