@@ -33,6 +33,7 @@ WORK_S = 0.006  # between two things that workers do, on average
 RESTART_S = 0.5  # of a worker or a node that died
 NOTICE_S = 0.3  # until a broken connection is noticed, at most
 TRACE_MAX = 10_000
+AHEAD_S_MAX, FASTER_MAX = 1e4, 0.05  # no two nodes' clocks agree, nor do they run equally fast
 QUIET_S = 60.0  # after the last fault: so long the job may take to get done
 
 
@@ -75,6 +76,8 @@ class Host:
     paused node will be told when it goes on."""
 
     node: Node
+    ahead_s: float = 0.0  # its clock: at time 0, and how much faster than time
+    faster: float = 0.0
     life: int = 0
     lease: int = 0
     up: bool = True
@@ -118,7 +121,9 @@ class Simulation(Workers):
         self.world = World(-1, (), (), (), (), frozenset(), frozenset(), -1, self.size.faults)
         self.hosts: list[Host] = []
         for number in range(node_count):
-            self.hosts.append(Host(self._new_node(number, 0, Known())))
+            node = self._new_node(number, 0, Known())
+            ahead_s, faster = self.rng.uniform(-AHEAD_S_MAX, AHEAD_S_MAX), self.rng.uniform(-FASTER_MAX, FASTER_MAX)
+            self.hosts.append(Host(node, ahead_s, faster))
             self._boot(number)
 
     # ---- time
@@ -188,7 +193,8 @@ class Simulation(Workers):
             return
         if not isinstance(told, nodes.Tick):
             self._note(number, "is told", told)
-        self._carry_out(number, host.node.take(told, self.now))
+        clock = host.ahead_s + self.now * (1 + host.faster)
+        self._carry_out(number, host.node.take(told, clock))
         host.known = host.node.known
 
     @property
