@@ -34,6 +34,7 @@ class Node:
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1"]
         command += ["--rdzv-backend", "etcd-v3", "--rdzv-endpoint", hosts, "--rdzv-id", "job", "--max-restarts", "5"]
         command += ["--rdzv-conf", "keep_alive_interval=1,last_call_timeout=2", "--local-addr", "127.0.0.1"]
+        command += ["--log-dir", str(log.with_suffix(".logs"))]
         command += [str(SCRIPTS / "plain_sum.py"), str(steps), str(step_s)]
         self.log = log
         with log.open("wb") as output:

@@ -23,6 +23,7 @@ JOB = Path(__file__).with_name("sharded_job.py")
 
 def job(folder: Path, world: int, what: str, kind: str, *rest: object, code: int = 0) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    command += ["--log-dir", str(folder / "logs")]
     done = subprocess.run(
         [*command, str(JOB), str(folder / "checkpoints"), what, kind, *map(str, rest)],
         capture_output=True, text=True, timeout=120,
