@@ -17,10 +17,12 @@ import pytest
 from elastic_harness.etcd.address import Address
 from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.server import find_etcd
-from elastic_harness.membership.store import Unavailable
+from elastic_harness.etcd.store import EtcdStore
+from elastic_harness.membership.store import Change, Unavailable, Watch
 
 VERSIONS = ("3.4", "3.5")
 START_S = 30.0
+PATIENCE_S = 20.0
 
 
 def program(version: str) -> str:
@@ -39,6 +41,17 @@ def free_ports(count: int) -> list[int]:
         for sock in sockets:
             sock.bind(("127.0.0.1", 0))
         return [sock.getsockname()[1] for sock in sockets]
+
+
+def polled(watch: Watch, count: int) -> list[Change]:
+    """The next changes; those of a server may take a moment. One too many is seen too."""
+    changes: list[Change] = []
+    give_up_at = time.monotonic() + PATIENCE_S
+    while len(changes) < count and time.monotonic() < give_up_at:
+        changes += watch.poll()
+        time.sleep(0.002)
+    time.sleep(0.05)
+    return changes + watch.poll()
 
 
 class Member:
@@ -97,10 +110,10 @@ class Cluster:
     def wait(self, address: Address | None = None) -> None:
         """Block until it answers."""
         give_up_at = time.monotonic() + START_S
-        gateway = Gateway(address or self.address, timeout_s=1.0)
+        store = EtcdStore(Gateway(address or self.address, timeout_s=1.0))
         while True:
             try:
-                gateway.call("kv/range", {"key": "AA==", "count_only": True})
+                store.revision  # noqa: B018
                 return
             except Unavailable:
                 assert time.monotonic() < give_up_at, "etcd does not come up"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import selectors
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,36 +26,39 @@ from elastic_harness.errors import ConfigError, InfrastructureError
 # ---- the loop
 
 
-def test_what_was_unregistered_in_the_same_turn_is_not_handled() -> None:
-    """A writer's end and the end of its output may come together, the former first: then its pipe is closed already."""
+@contextmanager
+def two_ready() -> Iterator[tuple[selectors.DefaultSelector, list[int]]]:
+    """A selector with two pipes whose other ends are closed."""
     with selectors.DefaultSelector() as selector:
         pipes = [os.pipe() for _ in range(2)]
         for read_end, write_end in pipes:
-            selector.register(read_end, selectors.EVENT_READ)
+            selector.register(read_end, selectors.EVENT_READ, "old")
             os.close(write_end)
+        yield selector, [read_end for read_end, _ in pipes]
+
+
+def test_what_was_unregistered_in_the_same_turn_is_not_handled() -> None:
+    """A writer's end and the end of its output may come together, the former first: then its pipe is closed already."""
+    with two_ready() as (selector, pipes):
         handled = []
         for key, _ in ready(selector, 0):
             handled.append(key.fd)
-            for read_end, _ in pipes:
+            for read_end in pipes:
                 selector.unregister(read_end)
                 os.close(read_end)
         assert len(handled) == 1
 
 
 def test_a_descriptor_that_is_used_again_in_the_same_turn_is_another_one() -> None:
-    with selectors.DefaultSelector() as selector:
-        pipes = [os.pipe() for _ in range(2)]
-        for read_end, write_end in pipes:
-            selector.register(read_end, selectors.EVENT_READ, "old")
-            os.close(write_end)
+    with two_ready() as (selector, pipes):
         handled = []
         for key, _ in ready(selector, 0):
             handled.append(key.data)
-            for read_end, _ in pipes:
+            for read_end in pipes:
                 selector.unregister(read_end)
                 selector.register(read_end, selectors.EVENT_READ, "new")
         assert handled == ["old"]
-        for read_end, _ in pipes:
+        for read_end in pipes:
             os.close(read_end)
 
 

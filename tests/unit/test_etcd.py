@@ -25,11 +25,8 @@ from elastic_harness.etcd.address import PASSWORD_VARIABLE, Address
 from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.once import Once
 from elastic_harness.etcd.store import EtcdStore
-from elastic_harness.membership.store import Change, EmbeddedStore, Entry, Put, Unavailable, Watch
-from etcd_servers import VERSIONS, Cluster, serving
-
-PATIENCE_S = 20.0
-
+from elastic_harness.membership.store import EmbeddedStore, Entry, Put, Unavailable, Watch
+from etcd_servers import PATIENCE_S, VERSIONS, Cluster, free_ports, polled, serving
 
 # ---- addresses
 
@@ -333,7 +330,7 @@ def test_what_is_no_etcd_is_named() -> None:
 
 @pytest.mark.slow
 def test_start_status_stop(tmp_path: Path) -> None:
-    (port,) = free_port()
+    (port,) = free_ports(1)
     folder = ["--dir", tmp_path / "etcd"]
     assert etcd("status", *folder).returncode == 1
     started = etcd("start", "--port", port, *folder)
@@ -372,11 +369,6 @@ def etcd(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def free_port() -> tuple[int]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return (listener.getsockname()[1],)
-
-
 def put(store: EtcdStore, number: int) -> int:
     """Write a number that nobody else writes, whatever happens, exactly once; gives the next one."""
     give_up_at = time.monotonic() + PATIENCE_S
@@ -392,14 +384,8 @@ def put(store: EtcdStore, number: int) -> int:
 
 
 def values(watch: Watch, count: int) -> list[str]:
-    """The next changes' values; one too many is seen too."""
-    changes: list[Change] = []
-    give_up_at = time.monotonic() + PATIENCE_S
-    while len(changes) < count and time.monotonic() < give_up_at:
-        changes += watch.poll()
-        time.sleep(0.005)
-    time.sleep(0.05)
-    return [c.entry.value for c in changes + watch.poll() if c.entry is not None]
+    """The values of the next changes."""
+    return [change.entry.value for change in polled(watch, count) if change.entry is not None]
 
 
 @contextmanager

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.store import EtcdStore
-from elastic_harness.membership.store import Change, Compacted, EmbeddedStore, Put, Store, Watch
-from etcd_servers import VERSIONS, Cluster, serving
+from elastic_harness.membership.store import Change, Compacted, EmbeddedStore, Put, Store
+from etcd_servers import VERSIONS, Cluster, polled, serving
 
-PATIENCE_S = 5.0
 SLACK_S = 1.5  # etcd looks for leases that have ended twice a second
 _NUMBERS = itertools.count()
 
@@ -65,16 +64,6 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
             return running.enter_context(serving(tmp_path_factory.mktemp("etcd"), version))
 
         yield of
-
-
-def polled(watch: Watch, count: int) -> list[Change]:
-    """The next changes; those of a server may take a moment. One too many is seen too."""
-    changes: list[Change] = []
-    give_up_at = time.monotonic() + PATIENCE_S
-    while len(changes) < count and time.monotonic() < give_up_at:
-        changes += watch.poll()
-        time.sleep(0.002)
-    return changes + watch.poll()
 
 
 def test_a_missing_key_is_none_and_has_revision_zero(store: Store) -> None:

@@ -29,6 +29,7 @@ from elastic_harness import file_lock
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.etcd.address import PORT, Address
 from elastic_harness.etcd.gateway import Gateway
+from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership.store import Unavailable
 
 START_S = 30.0
@@ -147,14 +148,14 @@ def _check_free(listen: str, port: int) -> None:
 
 
 def _wait(record: Record, log: Path) -> None:
-    gateway = Gateway(Address((record.endpoint,)), timeout_s=1.0)
+    store = EtcdStore(Gateway(Address((record.endpoint,)), timeout_s=1.0))
     give_up_at = time.monotonic() + START_S
     while time.monotonic() < give_up_at:
         if not record.lives:
             said = log.read_text(errors="replace")
             raise InfrastructureError(f"etcd ended at once; its last words, in {log}:\n{said[-600:]}")
         try:
-            gateway.call("kv/range", {"key": "AA==", "count_only": True})
+            store.revision  # noqa: B018  (answers once there is a leader)
             return
         except Unavailable:
             time.sleep(0.02)

@@ -52,7 +52,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     options = {name: str(params.config[name]) for name in OPTIONS if params.config.get(name)}
     try:
         gateway = Gateway(Address.parse(f"{params.endpoint}?{urlencode(options)}" if options else params.endpoint))
-        gateway.call("kv/range", {"key": "AA==", "count_only": True})
+        EtcdStore(gateway).revision  # noqa: B018  (says now what is wrong)
     except HarnessError as error:
         raise RendezvousConnectionError(str(error)) from error
     backend = EtcdBackend(EtcdStore(gateway, f"{PREFIX}rendezvous/"), params.run_id)

@@ -111,6 +111,8 @@ class Leading:
             "origin": self._origin,
             "now": now,
             "state": encode(self.state),
+            "known": vars(Known.of(self.state)),
+            "members": list(self.state.generation.members) if self.state.generation is not None else None,
             "taken": dict(self._taken),
             "actions": [[number, encode(action)] for number, action in self._actions],
         }

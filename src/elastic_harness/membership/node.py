@@ -16,6 +16,7 @@ While the store is away nothing happens here: workers go on stepping, and what b
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -299,20 +300,20 @@ class Node:
             self._origin, self._heeded = decision["origin"], 0
         taken = decision["taken"].get(self.key, 0)
         self._events = [(number, event) for number, event in self._events if number > taken]
-        state: leader.State = decode(decision["state"])
-        self.known = self.known.and_also(Known.of(state))
+        self.known = self.known.and_also(Known(**decision["known"]))
         outputs: list[Output] = []
         for number, action in decision["actions"]:
             if number > self._heeded:
                 self._heeded = number
                 outputs.append(Carry(decode(action)))
-        if state.generation is not None:
-            self._ever.update(m for m in state.generation.members if m in self._members)
+        members = decision["members"]
+        if members is not None:
+            self._ever.update(m for m in members if m in self._members)
             if self._written < 0 and self._writing is None:
-                self._leave_behind(state.generation.members)
+                self._leave_behind(members)
         return outputs
 
-    def _leave_behind(self, members: tuple[str, ...]) -> None:
+    def _leave_behind(self, members: Sequence[str]) -> None:
         """Before this node comes back: those of its workers without whom the others went on will leave, and are not to
         be taken for new ones."""
         gone = {m for m in self._members if m in self._ever and m not in members}

@@ -104,7 +104,6 @@ class StandaloneLink:
             self._events.emit("run_started", schema=SCHEMA, run_id=self._run_dir.name, nproc=world)
             self._events.emit("generation", **self._generation.to_json(), world_size=world)
 
-
     def report(self, report: Report) -> None:
         if self._store is None:
             self._store = _Values()
