@@ -49,7 +49,7 @@ PATCHES = [
         "events are let go once they are written",
         "self._written, self._revision, self._writing = self._writing, revision, None",
         "self._written, self._revision, self._writing = self._writing, revision, None\n"
-        "            self._events = [e for e in self._events if e[0] > self._written]",
+        "            self._events = []",
     ),
     Patch(
         "actions of another origin are counted on",
@@ -91,13 +91,13 @@ PATCHES = [
     ),
     Patch(
         "the leader's claim outlives it",
-        "wanted.append(self._write(LEADER, self.key, {LEADER: 0}, leased=True))",
-        "wanted.append(self._write(LEADER, self.key, {LEADER: 0}, leased=False))",
+        "wanted.append(self._write({LEADER: self.key}, {LEADER: 0}, leased=True))",
+        "wanted.append(self._write({LEADER: self.key}, {LEADER: 0}, leased=False))",
     ),
     Patch(
         "actions are carried out before they are published",
-        "self._deciding = _text(decision)",
-        "self._deciding = _text(decision)\n        self._heeded = decision['actions'][-1][0]",
+        "self._deciding = to_text(decision)",
+        "self._deciding = to_text(decision)\n            self._heeded = decision['count']",
     ),
     Patch(
         "a node that comes back forgets its workers",

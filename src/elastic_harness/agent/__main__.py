@@ -37,7 +37,8 @@ def main() -> int:
     try:
         slots = memory_slots.from_text(given.slots)
         agent = Agent(folder, options, console, given.parent, slots, given.lock)
-        supervisor: Supervisor = ElasticRun(agent) if folder.record.get("mode") == "elastic" else PlainRun(agent)
+        elastic = options.store is not None or folder.record.get("mode") == "elastic"
+        supervisor: Supervisor = ElasticRun(agent) if elastic else PlainRun(agent)
         return agent.run(supervisor)
     except HarnessError as error:
         console.notice(f"error: {error}")

@@ -1,14 +1,14 @@
-"""An elastic run: drives the membership's leader with what happens, and carries out what it decides."""
+"""An elastic run: tells what happens to this node's workers, and carries out what is decided about them."""
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
 from typing import Any
 
 from elastic_harness import wire
 from elastic_harness.agent.admission import Admission
+from elastic_harness.agent.agreement import Agreement, Alone, CarryOut, Deliver
 from elastic_harness.agent.board import SLOT
 from elastic_harness.agent.environment import JobEnvironment, free_port
 from elastic_harness.agent.kv import KeyValues
@@ -16,10 +16,17 @@ from elastic_harness.agent.loop import Agent, Outcome, spawn_error
 from elastic_harness.agent.places import Places
 from elastic_harness.agent.restarts import Cause, Ending, failure_exit_code
 from elastic_harness.agent.worker import LEFT_OUT, Worker
-from elastic_harness.errors import EXIT_CONFIG, EXIT_INFRASTRUCTURE, EXIT_SUCCESS, EXIT_USER_CODE, ConfigError
+from elastic_harness.errors import (
+    EXIT_CONFIG,
+    EXIT_INFRASTRUCTURE,
+    EXIT_SUCCESS,
+    EXIT_TERMINATED,
+    EXIT_USER_CODE,
+    ConfigError,
+)
 from elastic_harness.membership import leader
-from elastic_harness.membership.store import EmbeddedStore, Put
-from elastic_harness.membership.types import Limits, Report
+from elastic_harness.membership.leading import Known, Values
+from elastic_harness.membership.types import Generation, Limits, Report
 
 TICK_S = 0.05
 WAITING_NOTICE_S = 5.0
@@ -31,16 +38,22 @@ class ElasticRun:
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         options, records = agent.options, agent.records
-        limits = Limits(options.min_workers, options.max_workers, options.workers, options.join_timeout_s)
-        self.state = leader.State(
-            limits, number=records.number, born=records.born, lineage=records.lineage, from_step=records.from_step
+        self._limits = Limits(
+            options.min_workers,
+            options.max_workers,
+            max(options.min_workers, options.workers),
+            options.join_timeout_s,
+            min_nodes=options.min_nodes,
         )
-        self._store = EmbeddedStore(time.monotonic)
+        known = Known(records.number, records.born, records.lineage, records.from_step)
+        self.agreement = _agreement(agent, self._limits, known, self._carry_out, self._deliver)
+        self._generation: Generation | None = None
+        self._formed = False
+        self._waiting = ""
         self._values = KeyValues()
         self._places = Places(options.workers, options.spares, options.api_restarts)
         self._admission = Admission(agent)
         self._unfit: dict[str, str] = {}
-        self._members: tuple[str, ...] = ()
         self._ever_members: set[str] = set()  # whoever was told of any generation hears of every later one
         self._finished: dict[str, dict[str, Any]] = {}
         self._slot_errors: dict[tuple[int, int], dict[str, Any]] = {}
@@ -57,7 +70,7 @@ class ElasticRun:
     def start(self) -> None:
         """Plan the start of all workers; those already running are taken over."""
         self.agent.folder.update(mode="elastic")
-        self._store.txn({}, [Put("node/0", json.dumps({"host": self.agent.report.host}))])
+        self.agreement.start()
         self.agent.start_writer()
         self._refill()
         self._spawn_due()
@@ -74,8 +87,8 @@ class ElasticRun:
                 self._feed(leader.Trouble(worker.member, message["generation"], peers))
             case "kv_set":
                 generation, key, value = message["generation"], message["key"], message["value"]
-                for member in self._values.set(generation, key, value):
-                    self._tell(member, {"type": "kv", "generation": generation, "key": key, "value": value})
+                self._deliver({generation: {key: value}})
+                self.agreement.offer(generation, key, value)
             case "kv_get":
                 generation, key = message["generation"], message["key"]
                 known = self._values.get(generation, key, worker.member)
@@ -117,7 +130,7 @@ class ElasticRun:
         """Without snapshots that are ahead of the ledger, if there are others: those who took them died, and the agent
         before this one too, before it could be told of the last commits."""
         known = tuple(v for v in report.checkpoints if v <= self.agent.records.committed + 1)
-        return replace(report, checkpoints=known) if known and self.state.born else report
+        return replace(report, checkpoints=known) if known and self.agreement.born else report
 
     def on_gone(self, worker: Worker) -> None:
         self._admission.forget(worker.member)
@@ -143,28 +156,44 @@ class ElasticRun:
             return
         self._last_error = error
         ending = Ending(cause, error, time.monotonic() - worker.started_at)
-        delay_s, why = self._places.ended(worker.index, ending, born=self.state.born)
+        delay_s, why = self._places.ended(worker.index, ending, born=self.agreement.born)
         if delay_s is None:
             self._adapt_target()
         self._refill(delay_s=delay_s or 0.0, after_loss=True)
-        self._report(worker, self._what_was_done(delay_s, why), cause, error)
+        self._report(worker, self._what_was_done(worker, delay_s, why), cause, error)
         self._check_hopeless()
 
     def on_tick(self, now: float) -> None:
         if now - self._ticked_at < TICK_S:
             return
         self._ticked_at = now
-        self._feed(leader.Tick())
+        self.agreement.tick()
         if self.agent.outcome is not None:  # ending: members may still have to re-form to reach the last boundary
             return
         self._admission.give_up_the_mute(now)
         self._admit()
         self._spawn_due()
-        if self.state.paused and now - self._waiting_shown_at >= WAITING_NOTICE_S:
-            self._say_waiting(self.state.paused)
+        if self._waiting and now - self._waiting_shown_at >= WAITING_NOTICE_S:
+            self._say_waiting(self._waiting)
+
+    def stop(self, outcome: Outcome) -> None:
+        if self._done or self._waiting or not self.agreement.stop(outcome, self._members):
+            self.agent.finish(outcome, graceful=True)
+            return
+        self.agent.leave(outcome)
+        for worker in self.agent.workers.values():
+            if worker.member not in self._members:
+                self.agent.stop_worker(worker, outcome.status, graceful=False)
+
+    def stop_all(self, outcome: Outcome) -> None:
+        if self._done or not self.agreement.stop_all(outcome.message):
+            self.agent.finish(outcome, graceful=True)
+
+    def close(self) -> None:
+        self.agreement.close()
 
     def scale(self, target: int) -> None:
-        limits = self.state.limits
+        limits = self._limits
         if not limits.min_workers <= target <= limits.max_workers:
             raise ConfigError(
                 f"--workers is {target}; this run allows {limits.min_workers} to {limits.max_workers} "
@@ -173,40 +202,52 @@ class ElasticRun:
         self._places.target = target
         self._places.given_up.clear()
         self.agent.console.notice(f"scaling to {plural(target)}")
-        self._feed(leader.Scaled(target))
+        self.agreement.scale(target)
         self._refill()
         self._spawn_due()
 
     def status(self) -> dict[str, Any]:
-        generation = self.state.generation
+        generation = self._generation
         return {
             "mode": "elastic",
             "target": self._places.target,
-            "min_workers": self.state.limits.min_workers,
-            "max_workers": self.state.limits.max_workers,
+            "min_workers": self._limits.min_workers,
+            "max_workers": self._limits.max_workers,
             "spares": self.agent.options.spares,
             "generation": generation.number if generation else None,
             "members": list(generation.members) if generation else [],
-            "formed": self.state.formed,
-            "lineage": self.state.lineage,
-            "waiting": self.state.paused,
+            "formed": self._formed,
+            "lineage": self.agent.records.lineage,
+            "waiting": self._waiting,
             "last_commit": self._last_commit,
             "last_recovery": self._last_recovery,
             "finished": next(iter(self._finished.values()), None) if self._done else None,
+            **self.agreement.status(),
         }
 
-    # ---- the leader's decisions
+    @property
+    def _members(self) -> tuple[str, ...]:
+        return self._generation.members if self._generation is not None else ()
 
-    def _feed(self, event: leader.Event, now: float | None = None) -> None:
-        self.state, actions = leader.step(self.state, event, time.monotonic() if now is None else now)
-        for action in actions:
-            self._carry_out(action)
+    @property
+    def _finishing(self) -> bool:
+        """Whether somebody here has done the last step."""
+        return any(w.finished and not w.lost for w in self.agent.workers.values())
+
+    # ---- what was decided
+
+    def _deliver(self, values: Values) -> None:
+        for generation, by_key in values.items():
+            for key, value in by_key.items():
+                for member in self._values.set(generation, key, value):
+                    self._tell(member, {"type": "kv", "generation": generation, "key": key, "value": value})
 
     def _carry_out(self, action: leader.Action) -> None:
         match action:
             case leader.Announce(generation):
-                self._announce(generation.number, generation.members, generation.urgent, generation.reason)
+                self._announce(generation)
             case leader.Publish(digest, reason):
+                self._formed = True
                 records = self.agent.records
                 if (digest.lineage, digest.from_step) != (records.lineage, records.from_step):
                     records.remember(lineage=digest.lineage, from_step=digest.from_step)
@@ -215,39 +256,34 @@ class ElasticRun:
                     self._tell(member, message)
                 self._notice(f"generation {digest.generation}: {reason}")
             case leader.Pause(reason):
+                self._waiting = reason
                 self._say_waiting(reason)
-                if self.state.generation is not None:
-                    for member in self.state.ready:
-                        self._tell(member, {"type": "pause", "reason": reason})
+                if self._generation is not None:
+                    for worker in self.agent.workers.values():
+                        if worker.hello:
+                            self._tell(worker.member, {"type": "pause", "reason": reason})
             case leader.Evict(member, reason):
                 self._evict(member, reason)
             case leader.Poison(at_step, slot, members):
                 self._on_poison(at_step, slot, members)
             case leader.Done(version):
                 self._on_done(version)
+            case leader.Stop(reason):
+                self._on_stop(reason)
 
     def _say_waiting(self, reason: str) -> None:
         self._waiting_shown_at = time.monotonic()
         self.agent.records.event("waiting", reason=reason)
         self._notice(reason)
 
-    def _announce(self, number: int, members: tuple[str, ...], urgent: bool, reason: str) -> None:
+    def _announce(self, generation: Generation) -> None:
+        number, members, urgent, reason = generation.number, generation.members, generation.urgent, generation.reason
         self.agent.records.use_number(number)
-        entry = self._store.get("generation")
-        value = json.dumps({"number": number, "members": members})
-        written, _ = self._store.txn({"generation": entry.revision if entry else 0}, [Put("generation", value)])
-        assert written, "two leaders wrote the generation"
         self._values.forget_before(number)
-        message = {
-            "type": "generation",
-            "number": number,
-            "members": list(members),
-            "urgent": urgent,
-            "reason": reason,
-        }
+        message = {"type": "generation", **generation.to_json()}
         self._ever_members.update(members)
         left_out = [w.member for w in self.agent.workers.values() if w.member in self._ever_members - set(members)]
-        self._members = members
+        self._generation, self._formed, self._waiting = generation, False, ""
         for member in (*members, *left_out):
             self._tell(member, message)
         for rank, member in enumerate(members):
@@ -291,6 +327,12 @@ class ElasticRun:
             ),
             graceful=False,
         )
+
+    def _on_stop(self, reason: str) -> None:
+        """All nodes stop."""
+        resume = f"resume with: elastic-harness resume {self.agent.folder.path}"
+        self.agent.finish(Outcome(EXIT_TERMINATED, "stopped", f"{reason}; {resume}"), graceful=True)
+        self.agent.stop_workers("stopped", graceful=True)  # also if this node was about to leave
 
     def _on_done(self, version: int) -> None:
         self._done = True
@@ -351,10 +393,16 @@ class ElasticRun:
         self._admit()
 
     def _admit(self) -> None:
-        for member in self._admission.answer(self.state.limits.target):
+        admitted = self._admission.answer(self._places.target)
+        if admitted:
+            self.agreement.describe(self.agent.folder.record.get("fingerprint") or {})
+        for member in admitted:
             if not self._done and self.agent.outcome is None:
-                waited_since = self._admission.began_at if self.state.generation is None else None
+                waited_since = self._admission.began_at if self._generation is None else None
                 self._feed(leader.Ready(member), waited_since)
+
+    def _feed(self, event: leader.Event, at: float | None = None) -> None:
+        self.agreement.tell(event, at)
 
     def _tell(self, member: str, message: wire.Message) -> None:
         worker = self.agent.workers.get(member)
@@ -392,14 +440,14 @@ class ElasticRun:
         return [w for w in self.agent.workers.values() if w.alive and w.exit_code is None]
 
     def _refill(self, *, delay_s: float = 0.0, after_loss: bool = False) -> None:
-        if self._done or self.agent.outcome is not None or self.state.finished:
+        if self._done or self.agent.outcome is not None or self._finishing:
             return
         running = [w.index for w in self.agent.workers.values() if w.running]
         committed = self.agent.records.committed
         self._places.refill(len(self._living()), running, committed, delay_s=delay_s, after_loss=after_loss)
 
     def _spawn_due(self) -> None:
-        if self.state.finished:
+        if self._finishing:
             self._places.planned.clear()
         for index in self._places.due(self.agent.records.committed):
             environment = JobEnvironment(
@@ -409,15 +457,16 @@ class ElasticRun:
                 max_restarts=self.agent.options.api_restarts,
                 restart_count=len(self._places.endings.get(index, [])),
                 master_port=free_port(),
+                host=self.agent.options.host,
             ).of(index)
             spare = len(self._living()) >= self._places.target
             try:
-                self.agent.spawn(index, environment, spare=spare, nice=spare and self.state.formed)
+                self.agent.spawn(index, environment, node=self.agreement.node, spare=spare, nice=spare and self._formed)
             except OSError as error:
                 self._last_error = str(spawn_error(error))
                 self.agent.console.notice(self._last_error)
                 ending = Ending("spawn", self._last_error, 0.0)
-                delay_s, _ = self._places.ended(index, ending, born=self.state.born)
+                delay_s, _ = self._places.ended(index, ending, born=self.agreement.born)
                 if delay_s is None:
                     self._adapt_target()
                 self._refill(delay_s=delay_s or 0.0, after_loss=True)
@@ -425,16 +474,14 @@ class ElasticRun:
 
     def _adapt_target(self) -> None:
         """Do not let the membership wait for places that were given up."""
-        wanted = max(self.state.limits.min_workers, min(self._places.target, self._places.capacity))
-        if wanted != self.state.limits.target:
-            self._feed(leader.Scaled(wanted))
+        self.agreement.scale(max(self.agreement.least, min(self._places.target, self._places.capacity)))
 
     def _check_hopeless(self) -> None:
         """End the job when it cannot go on: too few places are left, or everybody failed before the first step."""
-        if self.agent.outcome is not None or self.state.finished:
+        if self.agent.outcome is not None or self._finishing:
             return
-        living, minimum = len(self._living()), self.state.limits.min_workers
-        if not self.state.born and not living and all(c == "user_error" for c in self._places.newest_causes()):
+        living, minimum = len(self._living()), self.agreement.least
+        if not self.agreement.born and not living and all(c == "user_error" for c in self._places.newest_causes()):
             code, message = EXIT_USER_CODE, f"every worker failed before the first step: {self._last_error}"
         elif living + len(self._places.planned) < minimum:
             code, reason = failure_exit_code(list(self._places.given_up.values()))
@@ -458,10 +505,11 @@ class ElasticRun:
         self._errors_shown.add(error)
         self.agent.report.incident(worker, done, advice)
 
-    def _what_was_done(self, delay_s: float | None, why: str) -> str:
-        generation, minimum = self.state.generation, self.state.limits.min_workers
+    def _what_was_done(self, worker: Worker, delay_s: float | None, why: str) -> str:
+        generation, minimum = self._generation, self.agreement.least
         living = [w for w in self._living() if w.hello]
-        if generation and all(m in self.state.ready for m in generation.members):
+        here = [w for w in self.agent.workers.values() if w.member in self._members]
+        if generation and worker.member not in generation.members and all(w.alive for w in here):
             first = f"the job goes on with {plural(len(generation.members))} (generation {generation.number})"
         elif living and len(living) < minimum:
             first = f"{len(living)} of at least {minimum} workers are left and wait with their state alive"
@@ -470,6 +518,15 @@ class ElasticRun:
         if delay_s is None:
             return f"{first}; its place is given up: {why}"
         return f"{first}; its place is filled again ({why})"
+
+
+def _agreement(agent: Agent, limits: Limits, known: Known, carry_out: CarryOut, deliver: Deliver) -> Agreement:
+    """On one machine nothing of the store is loaded."""
+    if agent.options.store is None:
+        return Alone(limits, known, carry_out)
+    from elastic_harness.agent.together import Together
+
+    return Together(agent, limits, known, carry_out, deliver)
 
 
 def plural(count: int) -> str:

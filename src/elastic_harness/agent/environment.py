@@ -7,6 +7,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_harness.etcd.address import PASSWORD_VARIABLE
+
 
 @dataclass(frozen=True)
 class JobEnvironment:
@@ -18,11 +20,13 @@ class JobEnvironment:
     max_restarts: int
     restart_count: int
     master_port: int
+    host: str | None = None
 
     def of(self, index: int) -> dict[str, str]:
         """The environment of the worker at a local index. RANK is provisional for members of an elastic run."""
         rank, size = str(index), str(self.workers)
         environment = dict(os.environ)
+        environment.pop(PASSWORD_VARIABLE, None)  # the store is the agent's alone
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment.setdefault("PYTHONUNBUFFERED", "1")
         environment.update(
@@ -45,6 +49,8 @@ class JobEnvironment:
             ELASTIC_HARNESS_RUN_DIR=str(self.run_dir),
             ELASTIC_HARNESS_RUN_ID=self.run_id,
         )
+        if self.host is not None:
+            environment["ELASTIC_HARNESS_HOST"] = self.host
         return environment
 
 

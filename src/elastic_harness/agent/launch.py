@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -38,8 +41,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
+    request = _for_several_nodes(request)
     run_id = request.run_id or (Path(request.run_dir).resolve().name if request.run_dir else folders.new_run_id())
-    path = Path(request.run_dir) if request.run_dir else folders.RUNS / run_id
+    node = "" if request.options.store is None else f"@{request.options.node_name}"
+    path = Path(request.run_dir) if request.run_dir else folders.RUNS / f"{run_id}{node}"
     path = path.absolute()
     lock = folders.acquire(path)
     try:
@@ -48,6 +53,10 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
             os.close(lock)
             lock = folders.acquire(path)
             print(f"[launch] the earlier run was moved to {moved}", flush=True)
+        if request.fresh and request.options.store is not None:
+            from elastic_harness.agent.elsewhere import forget
+
+            print(f"[launch] {forget(request.options)}", flush=True)
         folder = folders.RunFolder(path)
         resumed = bool(folder.record)
         if folder.record.get("options", {}).get("command") != list(request.options.command):
@@ -65,6 +74,20 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
         return _Parent(path, lock).run()
     finally:
         os.close(lock)
+
+
+def _for_several_nodes(request: LaunchRequest) -> LaunchRequest:
+    """With what this machine knows of itself filled in. Raises ConfigError before anything is begun."""
+    options = request.options
+    if options.store is None:
+        return request
+    from elastic_harness.agent.hosts import own_address
+    from elastic_harness.etcd import gateway
+
+    endpoint = gateway.Address.parse(options.store).endpoints[0]
+    host = own_address(options.host, endpoint)
+    name = options.node_name or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
+    return replace(request, options=replace(options, host=host, node_name=name))
 
 
 class _Parent:

@@ -66,6 +66,13 @@ class Supervisor(Protocol):
         """The worker has ended and was reaped; its log is complete."""
 
     def on_tick(self, now: float) -> None: ...
+    def stop(self, outcome: Outcome) -> None:
+        """This node was asked to stop, keeping what it has reached."""
+
+    def stop_all(self, outcome: Outcome) -> None:
+        """The run was asked to stop, on all of its nodes."""
+
+    def close(self) -> None: ...
     def scale(self, target: int) -> None: ...
     def status(self) -> dict[str, Any]: ...
 
@@ -104,6 +111,14 @@ class Agent:
         self._signals_seen = 0
         self._control = ControlServer(folder.path, self._selector, lambda request: remote.answer(self, request))
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def listen(self, descriptor: int, mask: int, call: Callable[[int], None] | None) -> None:
+        """Have `call` called when a descriptor becomes ready; None: not any more."""
+        if call is not None:
+            self._selector.register(descriptor, mask, call)
+        else:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(descriptor)
 
     # ---- life
 
@@ -171,6 +186,7 @@ class Agent:
         with contextlib.suppress(HarnessError):
             self.folder.update(status=outcome.status, exit_code=outcome.exit_code, agent_pid=None, control=None)
         self._control.close()
+        self.supervisor.close()
         self.writer.close()
         self.records.close()
         self.console.notice(f"{outcome.status}: {outcome.message}" if outcome.message else outcome.status)
@@ -187,8 +203,17 @@ class Agent:
         if self.outcome is not None and not (self.outcome.status == "stopped" and outcome.status == "finished"):
             return
         self.outcome = outcome
+        self.stop_workers(outcome.status, graceful=graceful)
+
+    def leave(self, outcome: Outcome) -> None:
+        """End the job here while others go on: workers leave when they are no longer needed, or after the grace."""
+        if self.outcome is None:
+            self.outcome = outcome
+            self.after(self.options.grace_s, lambda: self.stop_workers(outcome.status, graceful=False))
+
+    def stop_workers(self, reason: str, *, graceful: bool) -> None:
         for worker in self.workers.values():
-            self.stop_worker(worker, outcome.status, graceful=graceful)
+            self.stop_worker(worker, reason, graceful=graceful)
 
     def stop_worker(self, worker: Worker, reason: str, *, graceful: bool) -> None:
         """Ask a worker to leave, then tell it to, then make it; its end is no failure."""
@@ -207,16 +232,19 @@ class Agent:
 
     # ---- workers
 
-    def spawn(self, index: int, environment: dict[str, str], *, spare: bool = False, nice: bool = False) -> Worker:
+    def spawn(
+        self, index: int, environment: dict[str, str], *, node: str = "", spare: bool = False, nice: bool = False
+    ) -> Worker:
         """Start a worker under a member id that was never used in this run. Raises OSError."""
-        member = f"w{index}-{self.folder.next_incarnation(index)}"
+        name = f"w{index}-{self.folder.next_incarnation(index)}"
+        member = f"{node}/{name}" if node else name
         worker = workers.spawn(
             self.options.command,
             environment,
             member=member,
             index=index,
             spare=spare,
-            log_path=self.folder.logs / f"worker-{index}-{member}.log",
+            log_path=self.folder.logs / f"worker-{index}-{name}.log",
             show=self.console.worker_line,
             nice=nice,
             snapshots=self.writer.for_workers,
@@ -442,11 +470,15 @@ class Agent:
             for worker in self.workers.values():
                 worker.signal(signal.SIGKILL)
 
-    def stop(self, exit_code: int, why: str) -> None:
-        """Stop the job on request, keeping what it has reached."""
+    def stop(self, exit_code: int, why: str, *, everywhere: bool = False) -> None:
+        """Stop the job on request, keeping what it has reached; with `everywhere` on all nodes."""
         resume = f"resume with: elastic-harness resume {self.folder.path}"
-        self.folder.update(status="stopping")
-        self.finish(Outcome(exit_code, "stopped", f"{why}; {resume}"), graceful=True)
+        outcome = Outcome(exit_code, "stopped", f"{why}; {resume}")
+        if everywhere:
+            self.supervisor.stop_all(outcome)
+        else:
+            self.folder.update(status="stopping")
+            self.supervisor.stop(outcome)
 
 
 def ready(selector: selectors.BaseSelector, timeout_s: float) -> Iterator[tuple[selectors.SelectorKey, int]]:

@@ -54,10 +54,17 @@ def status(argv: Sequence[str]) -> int:
     parser = _parser("status", "Show a run: workers, generation, step, loss, last recovery.")
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument("--store", metavar="URL", help="ask the store of a run of several nodes, from any machine")
     given = parser.parse_args(list(argv))
+    if given.store is not None:
+        from elastic_harness.agent import elsewhere
+
+        shown = elsewhere.status(given.store, given.run)
+        print(json.dumps(shown, indent=1)) if given.json else _print_nodes(shown)
+        return EXIT_SUCCESS
     path = folders.resolve(given.run)
     record = folders.read_record(path) or {}
-    shown: dict[str, Any] = _summary(path, record)
+    shown = _summary(path, record)
     if shown["live"] and record.get("control"):
         shown = {**shown, **request(record["control"], {"command": "status"})}
     if given.json:
@@ -191,6 +198,22 @@ def _summary(path: Path, record: dict[str, Any]) -> dict[str, Any]:
         "last_recovery": recovery,
         "last_incident": incident,
     }
+
+
+def _print_nodes(shown: dict[str, Any]) -> None:
+    print(f"run        {shown['run']}  {shown['store']}")
+    print(f"status     {shown['status']}")
+    if shown["generation"] is not None:
+        forming = "" if shown["formed"] else ", forming"
+        print(f"generation {shown['generation']}: {len(shown['members'])} workers{forming}; lineage {shown['lineage']}")
+    if shown["waiting"]:
+        print(f"           {shown['waiting']}")
+    if shown["step"] is not None:
+        print(f"step       {shown['step']} ({shown['step_age_s']} s ago)")
+    for name, row in sorted(shown["nodes"].items()):
+        ranks = ", ".join(map(str, row["ranks"])) or "-"
+        leads = ", leads" if name == shown["leader"] else ""
+        print(f"node       {name}: {row['ready']} of {row['places']} workers ready, ranks {ranks}{leads}")
 
 
 def _print_status(shown: dict[str, Any]) -> None:

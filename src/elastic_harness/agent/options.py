@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import glob
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic_harness.errors import ConfigError
+from elastic_harness.etcd.address import Address
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}")
 API_RESTARTS = 100
 PLAIN_RESTARTS = 3
 
@@ -19,6 +22,11 @@ EPILOG = f"""\
 A worker is restarted up to {API_RESTARTS} times at its place while the others go on. A script that does not use
 elastic_harness.start() is restarted as a whole, up to {PLAIN_RESTARTS} times; --max-restarts sets both.
 The same --run-dir again resumes the run.
+
+several machines: the same command on each, in any order and at any time, with an etcd that all of them reach
+  elastic-harness launch --nnodes 2:8 --store etcd://10.0.0.1:2379 --run-id my-job --nproc-per-node 8 train.py
+A node that is stopped (Ctrl-C, SIGTERM) leaves at a step boundary, and the others go on; `elastic-harness stop` stops
+all. See docs/cluster.md.
 
 exit codes: 0 success, 1 user code failed, 2 wrong configuration, 3 too few workers, 4 machine or disk,
 130/143 interrupted (SIGINT/SIGTERM)
@@ -38,6 +46,12 @@ class LaunchOptions:
     grace_s: float
     quiet: bool
     command: tuple[str, ...]
+    min_nodes: int = 1
+    store: str | None = None
+    store_id: str = ""
+    node_name: str | None = None
+    host: str | None = None
+    node_timeout_s: float = 3.0
 
     @property
     def api_restarts(self) -> int:
@@ -78,7 +92,13 @@ def build_parser() -> argparse.ArgumentParser:
         spellings = dict.fromkeys((name, "--" + name[2:].replace("-", "_")))
         parser.add_argument(*spellings, **settings)
 
-    option("--nnodes", default="1", metavar="MIN:MAX", help="number of nodes (this version: 1)")
+    option("--nnodes", default="1", metavar="MIN:MAX", help="nodes: at least MIN, at most MAX (default: 1)")
+    option("--store", metavar="URL", help="etcd://HOST:PORT[,…] through which several nodes agree (etcds:// for TLS)")
+    option("--node-name", metavar="NAME", help="what this node is called (default: its host name)")
+    option("--host", metavar="ADDRESS", help="address, name or interface others reach this node at (default: found)")
+    option(
+        "--node-timeout", type=float, default=3.0, metavar="S", help="a silent node is given up after S (default: 3)"
+    )
     option("--nproc-per-node", default="1", metavar="N", help="workers, or auto, cpu, gpu (default: 1)")
     option("--standalone", action="store_true", help="one machine, no outside store (the default with one node)")
     option("--min-workers", type=int, default=1, metavar="N", help="below this the job waits, alive (default: 1)")
@@ -104,19 +124,22 @@ def build_parser() -> argparse.ArgumentParser:
 def parse(argv: Sequence[str]) -> LaunchRequest:
     """The request of a command line; ConfigError (or argparse's exit 2) says what is wrong."""
     given = build_parser().parse_args(list(argv))
-    _one_node(given.nnodes)
+    min_nodes, max_nodes = _nodes(given)
     workers = _workers(given.nproc_per_node)
-    max_workers = given.max_workers if given.max_workers is not None else max(8, workers)
+    max_workers = given.max_workers if given.max_workers is not None else max(8, workers * max_nodes)
     for name, value, least in (
         ("--min-workers", given.min_workers, 1),
         ("--spares", given.spares, 0),
         ("--max-restarts", given.max_restarts, 0),
         ("--join-timeout", given.join_timeout, 0),
         ("--grace", given.grace, 0),
+        ("--node-timeout", given.node_timeout, 2),
     ):
         if value is not None and value < least:
             raise ConfigError(f"{name} is {value}; it must be at least {least}")
-    if not given.min_workers <= workers <= max_workers:
+    if given.store is not None and not given.min_workers <= max_workers:
+        raise ConfigError(f"--min-workers is {given.min_workers}; it must be at most --max-workers ({max_workers})")
+    if given.store is None and not given.min_workers <= workers <= max_workers:
         raise ConfigError(
             f"--nproc-per-node is {workers}; it must lie between --min-workers ({given.min_workers}) and "
             f"--max-workers ({max_workers})"
@@ -143,18 +166,43 @@ def parse(argv: Sequence[str]) -> LaunchRequest:
         grace_s=given.grace,
         quiet=given.quiet,
         command=(*head, *rest),
+        min_nodes=min_nodes,
+        store=given.store,
+        store_id=given.run_id or "",
+        node_name=given.node_name,
+        host=given.host,
+        node_timeout_s=given.node_timeout,
     )
     return LaunchRequest(options, given.run_dir, given.run_id, given.fresh)
 
 
-def _one_node(text: str) -> None:
+def _nodes(given: argparse.Namespace) -> tuple[int, int]:
+    """The least and the greatest number of nodes, and whether what several nodes need was given."""
+    text = given.nnodes
     parts = text.split(":")
-    if not all(p.isdigit() and int(p) >= 1 for p in parts) or len(parts) > 2:
+    if not all(p.isdigit() and int(p) >= 1 for p in parts) or len(parts) > 2 or int(parts[0]) > int(parts[-1]):
         raise ConfigError(f"--nnodes is {text!r}; it must be N or MIN:MAX with whole numbers of at least 1")
-    if any(int(p) != 1 for p in parts):
+    least, most = int(parts[0]), int(parts[-1])
+    if most > 1 and given.store is None:
         raise ConfigError(
-            f"--nnodes is {text!r}; this version runs on one node only. Use --nnodes 1 and --nproc-per-node N"
+            f"--nnodes is {text!r}; several nodes need an etcd through which they agree: --store etcd://HOST:2379. "
+            "`elastic-harness etcd start` starts one for trying things out"
         )
+    if given.store is not None and given.standalone:
+        raise ConfigError("--standalone and --store exclude each other; leave one of them out")
+    if given.store is not None:
+        Address.parse(given.store)
+        if not given.run_id or not NAME.fullmatch(given.run_id):
+            raise ConfigError(
+                f"--run-id is {given.run_id!r}; several nodes find each other by it: give each the same, of letters, "
+                "digits, '.', '_' and '-'"
+            )
+        if given.node_name is not None and not NAME.fullmatch(given.node_name):
+            raise ConfigError(f"--node-name is {given.node_name!r}; it must be of letters, digits, '.', '_' and '-'")
+    for name, value in (("--node-name", given.node_name), ("--host", given.host)):
+        if given.store is None and value is not None:
+            raise ConfigError(f"{name} is {value!r}, but there is no --store: it is for several nodes")
+    return least, most
 
 
 def _workers(text: str) -> int:

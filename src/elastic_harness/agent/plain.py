@@ -93,6 +93,15 @@ class PlainRun:
     def on_tick(self, now: float) -> None:
         pass
 
+    def stop(self, outcome: Outcome) -> None:
+        self.agent.finish(outcome, graceful=True)
+
+    def stop_all(self, outcome: Outcome) -> None:
+        self.agent.finish(outcome, graceful=True)
+
+    def close(self) -> None:
+        pass
+
     def scale(self, target: int) -> None:
         raise ConfigError(
             "this script does not use elastic_harness.start(), so its number of workers cannot change while it runs; "

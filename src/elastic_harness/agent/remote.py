@@ -12,6 +12,7 @@ from elastic_harness.errors import EXIT_TERMINATED, ConfigError
 
 if TYPE_CHECKING:
     from elastic_harness.agent.loop import Agent
+    from elastic_harness.agent.worker import Worker
 
 
 def answer(agent: Agent, request: wire.Message) -> wire.Message:
@@ -20,7 +21,7 @@ def answer(agent: Agent, request: wire.Message) -> wire.Message:
         case "status":
             return status(agent)
         case "stop":
-            agent.stop(EXIT_TERMINATED, "on request")
+            agent.stop(EXIT_TERMINATED, "on request", everywhere=True)
             return {"stopping": True}
         case "scale":
             if agent.outcome is not None:
@@ -60,9 +61,13 @@ def status(agent: Agent) -> dict[str, Any]:
     }
 
 
+def _names(worker: Worker) -> tuple[str, ...]:
+    return (worker.member, worker.member.rpartition("/")[2], f"w{worker.index}", f"rank{worker.rank}")
+
+
 def _kill(agent: Agent, name: str) -> wire.Message:
     for worker in agent.workers.values():
-        if worker.running and name in (worker.member, f"w{worker.index}", f"rank{worker.rank}"):
+        if worker.running and name in _names(worker):
             worker.killed_on_request = True
             worker.signal(signal.SIGKILL)
             return {"killed": worker.member, "pid": worker.pid, "rank": worker.rank}

@@ -40,8 +40,11 @@ class EtcdStore:
         return next((_entry(kv, self._prefix) for kv in found.get("kvs", ())), None)
 
     def range(self, prefix: str) -> list[Entry]:
+        return self.read(prefix)[0]
+
+    def read(self, prefix: str) -> tuple[list[Entry], int]:
         found = self._gateway.call("kv/range", _range(self._prefix + prefix))
-        return [_entry(kv, self._prefix) for kv in found.get("kvs", ())]
+        return [_entry(kv, self._prefix) for kv in found.get("kvs", ())], _revision(found)
 
     def txn(
         self, compare: Mapping[str, int], puts: Sequence[Put] = (), deletes: Sequence[str] = ()

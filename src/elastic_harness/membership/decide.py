@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elastic_harness.membership.types import Generation, Limits
+from elastic_harness.membership.types import Generation, Limits, node_of
 
 
 @dataclass(frozen=True)
 class View:
     """What the leader sees. ready: living, admitted members, oldest first. finished: those that reached the final
     version. broken: pairs of living members that cannot talk to each other, as reported by one of them.
-    reform: the current generation failed without a death and has to be formed anew. first_ready_at: when the first
-    member became ready (for the join timeout of the first generation)."""
+    reform: the current generation failed without a death and has to be formed anew. leaving: living members that are
+    to be let go at the next step boundary. first_ready_at: when the first member became ready (for the join timeout of
+    the first generation)."""
 
     current: Generation | None
     ready: tuple[str, ...]
     finished: frozenset[str] = frozenset()
     broken: frozenset[frozenset[str]] = frozenset()
     reform: bool = False
+    leaving: frozenset[str] = frozenset()
     first_ready_at: float = 0.0
 
 
@@ -45,7 +47,7 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     ending = bool(view.finished) and view.current is not None  # without one, the leader has forgotten who was in it
     least = 1 if view.finished else limits.min_workers
     most = len(survivors) if ending else limits.target
-    candidates = survivors if ending else survivors + newcomers
+    candidates = survivors if ending else [m for m in survivors + newcomers if m not in view.leaving]
     connected = mutually_connected(candidates, view.broken) if view.broken else candidates
     wanted = (connected if len(connected) >= least else candidates)[:most]
 
@@ -53,6 +55,9 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
         return None, "waiting: no worker is ready"
     if len(wanted) < limits.min_workers and not view.finished:
         return None, f"waiting: {len(wanted)} of at least {limits.min_workers} workers are ready"
+    nodes = len({node_of(m) for m in wanted})
+    if nodes < limits.min_nodes and not view.finished:
+        return None, f"waiting: workers of {nodes} of at least {limits.min_nodes} nodes are ready"
     if view.current is None and len(wanted) < limits.target:
         left_s = view.first_ready_at + limits.join_timeout_s - now
         if left_s > 0:

@@ -97,11 +97,27 @@ class Scaled:
 
 
 @dataclass(frozen=True)
+class Leaving:
+    """A member is to be let go at a step boundary: its node was asked to stop. The others go on without it."""
+
+    member: str
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """The whole job is to stop at a step boundary."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time passed."""
 
 
-Event = Ready | Lost | Reported | Trouble | Committed | Finished | SlotFailed | Unfit | Scaled | Tick
+Event = (
+    Ready | Lost | Reported | Trouble | Committed | Finished | SlotFailed | Unfit | Scaled | Leaving | StopAsked | Tick
+)
 
 # ---- actions
 
@@ -152,7 +168,14 @@ class Done:
     version: int
 
 
-Action = Announce | Publish | Pause | Evict | Poison | Done
+@dataclass(frozen=True)
+class Stop:
+    """Everybody saves and leaves at the next step boundary."""
+
+    reason: str
+
+
+Action = Announce | Publish | Pause | Evict | Poison | Done | Stop
 
 # ---- state
 
@@ -172,6 +195,7 @@ class State:
     generation: Generation | None = None
     previous: Generation | None = None
     formed: bool = False
+    ever_formed: bool = False
     paused: str = ""
     reports: tuple[tuple[str, Report], ...] = ()
     finished: tuple[tuple[str, int], ...] = ()
@@ -181,6 +205,7 @@ class State:
     troubled: tuple[str, ...] = ()
     trouble_at: float | None = None
     trouble_in: int = 0
+    leaving: tuple[str, ...] = ()
     done: bool = False
 
 
@@ -197,7 +222,7 @@ def steps(state: State, events: Iterable[Event], now: float) -> tuple[State, tup
     for event in events:
         state, more = _take(state, event, now)
         actions += more
-        if any(isinstance(a, Poison | Done) for a in more):
+        if any(isinstance(a, Poison | Stop) for a in more):
             return replace(state, done=True), actions
     state, more = _advance(state, now)
     return state, actions + more
@@ -238,6 +263,11 @@ def _take(state: State, event: Event, now: float) -> tuple[State, tuple[Action, 
         case SlotFailed(member, at_step, slot, killed):
             state = replace(state, failed_slots=(*state.failed_slots, (at_step, slot, member, killed)))
             return state, _poison(state, at_step, slot)
+        case Leaving(member):
+            if member in state.ready and member not in state.leaving:
+                state = replace(state, leaving=(*state.leaving, member))
+        case StopAsked(reason):
+            return state, (Stop(reason),)
         case Scaled(target):
             limits = replace(state.limits, target=max(state.limits.min_workers, min(target, state.limits.max_workers)))
             state = replace(state, limits=limits)
@@ -288,6 +318,7 @@ def _without(state: State, member: str) -> State:
         ready=tuple(m for m in state.ready if m != member),
         reports=tuple(r for r in state.reports if r[0] != member),
         finished=tuple(f for f in state.finished if f[0] != member),
+        leaving=tuple(m for m in state.leaving if m != member),
         broken=tuple(p for p in state.broken if member not in p[1:]),
     )
 
@@ -307,6 +338,8 @@ def _advance(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
     if current and _everyone_arrived(state, current):
         version = max(v for _, v in state.finished)
         return replace(state, done=True), (Done(version),)
+    if current and state.formed and all(m in state.leaving for m in current.members):
+        return replace(state, done=True), (Stop("all nodes were asked to stop"),)
 
     lost = current is not None and any(m not in state.ready for m in current.members)
     reform = state.trouble_at is not None and now >= state.trouble_at + state.limits.trouble_grace_s
@@ -336,6 +369,7 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         finished=frozenset(m for m, _ in state.finished),
         broken=frozenset(p for p, n in counts.items() if n >= TROUBLE_PATIENCE),
         reform=reform,
+        leaving=frozenset(state.leaving),
         first_ready_at=state.first_ready_at,
     )
     decision, reason = decide(now, view, state.limits)
@@ -368,6 +402,7 @@ def _form(state: State, generation: Generation) -> tuple[State, tuple[Action, ..
     state = replace(
         state,
         formed=True,
+        ever_formed=True,
         born=state.born or digest.version > 0,
         reports=(),
         # everyone reached the boundary, so whatever went wrong before it no longer matters

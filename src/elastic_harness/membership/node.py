@@ -1,9 +1,12 @@
 """One node's part in what several nodes agree on, through a store. No I/O, no clock, no randomness: whoever drives it
 carries out what `take` asks for, and tells it what came of that.
 
-    node/KEY        one record for each node, on its lease: what happened to its workers, event by event
-    head/leader     the node that leads, on its lease
-    head/decision   what the leader has concluded: its state, how far it has read each record, its newest actions
+    run/node/KEY        one record for each node, on its lease: what happened to its workers, event by event, and where
+                        they can be reached
+    run/head/leader     the node that leads, on its lease
+    run/head/decision   what the leader has concluded: how far it has read each record, its newest actions
+    run/head/values     where the members can be reached, gathered by the leader from the records
+    run/state           beside the decision, the leader's state: only the next leader reads it
 
 Every node can lead. The leader reads all records, gives their events to `leader.step`, and publishes the actions; all
 nodes, itself included, carry out what is published, in the order in which it was. A decision can only be written by who
@@ -15,19 +18,21 @@ While the store is away nothing happens here: workers go on stepping, and what b
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_harness.membership import leader
-from elastic_harness.membership.codec import decode, encode
-from elastic_harness.membership.leading import PATIENCE_S, Known, Leading
-from elastic_harness.membership.store import Change, Entry
+from elastic_harness.membership.codec import decode, encode, from_text, to_text
+from elastic_harness.membership.leading import PATIENCE_S, Known, Leading, Values
+from elastic_harness.membership.store import Change, Entry, Put
 from elastic_harness.membership.types import Limits
 
-HEAD, NODES = "head/", "node/"
-LEADER, DECISION, FENCE = HEAD + "leader", HEAD + "decision", HEAD + "fence"
+EVERYTHING = "run/"
+HEAD, NODES = EVERYTHING + "head/", EVERYTHING + "node/"
+LEADER, DECISION, FENCE, VALUES = HEAD + "leader", HEAD + "decision", HEAD + "fence", HEAD + "values"
+STATE = EVERYTHING + "state"
+GENERATIONS_OFFERED = 2  # a planned one may be announced while members still connect in the one before
 
 # ---- what a node is told
 
@@ -37,6 +42,29 @@ class Happened:
     """Something befell a worker of this node."""
 
     event: leader.Event
+
+
+@dataclass(frozen=True)
+class Offered:
+    """A worker of this node set a value that the other members of its generation need: where to reach it."""
+
+    generation: int
+    key: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """This node wants so many workers now."""
+
+    places: int
+
+
+@dataclass(frozen=True)
+class Described:
+    """What this node's workers are: see `about`. Told before the first of them is ready."""
+
+    about: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -81,7 +109,7 @@ class Tick:
     """Time passed."""
 
 
-Input = Happened | Registered | LeaseEnded | Read | Saw | Wrote | Refused | Tick
+Input = Happened | Offered | Scaled | Described | Registered | LeaseEnded | Read | Saw | Wrote | Refused | Tick
 
 # ---- what it asks for
 
@@ -100,15 +128,19 @@ class Follow:
 
 @dataclass(frozen=True)
 class Write:
-    """Write an entry, on the lease if `leased`, if all keys in `compare` are at their revisions; tell whether that
-    took place. One that is not leased is written together with FENCE, which is: after a store has lost everything,
-    revisions may be as they were, but leases are not. No two writes of a key are asked for at a time."""
+    """Write entries, all or none, if all keys in `compare` are at their revisions; tell whether that took place.
+    `leased`: they hang on the node's lease. If not, FENCE is written with them, which does: after a store has lost
+    everything, revisions may be as they were, but leases are not. No two writes of a key are asked for at a time."""
 
     number: int
-    key: str
-    value: str
+    entries: tuple[tuple[str, str], ...]
     compare: dict[str, int]
     leased: bool
+
+    def puts(self, lease: int) -> list[Put]:
+        """What this is for a store."""
+        puts = [Put(key, value, lease if self.leased else 0) for key, value in self.entries]
+        return puts if self.leased else [*puts, Put(FENCE, "", lease)]
 
 
 @dataclass(frozen=True)
@@ -118,35 +150,55 @@ class Carry:
     action: leader.Action
 
 
-Output = Register | Follow | Write | Carry
+@dataclass(frozen=True)
+class Deliver:
+    """Values that members have set, of generations that are still of interest. Some may have been delivered before."""
+
+    values: Values
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """This node cannot take part in the run: it differs from it."""
+
+    reason: str
+
+
+Output = Register | Follow | Write | Carry | Deliver | Excluded
 
 
 class Node:
-    """`name`: of the node, never used by another one. `places`: how many workers it wants to have."""
+    """`name`: of the node, never used by another one. `places`: how many workers it wants to have. `about`: what all
+    nodes of a run must have in common, as names and values; a node whose own differs is excluded."""
 
-    def __init__(self, name: str, limits: Limits, places: int, known: Known, about: dict[str, Any]) -> None:
+    def __init__(self, name: str, limits: Limits, places: int, known: Known, about: Mapping[str, Any]) -> None:
         self.name = name
         self.known = known
         self.leader = ""  # the key of the node that leads, as far as known
+        self.ended: leader.Action | None = None  # how the job ended
         self._limits = limits
         self._places = places
-        self._about = about
+        self._about = dict(about)
         self._members: dict[str, None] = {}  # living ones, in order of age
         self._session = 0
         self._registered = False
+        self._has_read = False  # what is decided; before that, nobody hears of this node
         self._events: list[tuple[int, leader.Event]] = []
         self._last = 0
-        self._written = -1  # how many events the record holds; -1: there is no record
+        self._offered: dict[int, dict[str, str]] = {}
+        self._changes = 0
+        self._written = -1  # how many changes the record holds; -1: there is no record
         self._writing: int | None = None
         self._revision = 0
         self._writes_asked = 0
-        self._asked: dict[int, str] = {}  # the keys of writes that are under way
+        self._asked: dict[int, str] = {}  # the keys of writes that are under way, the first of each
         self._returned_at: float | None = None  # when the last lease ended
         self._ever: set[str] = set()  # workers of this node that were in a generation
         self._leader_known = False
         self._decision: Entry | None = None
         self._deciding = ""  # the decision that is being written
-        self._origin, self._heeded = "", 0
+        self._origin = ""
+        self._heeded: int | None = None  # the last action that was carried out; None: no decision was ever read
         self._leading: Leading | None = None
 
     @property
@@ -171,6 +223,14 @@ class Node:
         match told:
             case Happened(event):
                 self._happened(event)
+            case Offered(generation, key, value):
+                self._offer(generation, key, value)
+            case Scaled(places):
+                self._places = places
+                self._changes += 1
+            case Described(about):
+                self._about |= about
+                self._changes += 1
             case Registered():
                 self._registered = True
                 outputs.append(Follow(everything=False))
@@ -192,6 +252,8 @@ class Node:
     # ---- this node's own record
 
     def _happened(self, event: leader.Event) -> None:
+        if self.ended is not None:
+            return
         match event:
             case leader.Committed() if self.known.born:
                 return
@@ -202,14 +264,21 @@ class Node:
             case leader.Lost(member):
                 self._members.pop(member, None)
         self._last += 1
+        self._changes += 1
         self._events.append((self._last, event))
+
+    def _offer(self, generation: int, key: str, value: str) -> None:
+        self._offered.setdefault(generation, {})[key] = value
+        for old in sorted(self._offered)[:-GENERATIONS_OFFERED]:
+            del self._offered[old]
+        self._changes += 1
 
     def _begin_again(self, now: float) -> list[Output]:
         """The record is gone, and with it every claim: come back as a new node with the workers that live, and tell
         once more what may not have been read. All events may be told twice."""
         self._session += 1
         self._returned_at = now
-        self._registered = False
+        self._registered = self._has_read = False
         unread = [event for _, event in self._events if not isinstance(event, leader.Ready)]
         self._events, self._last, self._written, self._writing, self._revision = [], 0, -1, None, 0
         self._leading, self._leader_known, self._decision = None, False, None
@@ -219,40 +288,48 @@ class Node:
         return [Register()]
 
     def _writes(self, now: float) -> list[Output]:
-        if not self._registered:
+        if not self._registered or not self._has_read:
             return []
         wanted: list[Output] = []
-        if self._writing is None and self._written < self._last:
-            self._writing = self._last
+        if self._writing is None and self._written < self._changes:
+            self._writing = self._changes
             record = {
-                **self._about,
+                "about": self._about,
                 "places": self._places,
                 "members": list(self._members),
                 "known": vars(self.known),
                 "events": [[number, encode(event)] for number, event in self._events],
+                "values": self._offered,
             }
-            wanted.append(self._write(self.key, _text(record), {self.key: self._revision}, leased=True))
-        if self._leader_known and not self.leader and self._written >= 0 and LEADER not in self._asked.values():
-            wanted.append(self._write(LEADER, self.key, {LEADER: 0}, leased=True))
-        return wanted + self._decisions(now)
+            wanted.append(self._write({self.key: to_text(record)}, {self.key: self._revision}, leased=True))
+        if self._leader_known and not self.leader and self._written >= 0 and self.ended is None:
+            if LEADER not in self._asked.values():
+                wanted.append(self._write({LEADER: self.key}, {LEADER: 0}, leased=True))
+        return wanted + self._leaders_writes(now)
 
-    def _write(self, key: str, value: str, compare: dict[str, int], *, leased: bool) -> Write:
+    def _write(self, entries: Mapping[str, str], compare: dict[str, int], *, leased: bool) -> Write:
         self._writes_asked += 1
-        self._asked[self._writes_asked] = key
-        return Write(self._writes_asked, key, value, compare, leased)
+        self._asked[self._writes_asked] = next(iter(entries))
+        return Write(self._writes_asked, tuple(entries.items()), compare, leased)
 
     # ---- what the store says
 
     def _read(self, entries: tuple[Entry, ...], now: float) -> list[Output]:
+        self._has_read = True
         by_key = {entry.key: entry for entry in entries}
         outputs = self._saw(LEADER, by_key.get(LEADER), now)
         if DECISION in by_key:
             outputs += self._saw(DECISION, by_key[DECISION], now)
         else:
             self._decision = None
+            self._heeded = self._heeded or 0
+        if VALUES in by_key:
+            outputs += self._saw(VALUES, by_key[VALUES], now)
         if self._leading is not None:
-            records = {key: json.loads(entry.value) for key, entry in by_key.items() if key.startswith(NODES)}
-            decision = None if self._decision is None else json.loads(self._decision.value)
+            records = {key: from_text(entry.value) for key, entry in by_key.items() if key.startswith(NODES)}
+            decision = None
+            if self._decision is not None:
+                decision = from_text(self._decision.value) | {"state": from_text(by_key[STATE].value)}
             self._leading.read_all(records, decision, now)
         return outputs
 
@@ -265,12 +342,14 @@ class Node:
         elif key == DECISION and entry is not None:
             if self._decision is None or entry.revision > self._decision.revision:
                 self._decision = entry
-                return self._heed(json.loads(entry.value))
+                return self._heed(from_text(entry.value))
+        elif key == VALUES and entry is not None:
+            return [Deliver({int(number): values for number, values in from_text(entry.value).items()})]
         elif key.startswith(NODES) and self._leading is not None:
             if entry is None:
                 self._leading.ended(key, now)
             else:
-                self._leading.changed(key, json.loads(entry.value), now)
+                self._leading.changed(key, from_text(entry.value), now)
         return []
 
     def _wrote(self, key: str, revision: int, now: float) -> list[Output]:
@@ -290,28 +369,51 @@ class Node:
             return self._begin_again(now)
         if key == LEADER:
             self._leader_known = False  # it will be seen who leads
-        if key == DECISION and self._leading is not None:
+        if key in (DECISION, VALUES) and self._leading is not None:
             return self._step_down()
         return []
 
     def _heed(self, decision: dict[str, Any]) -> list[Output]:
-        """Carry out what is new in a decision."""
+        """Carry out what is new in a decision. A node that has just come to the run has missed nothing of what was
+        decided before, except that it may have ended."""
+        newest = decision["count"]
+        if self._heeded is None:
+            self._origin, self._heeded = decision["origin"], newest
+            if decision["finished"] is not None:
+                self.ended = leader.Done(decision["finished"])
+                return [Carry(self.ended)]
         if decision["origin"] != self._origin:  # the store had lost everything
             self._origin, self._heeded = decision["origin"], 0
         taken = decision["taken"].get(self.key, 0)
         self._events = [(number, event) for number, event in self._events if number > taken]
         self.known = self.known.and_also(Known(**decision["known"]))
         outputs: list[Output] = []
-        for number, action in decision["actions"]:
-            if number > self._heeded:
-                self._heeded = number
-                outputs.append(Carry(decode(action)))
+        actions = [(number, decode(action)) for number, action in decision["actions"] if number > self._heeded]
+        missed = bool(actions) and actions[0][0] > self._heeded + 1
+        for number, action in actions:
+            self._heeded = number
+            if missed and isinstance(action, leader.Announce):  # an urgent one may be among what was missed
+                action = leader.Announce(replace(action.generation, urgent=True))
+            if isinstance(action, leader.Done | leader.Poison | leader.Stop):
+                self._end(action)
+            outputs.append(Carry(action))
+        if self.key in decision["excluded"]:
+            outputs.append(Excluded(decision["excluded"][self.key]))
         members = decision["members"]
         if members is not None:
             self._ever.update(m for m in members if m in self._members)
             if self._written < 0 and self._writing is None:
                 self._leave_behind(members)
         return outputs
+
+    def _end(self, action: leader.Action) -> None:
+        """The job is over: nothing is offered to those who may begin it again while this node's workers end."""
+        self._places = 0
+        self._changes += 1
+        self._events.clear()
+        for member in list(self._members):
+            self._happened(leader.Lost(member))
+        self.ended = action
 
     def _leave_behind(self, members: Sequence[str]) -> None:
         """Before this node comes back: those of its workers without whom the others went on will leave, and are not to
@@ -326,18 +428,20 @@ class Node:
         self._leading = None
         return [Follow(everything=False)]
 
-    def _decisions(self, now: float) -> list[Output]:
-        """Publish what is new, on top of the decision before."""
-        if self._leading is None or DECISION in self._asked.values():
+    def _leaders_writes(self, now: float) -> list[Output]:
+        """Publish what is new: a decision on top of the decision before, and the addresses."""
+        leading, under_way = self._leading, self._asked.values()
+        if leading is None:
             return []
-        decision = self._leading.news(now)
-        if decision is None:
-            return []
-        self._deciding = _text(decision)
-        on_top_of = self._decision.revision if self._decision is not None else 0
-        compare = {DECISION: on_top_of, LEADER: self._leading.revision}
-        return [self._write(DECISION, self._deciding, compare, leased=False)]
-
-
-def _text(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
+        wanted: list[Output] = []
+        decision = leading.news(now) if DECISION not in under_way else None
+        if decision is not None:
+            entries = {STATE: to_text(decision.pop("state"))}
+            self._deciding = to_text(decision)
+            on_top_of = self._decision.revision if self._decision is not None else 0
+            compare = {DECISION: on_top_of, LEADER: leading.revision}
+            wanted.append(self._write({DECISION: self._deciding, **entries}, compare, leased=False))
+        values = leading.new_values() if VALUES not in under_way else None
+        if values is not None:
+            wanted.append(self._write({VALUES: to_text(values)}, {LEADER: leading.revision}, leased=True))
+        return wanted

@@ -82,8 +82,8 @@ def _from_nothing(
     else:
         version, source_member, kind = 0, members[0], "init"
         reason = "nobody has state and no checkpoint exists: begin again at step 0" if born else "a new run"
-    if born or version:  # a run that is not born may find one in object storage
-        lineage, from_step = lineage + born, version
+    if born or version:  # a run that is not known to be born may find a checkpoint all the same
+        lineage, from_step = lineage + 1, version
     sources = {m: Source("state", source_member) for m in members}
     sources[source_member] = Source(kind)
     digest = Digest(

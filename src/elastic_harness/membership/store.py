@@ -83,6 +83,9 @@ class Store(Protocol):
     def range(self, prefix: str) -> list[Entry]:
         """All entries whose key starts with the prefix, in key order."""
 
+    def read(self, prefix: str) -> tuple[list[Entry], int]:
+        """The same, and the revision of the store at which that was so."""
+
     def txn(
         self, compare: Mapping[str, int], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
     ) -> tuple[bool, int]:
@@ -139,8 +142,11 @@ class EmbeddedStore:
         return self._entries.get(key)
 
     def range(self, prefix: str) -> list[Entry]:
+        return self.read(prefix)[0]
+
+    def read(self, prefix: str) -> tuple[list[Entry], int]:
         self._expire()
-        return [self._entries[k] for k in sorted(self._entries) if k.startswith(prefix)]
+        return [self._entries[k] for k in sorted(self._entries) if k.startswith(prefix)], self._revision
 
     def txn(
         self, compare: Mapping[str, int], puts: Sequence[Put] = (), deletes: Sequence[str] = ()

@@ -8,6 +8,11 @@ from typing import Any, Literal
 LaneRanges = tuple[tuple[int, int], ...]
 """Half-open ranges of lanes, ascending and disjoint."""
 
+def node_of(member: str) -> str:
+    """The node that a member runs on: what comes before the slash. Members of a run on one machine have none."""
+    return member.rpartition("/")[0]
+
+
 SourceKind = Literal["keep", "replay", "state", "init", "restore"]
 
 
@@ -121,15 +126,16 @@ class Digest:
 @dataclass(frozen=True)
 class Limits:
     """Policy. target: how many workers the job should have when machines allow. The job waits, alive, below
-    `min_workers`. A first generation forms when `target` are ready, or after `join_timeout_s` with at least the
-    minimum. A broken link without a death is waited out for `trouble_grace_s` in case the death is still on its
-    way."""
+    `min_workers`, and below `min_nodes`. A first generation forms when `target` are ready, or after `join_timeout_s`
+    with at least the minimum. A broken link without a death is waited out for `trouble_grace_s` in case the death is
+    still on its way."""
 
     min_workers: int = 1
     max_workers: int = 8
     target: int = 1
     join_timeout_s: float = 600.0
     trouble_grace_s: float = 0.25
+    min_nodes: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.target <= self.max_workers:

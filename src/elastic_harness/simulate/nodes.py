@@ -18,7 +18,7 @@ from typing import Any
 from elastic_harness.membership import leader as core
 from elastic_harness.membership import node as nodes
 from elastic_harness.membership.node import Known, Node
-from elastic_harness.membership.store import EmbeddedStore, Put, Watch
+from elastic_harness.membership.store import EmbeddedStore, Watch
 from elastic_harness.membership.types import Limits
 from elastic_harness.simulate.cluster import Size, index_of, name
 from elastic_harness.simulate.workers import Workers
@@ -34,6 +34,7 @@ RESTART_S = 0.5  # of a worker or a node that died
 NOTICE_S = 0.3  # until a broken connection is noticed, at most
 TRACE_MAX = 10_000
 AHEAD_S_MAX, FASTER_MAX = 1e4, 0.05  # no two nodes' clocks agree, nor do they run equally fast
+GRACE_S = 3.0  # that a node has for leaving
 QUIET_S = 60.0  # after the last fault: so long the job may take to get done
 
 
@@ -53,7 +54,8 @@ class Fault:
 
 KINDS = (
     "kill worker", "kill node", "kill leader", "kill half", "pause node", "cut from store", "cut one way",
-    "cut all from store", "cut from nodes", "isolate", "store away", "store loses all", "lose answer",
+    "cut all from store", "cut from nodes", "isolate", "store away", "store loses all", "lose answer", "kill all",
+    "leave", "stop all",
 )  # fmt: skip
 
 
@@ -91,6 +93,8 @@ class Host:
     polling: bool = False
     known: Known = field(default_factory=Known)
     workers: list[int] = field(default_factory=list)
+    leaving: bool = False
+    addresses: dict[int, set[str]] = field(default_factory=dict)  # that arrived, by generation
     inbox: list[nodes.Input] = field(default_factory=list)
 
 
@@ -170,7 +174,7 @@ class Simulation(Workers):
 
     def _start_worker(self, number: int, life: int) -> None:
         host = self.hosts[number]
-        if not host.up or host.life != life or self.done:
+        if not host.up or host.life != life or self.done or host.leaving:
             return
         who = len(self.world.workers)
         self._home.append(number)
@@ -281,6 +285,11 @@ class Simulation(Workers):
                     self._write(number, host.life, host.lease, output)
                 case nodes.Carry(action):
                     self._act_for(number, action)
+                case nodes.Deliver(values):
+                    for generation, by_key in values.items():
+                        host.addresses.setdefault(generation, set()).update(by_key)
+                case nodes.Excluded(reason):
+                    raise Violation("excluded", reason)
 
     def _register(self, number: int, life: int) -> None:
         host = self.hosts[number]
@@ -302,7 +311,7 @@ class Simulation(Workers):
         host = self.hosts[number]
 
         def arrive() -> None:
-            prefix = "" if everything else nodes.HEAD
+            prefix = nodes.EVERYTHING if everything else nodes.HEAD
             entries = tuple(self.store.range(prefix))
             host.watch = self.store.watch(prefix, self.store.revision + 1)
             self._answer(number, life, nodes.Read(entries), lambda: host.watching == watching, watching)
@@ -316,10 +325,7 @@ class Simulation(Workers):
 
         def arrive() -> None:
             try:
-                puts = [Put(write.key, write.value, lease if write.leased else 0)]
-                if not write.leased:
-                    puts.append(Put(nodes.FENCE, "", lease))
-                applied, revision = self.store.txn(write.compare, puts)
+                applied, revision = self.store.txn(write.compare, write.puts(lease))
             except ValueError:
                 applied, revision = False, 0  # the lease has ended
             told = nodes.Wrote(write.number, revision) if applied else nodes.Refused(write.number)
@@ -391,7 +397,7 @@ class Simulation(Workers):
         ]
         self.rng.shuffle(able)
         for who in able:
-            if self.world.down[who]:
+            if self.world.down[who] and not self._cannot_connect(who):
                 return self._do(who, self.hear)
             options = list(self.abilities(self.world, who, self.world.workers[who]))
             if options:
@@ -399,6 +405,14 @@ class Simulation(Workers):
                 if act == self.trouble and self.rng.random() > WORK_S / NOTICE_S:
                     continue
                 return self._do(who, act, *args)
+
+    def _cannot_connect(self, who: int) -> bool:
+        """Whether a worker knows what to do in a generation, but not yet where all members are."""
+        if any(kind != "digest" for kind, *_ in self.world.down[who]):
+            return False
+        digest = self.digests[self.world.down[who][0][1]]  # type: ignore[call-overload]
+        known = self.hosts[self._home[who]].addresses.get(digest.generation, set())
+        return not digest.sources.keys() <= known
 
     def _do(self, who: int, act: Callable[..., World], *args: Any) -> None:
         self.world = act(self.world, who, *args)
@@ -431,6 +445,10 @@ class Simulation(Workers):
                     if self.world.workers[who].told or who in members:
                         self.world = self.put(self.world, who, self.world.workers[who]._replace(told=True))
                         self._tell(who, ("generation", generation.number, members, generation.urgent))
+                for who in living:
+                    if who in members:
+                        self.hosts[number].addresses.setdefault(generation.number, set()).add(name(who))
+                        self._tell_node(number, nodes.Offered(generation.number, name(who), "where it is"))
             case core.Publish(digest, _):
                 known_digest = self._published.setdefault(digest.generation, len(self.digests))
                 if known_digest == len(self.digests):
@@ -451,6 +469,9 @@ class Simulation(Workers):
             case core.Done(version):
                 self.check_done(self.world, version)
                 self.done = True
+            case core.Stop():
+                life = self.hosts[number].life
+                self.after(self.way(), lambda: self._kill(number, life))
 
     def _tell(self, who: int, message: tuple[object, ...]) -> None:
         self.world = self.tell(self.world, who, message)
@@ -471,6 +492,13 @@ class Simulation(Workers):
                 for number, host in enumerate(hosts):
                     if host.up and host.node.leads:
                         return self._kill(number)
+            case "kill all":
+                for number in range(self.node_count):
+                    self._kill(number)
+            case "leave":
+                self._leave(fault.nodes[0])
+            case "stop all":
+                self._tell_node(fault.nodes[0], nodes.Happened(core.StopAsked("the simulation asked for it")))
             case "kill half":
                 for number in fault.nodes:
                     self._kill(number)
@@ -501,11 +529,25 @@ class Simulation(Workers):
             case "lose answer":
                 hosts[fault.nodes[0]].loses_answer = True
 
-    def _kill(self, number: int) -> None:
+    def _leave(self, number: int) -> None:
+        """A node is asked to stop: its workers go at a step boundary, or are ended after the grace; then it is launched
+        anew."""
         host = self.hosts[number]
-        if not host.up:
+        if not host.up or host.leaving:
             return
-        host.up, host.paused, host.watch, host.polling = False, False, None, False
+        host.leaving = True
+        life = host.life
+        self._tell_node(number, nodes.Scaled(0))
+        for who in host.workers:
+            self._tell_node(number, nodes.Happened(core.Leaving(name(who))))
+        self.after(GRACE_S, lambda: self._kill(number, life))
+
+    def _kill(self, number: int, life: int | None = None) -> None:
+        host = self.hosts[number]
+        if not host.up or life not in (None, host.life):
+            return
+        host.up, host.paused, host.watch, host.polling, host.leaving = False, False, None, False, False
+        host.addresses.clear()
         host.life += 1
         host.inbox.clear()
         for who in host.workers:

@@ -1,6 +1,7 @@
-"""What the outside sees of a commit or a recovery: ledger, events, checkpoints. Only rank 0 of a generation speaks.
+"""What the outside sees of a commit or a recovery: ledger, events, checkpoints. On each node the first member of a
+generation speaks, to the agent there.
 
-A member that takes over as rank 0 repeats the last commit, in case its predecessor died before it could tell; the
+A member that takes over from it repeats the last commit, in case its predecessor died before it could tell; the
 ledger takes each step of a lineage once.
 """
 
@@ -39,34 +40,38 @@ def committed(parts: Parts, progress: Progress, record: Record, metrics: Metrics
         verified=True,
         committed_at=now,
     )
-    if work.rank == 0 or parts.config.elastic.exactness == "relaxed":  # then nobody can repeat it from a record
+    assert progress.formed is not None
+    if progress.formed.speaks or parts.config.elastic.exactness == "relaxed":  # then nobody can repeat it from a record
         tell_commit(parts, progress, step_s)
     return progress
 
 
 def save_if_due(parts: Parts, progress: Progress) -> None:
-    """After a commit rank 0 begins to save the state if that is due; the others notice, and copy their shares. The end
-    of the run has a checkpoint of its own."""
+    """After a commit the first member of each node begins to save the state if that is due; the others notice, and copy
+    their shares. The end of the run has a checkpoint of its own."""
     formed, version = progress.formed, progress.version
     assert formed is not None
     if progress.record is None or version >= parts.config.training.max_steps:
         return
     window, metrics = parts.config.checkpoint.nonfinite_window, progress.metrics
     if window and metrics is not None and not math.isfinite(metrics.loss):
-        if formed.rank == 0:
+        if formed.speaks:
             parts.saver.set_aside_nonfinite(version)
-    elif formed.rank == 0:
-        digest = formed.digest
-        parts.saver.save_if_due(version, digest.lineage, digest.from_step, formed.world, describe(parts, progress))
+    elif formed.speaks:
+        digest, (_, shares) = formed.digest, formed.on_node
+        uploads = formed.rank == 0  # one node's copy is enough
+        parts.saver.save_if_due(
+            version, digest.lineage, digest.from_step, shares, describe(parts, progress), uploads=uploads
+        )
     else:
-        parts.saver.follow(version, formed.rank, formed.world)
+        parts.saver.follow(version, *formed.on_node)
 
 
 def finish_copy(parts: Parts, progress: Progress) -> None:
     """Before the state changes: have this worker's share of a snapshot copied, if there is one."""
     formed = progress.formed
     assert formed is not None
-    parts.saver.follow(progress.version, formed.rank, formed.world)
+    parts.saver.follow(progress.version, *formed.on_node)
     if parts.saver.copying:
         parts.board.show(Phase.CHECKPOINT, progress.version, deadline_s=parts.config.elastic.exchange_timeout_s)
     parts.saver.join(progress.version)
@@ -149,7 +154,7 @@ def recovered(parts: Parts, progress: Progress, started_at: float, stages: dict[
     if source.kind in ("init", "restore"):
         write_atomically(parts.run_dir / "config.yaml", parts.config.to_yaml().encode())
         parts.link.send("event", event="run_configured", fields=parts.configured)
-    if formed.rank != 0:
+    if not formed.speaks:
         return
     if progress.record is not None and progress.metrics is not None:
         tell_commit(parts, progress, None)
@@ -172,12 +177,15 @@ def recovered(parts: Parts, progress: Progress, started_at: float, stages: dict[
 
 
 def stop_at_boundary(parts: Parts, progress: Progress) -> Left:
-    """All members have agreed to stop after the step just committed: rank 0 saves first, if that was asked for."""
+    """All members have agreed to stop after the step just committed: on each node the first one saves first, if that
+    was asked for."""
     request, formed = parts.link.stop_requested, progress.formed
     assert request is not None and formed is not None and progress.sent is not None
-    if request.get("checkpoint") and formed.rank == 0:
+    if request.get("checkpoint") and formed.speaks:
         parts.board.show(Phase.CHECKPOINT, progress.version, deadline_s=parts.config.elastic.exchange_timeout_s)
-        parts.saver.save(progress.version, formed.digest.lineage, describe(parts, progress))
+        parts.saver.save(
+            progress.version, formed.digest.lineage, describe(parts, progress), uploads=formed.rank == 0
+        )
     progress.sent.exchange.sent(parts.config.elastic.exchange_timeout_s)
     return Left(request.get("reason", "asked to stop"))
 

@@ -67,7 +67,7 @@ def run_slots(parts: Parts, progress: Progress, unit: Node, *, rehearsal: bool =
     assert progress.formed is not None
     for slot, batch in parts.slots.run(step, unit, rehearsal=rehearsal):
         stop_if_void(parts, progress)
-        parts.saver.follow(step, progress.formed.rank, progress.formed.world)
+        parts.saver.follow(step, *progress.formed.on_node)
         with parts.deadlines.measured(Phase.SLOT, step, slot):
             failpoint("slot.forward", step)
             yield batch

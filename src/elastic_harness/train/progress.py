@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from elastic_harness.comm.exchange import Exchange
 from elastic_harness.comm.group import Group
-from elastic_harness.membership.types import Digest, Generation
+from elastic_harness.membership.types import Digest, Generation, node_of
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.commit import Verdict
 from elastic_harness.train.partials import Partials
@@ -29,6 +30,19 @@ class Formed:
     @property
     def world(self) -> int:
         return len(self.generation.members)
+
+    @cached_property
+    def on_node(self) -> tuple[int, int]:
+        """This member's place among those of its node, and how many they are."""
+        members = self.generation.members
+        node = node_of(members[self.rank])
+        there = [rank for rank, member in enumerate(members) if node_of(member) == node]
+        return there.index(self.rank), len(there)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this member tells its agent what is committed, and saves: the first one of each node."""
+        return self.on_node[0] == 0
 
     def unverified(self, step: int) -> tuple[int, ...]:
         """Ranks whose canary is due in this step: only in a generation's first."""

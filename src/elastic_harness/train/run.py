@@ -127,8 +127,9 @@ class Run:
         assert formed is not None
         parts.board.show(Phase.CHECKPOINT, progress.version, deadline_s=parts.config.elastic.exchange_timeout_s)
         sha256 = weights_sha256(parts.registry.model)
-        if formed.rank == 0:
-            parts.saver.save(progress.version, formed.digest.lineage, describe(parts, progress))
+        if formed.speaks:
+            uploads = formed.rank == 0
+            parts.saver.save(progress.version, formed.digest.lineage, describe(parts, progress), uploads=uploads)
             try:
                 export_weights(parts.registry.model, parts.run_dir / "weights.safetensors")
             except InfrastructureError as error:

@@ -1,7 +1,8 @@
 """When this member saves the run's state, and how it gets it back: the training side of the tiers.
 
-Rank 0 decides when a snapshot is due and begins it; all workers copy their share while they compute the next step, and
-nobody applies that step before its share is copied.
+On each node the first worker (alone on its machine, that is rank 0) decides when a snapshot is due and begins it; all
+workers there copy their share while they compute the next step, and nobody applies that step before its share is
+copied.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from elastic_harness.checkpoint.tensors import slice_of
 from elastic_harness.checkpoint.tiers import POLL_S, Report, Tiers
 from elastic_harness.config import CheckpointConfig
 from elastic_harness.errors import ConfigError, HarnessError, InfrastructureError
+from elastic_harness.membership.types import node_of
 from elastic_harness.train.standalone import busy
 from elastic_harness.train.state import Registry
 
@@ -57,9 +61,12 @@ class Saver:
 
     # ---- saving
 
-    def save_if_due(self, version: int, lineage: int, from_step: int, world: int, describe: Describe) -> None:
-        """As rank 0: begin a snapshot if one is due and a slot is free. `from_step`: where this lineage began. Must be
-        followed by `join` before the state changes. Does not block."""
+    def save_if_due(
+        self, version: int, lineage: int, from_step: int, world: int, describe: Describe, *, uploads: bool = True
+    ) -> None:
+        """As the first worker: begin a snapshot if one is due and a slot is free. `from_step`: where this lineage
+        began. `world`: how many workers copy a share. `uploads`: whether it may go to object storage. Must be followed
+        by `join` before the state changes. Does not block."""
         self._check()
         if "auto" in (self._config.checkpoint_interval, self._config.memory_snapshot_interval):
             self._timing.stepped(writing=self._tiers.busy())
@@ -68,11 +75,12 @@ class Saver:
             return
         shares = 1 if self._own is not None else world  # no other process has our memory
         with self._reported(version):
-            if self._begin(version, lineage, describe, shares=shares, to_disk=to_disk) is not None:
+            begun = self._begin(version, lineage, describe, shares=shares, to_disk=to_disk, uploads=uploads)
+            if begun is not None:
                 self._timing.saved(to_disk=to_disk)
 
     def follow(self, version: int, rank: int, world: int) -> None:
-        """As another rank: start copying this worker's share if rank 0 has begun a snapshot of this version. Costs
+        """As another worker: start copying this one's share if the first has begun a snapshot of this version. Costs
         microseconds if not. Does not block."""
         if rank == 0:
             return
@@ -94,7 +102,7 @@ class Saver:
         with self._reported(version):
             self._tiers.join()
 
-    def save(self, version: int, lineage: int, describe: Describe) -> bool:
+    def save(self, version: int, lineage: int, describe: Describe, *, uploads: bool = True) -> bool:
         """Save the state, which is that of a step boundary, unless that is done already; blocks until it is on disk,
         and gives whether it is."""
         self._check()
@@ -102,7 +110,8 @@ class Saver:
         snapshot, durable, wanted = self._tiers.newest(), False, (version, lineage, True)
         with self._reported(version):
             if snapshot is None or (snapshot.version, snapshot.control.lineage, snapshot.control.to_disk) != wanted:
-                while (snapshot := self._begin(version, lineage, describe, shares=1, to_disk=True)) is None:
+                begin = partial(self._begin, version, lineage, describe, shares=1, to_disk=True, uploads=uploads)
+                while (snapshot := begin()) is None:
                     time.sleep(POLL_S)
                 self._tiers.join()
             durable = self._tiers.wait(snapshot) == Outcome.DURABLE
@@ -134,11 +143,12 @@ class Saver:
             self._own = None
 
     def _begin(
-        self, version: int, lineage: int, describe: Describe, *, shares: int, to_disk: bool
+        self, version: int, lineage: int, describe: Describe, *, shares: int, to_disk: bool, uploads: bool
     ) -> Snapshot | None:
         skeleton, tensors = self._capture()
         meta = {"lineage": lineage, "version": version, **describe()}
-        return self._tiers.begin(version, skeleton, tensors, meta, self._policy, shares=shares, to_disk=to_disk)
+        policy = self._policy if uploads else replace(self._policy, upload=None)
+        return self._tiers.begin(version, skeleton, tensors, meta, policy, shares=shares, to_disk=to_disk)
 
     def _capture(self) -> tuple[dict[str, Any], dict[Slice, Tensor]]:
         skeleton, tensors = self._registry.capture()
@@ -204,7 +214,9 @@ def make_saver(config: CheckpointConfig, run_dir: Path, registry: Registry, repo
     if config.nvme_path is not None:
         _lead_elsewhere(folder, Path(config.nvme_path).expanduser().absolute() / run_dir.name)
     base = config.upload_url
-    policy = policy_of(config, None if base is None else f"{base.rstrip('/')}/{run_dir.name}")
+    several = bool(node_of(os.environ.get("ELASTIC_HARNESS_MEMBER", "")))
+    name = os.environ["ELASTIC_HARNESS_RUN_ID"] if several else run_dir.name  # the same on all nodes
+    policy = policy_of(config, None if base is None else f"{base.rstrip('/')}/{name}")
     inherited = os.environ.pop(memory_slots.VARIABLE, None)
     if inherited is not None:
         *descriptors, wake = memory_slots.from_text(inherited)

@@ -1,0 +1,76 @@
+"""What the store knows of a run of several nodes: read, or forgotten, from any machine."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from elastic_harness.agent.options import LaunchOptions
+from elastic_harness.agent.store_link import STATUS
+from elastic_harness.errors import ConfigError
+from elastic_harness.etcd.address import Address
+from elastic_harness.etcd.gateway import Gateway
+from elastic_harness.etcd.store import EtcdStore
+from elastic_harness.membership import node
+from elastic_harness.membership.codec import from_text
+from elastic_harness.membership.types import node_of
+
+
+def prefix_of(run_id: str) -> str:
+    """Where in the store a run's keys are."""
+    return f"elastic-harness/{run_id}/"
+
+
+def forget(options: LaunchOptions) -> str:
+    """Let a run begin anew, unless nodes of it are there; what was done, in words."""
+    assert options.store is not None
+    store = EtcdStore(Gateway(Address.parse(options.store)), prefix_of(options.store_id))
+    entries = {entry.key: entry.revision for entry in store.range(node.EVERYTHING)}
+    nodes = [key for key in entries if key.startswith(node.NODES)]
+    if nodes:
+        return f"{len(nodes)} nodes are in the run {options.store_id} already: this one joins them"
+    forgotten = [key for key in (node.DECISION, node.STATE) if key in entries]
+    store.txn({key: entries[key] for key in forgotten}, deletes=forgotten)
+    return (
+        f"what the store knew of the run {options.store_id} is forgotten"
+        if forgotten
+        else "the store knows no such run"
+    )
+
+
+def status(address: str, run_id: str) -> dict[str, Any]:
+    """The run as the store has it: nodes, workers, generation. Raises ConfigError if there is none."""
+    store = EtcdStore(Gateway(Address.parse(address)), prefix_of(run_id))
+    entries = {entry.key: entry.value for entry in store.range("")}
+    if node.DECISION not in entries and not any(key.startswith(node.NODES) for key in entries):
+        known = {
+            entry.key.split("/")[1]
+            for entry in EtcdStore(Gateway(Address.parse(address)), "").range("elastic-harness/")
+        }
+        raise ConfigError(f"the store knows no run {run_id!r}; it knows {', '.join(sorted(known)) or 'none'}")
+    decision = from_text(entries[node.DECISION]) if node.DECISION in entries else {}
+    told = json.loads(entries.get(STATUS, "{}"))
+    members = decision.get("members") or []
+    nodes = {}
+    for key, value in entries.items():
+        if key.startswith(node.NODES):
+            record = from_text(value)
+            name = key.removeprefix(node.NODES).rpartition(".")[0]
+            ranks = [rank for rank, member in enumerate(members) if node_of(member) == name]
+            nodes[name] = {"places": record["places"], "ready": len(record["members"]), "ranks": ranks}
+    finished = decision.get("finished")
+    return {
+        "run": run_id,
+        "store": address,
+        "status": "finished" if finished is not None else "running" if nodes else "not running",
+        "generation": decision.get("generation"),
+        "members": members,
+        "formed": decision.get("formed", False),
+        "waiting": decision.get("paused", ""),
+        "leader": entries.get(node.LEADER, "").removeprefix(node.NODES).rpartition(".")[0],
+        "lineage": decision.get("known", {}).get("lineage", 0),
+        "step": told.get("step"),
+        "step_age_s": round(time.time() - told["at"], 1) if "at" in told else None,
+        "nodes": nodes,
+    }

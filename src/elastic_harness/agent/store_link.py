@@ -1,0 +1,170 @@
+"""A node's line to the store: carries out what a `Node` asks for in threads of its own, so that the agent never waits.
+
+One thread makes the requests, one after the other; another one keeps the lease alive. What they find out is queued, and
+`wake` says so. A store that is away is asked again and again: nothing is given up, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from elastic_harness.errors import HarnessError
+from elastic_harness.etcd.once import Once
+from elastic_harness.membership import node
+from elastic_harness.membership.store import Put, Store, Watch
+
+PAUSE_S = 0.2
+ONCE = "once/"
+STATUS = "status"
+CLOSE_S_MAX = 1.0
+
+Asked = node.Register | node.Follow | node.Write
+
+
+class StoreLink:
+    """`keeper`: the same store for the thread that keeps the lease, with a short timeout. `ttl_s`: of the lease."""
+
+    def __init__(self, store: Store, keeper: Store, ttl_s: float, wake: Callable[[], None]) -> None:
+        self._store = store
+        self._keeper = keeper
+        self._ttl_s = ttl_s
+        self._wake = wake
+        self._asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._told: deque[node.Input | HarnessError | tuple[Watch, node.Read]] = deque()
+        self._watch: Watch | None = None
+        self._following: node.Follow | None = None
+        self._lease = 0
+        self._once: Once | None = None
+        self._ever = False  # there was a lease: from now on, whatever is wrong with the store may pass
+        self._failing: dict[str, tuple[float, str]] = {}  # by thread: since when, and why
+        self._closed = threading.Event()
+        self._status = ""
+        self._threads = [
+            threading.Thread(target=self._request_all, name="store-requests", daemon=True),
+            threading.Thread(target=self._keep_alive, name="store-lease", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def ask(self, asked: Asked) -> None:
+        """What comes of it will be heard."""
+        self._asked.put(asked)
+
+    def heard(self) -> list[node.Input]:
+        """What is new. Raises HarnessError if the store never let us in."""
+        inputs: list[node.Input] = []
+        while self._told:
+            told = self._told.popleft()
+            if isinstance(told, HarnessError):
+                raise told
+            if isinstance(told, tuple):
+                self._stop_watching()
+                self._watch, told = told
+            inputs.append(told)
+        if self._watch is not None:
+            try:
+                inputs += map(node.Saw, self._watch.poll())
+            except HarnessError:  # the history is gone: read anew
+                self._stop_watching()
+                if self._following is not None:
+                    self.ask(self._following)
+        return inputs
+
+    @property
+    def trouble(self) -> tuple[float, str] | None:
+        """Since when (monotonic) the store cannot be used, and why; None if it can."""
+        failing = sorted(self._failing.values())
+        return failing[0] if failing else None
+
+    def show_status(self, text: str) -> None:
+        """Let anybody who asks the store know; the next keep-alive takes it along."""
+        self._status = text
+
+    def close(self) -> None:
+        """Give the lease back, so that nobody has to wait for its end; at most a second."""
+        self._closed.set()
+        self._asked.put(None)
+        self._stop_watching()
+        for thread in self._threads:
+            thread.join(CLOSE_S_MAX)
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    # ---- the thread of requests
+
+    def _request_all(self) -> None:
+        while not self._closed.is_set():
+            asked = self._asked.get()
+            while asked is not None and not self._closed.is_set():
+                try:
+                    self._request(asked)
+                    self._failing.pop("requests", None)
+                    break
+                except HarnessError as error:
+                    if not self._ever and error.exit_code == 2:
+                        self._tell(error)
+                        return
+                    self._fails("requests", error)
+                    self._closed.wait(PAUSE_S)
+        if self._lease:
+            with contextlib.suppress(HarnessError):
+                self._keeper.revoke(self._lease)
+
+    def _request(self, asked: Asked) -> None:
+        match asked:
+            case node.Register():
+                self._lease = self._store.lease(self._ttl_s)
+                self._once = Once(self._store, ONCE, lambda: self._lease, math.inf)
+                self._ever = True
+                self._tell(node.Registered())
+            case node.Follow(everything):
+                self._following = asked
+                prefix = node.EVERYTHING if everything else node.HEAD
+                entries, revision = self._store.read(prefix)
+                self._tell((self._store.watch(prefix, revision + 1), node.Read(tuple(entries))))
+            case node.Write():
+                assert self._once is not None, "a write before there was a lease"
+                try:
+                    applied, revision = self._once.txn(asked.compare, asked.puts(self._lease))
+                except ValueError:  # the lease has ended
+                    applied, revision = False, 0
+                self._tell(node.Wrote(asked.number, revision) if applied else node.Refused(asked.number))
+
+    # ---- the thread of the lease
+
+    def _keep_alive(self) -> None:
+        shown, ended = "", 0
+        while not self._closed.wait(self._ttl_s / 3):
+            lease = self._lease
+            if not lease or lease == ended:
+                continue
+            try:
+                if not self._keeper.keep_alive(lease):
+                    ended = lease
+                    if lease == self._lease:
+                        self._tell(node.LeaseEnded())
+                elif self._status != shown:
+                    shown = self._status
+                    with contextlib.suppress(ValueError):
+                        self._keeper.txn({}, [Put(STATUS, shown, lease)])
+                self._failing.pop("lease", None)
+            except HarnessError as error:
+                self._fails("lease", error)
+
+    def _fails(self, thread: str, error: HarnessError) -> None:
+        since, _ = self._failing.get(thread, (time.monotonic(), ""))
+        self._failing[thread] = (since, str(error))
+        self._wake()
+
+    def _tell(self, told: node.Input | HarnessError | tuple[Watch, node.Read]) -> None:
+        self._told.append(told)
+        self._wake()

@@ -1,0 +1,186 @@
+"""Several nodes that decide together, through a store: drives `membership.node.Node` with what happens here."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import time
+from typing import Any
+
+from elastic_harness import __version__
+from elastic_harness.agent.agreement import CarryOut, Deliver
+from elastic_harness.agent.elsewhere import prefix_of
+from elastic_harness.agent.fingerprint import HARDWARE_KEYS
+from elastic_harness.agent.loop import Agent, Outcome
+from elastic_harness.agent.store_link import StoreLink
+from elastic_harness.errors import EXIT_CONFIG, InfrastructureError
+from elastic_harness.etcd.address import Address
+from elastic_harness.etcd.gateway import Gateway
+from elastic_harness.etcd.store import EtcdStore
+from elastic_harness.membership import leader
+from elastic_harness.membership.leading import Known
+from elastic_harness.membership.node import (
+    Carry,
+    Described,
+    Excluded,
+    Happened,
+    Input,
+    Node,
+    Offered,
+    Output,
+    Scaled,
+    Tick,
+)
+from elastic_harness.membership.node import (
+    Deliver as Delivered,
+)
+from elastic_harness.membership.types import Limits, node_of
+from elastic_harness.wire import PROTOCOL
+
+AWAY_NOTICE_S = 3.0
+STATUS_S = 5.0
+EXPIRY_S = 1.0  # so long etcd may take to notice that a lease has ended
+
+
+class Together:
+    """See `agreement.Agreement`. Made by the agent, which it wakes when the store has something to say."""
+
+    def __init__(self, agent: Agent, limits: Limits, known: Known, carry_out: CarryOut, deliver: Deliver) -> None:
+        options = agent.options
+        assert options.store is not None
+        self._agent = agent
+        self._carry_out = carry_out
+        self._deliver = deliver
+        self.node = f"{options.node_name}-{os.urandom(3).hex()}"
+        self.least = 1
+        about = {"elastic_harness": __version__, "protocol": PROTOCOL}
+        self._node = Node(self.node, limits, options.workers, known, about)
+        self._living: dict[str, None] = {}
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        address = Address.parse(options.store)
+        prefix = prefix_of(options.store_id)
+        self._store = EtcdStore(Gateway(address), prefix, self._ring)
+        ttl_s = max(1.0, options.node_timeout_s - EXPIRY_S)
+        self._link = StoreLink(self._store, EtcdStore(Gateway(address, ttl_s / 2), prefix), ttl_s, self._ring)
+        self._away_shown = False
+        self._status_at = 0.0
+
+    @property
+    def born(self) -> bool:
+        return self._node.known.born
+
+    def start(self) -> None:
+        self._agent.listen(self._bell, selectors.EVENT_READ, lambda _: self._hear())
+        self._do(self._node.start())
+
+    def tell(self, event: leader.Event, at: float | None = None) -> None:
+        match event:
+            case leader.Ready(member):
+                self._living[member] = None
+            case leader.Lost(member):
+                self._living.pop(member, None)
+        self._take(Happened(event))
+
+    def offer(self, generation: int, key: str, value: str) -> None:
+        self._take(Offered(generation, key, value))
+
+    def describe(self, fingerprint: dict[str, Any]) -> None:
+        relaxed = fingerprint.get("exactness") == "relaxed"
+        self._take(Described({k: v for k, v in fingerprint.items() if not (relaxed and k in HARDWARE_KEYS)}))
+
+    def scale(self, places: int) -> None:
+        self._take(Scaled(places))
+
+    def tick(self) -> None:
+        self._take(Tick())
+        self._say_if_away()
+        now = time.monotonic()
+        if self._node.leads and now - self._status_at > STATUS_S:
+            self._status_at = now
+            self._link.show_status(json.dumps({"step": self._agent.records.committed, "at": time.time()}))
+
+    def stop(self, outcome: Outcome, members: tuple[str, ...]) -> bool:
+        others = [m for m in members if node_of(m) != self.node]
+        if not others or self._link.trouble is not None:
+            return False
+        self._take(Scaled(0))
+        for member in list(self._living):
+            self._take(Happened(leader.Leaving(member)))
+        return True
+
+    def stop_all(self, reason: str) -> bool:
+        if self._link.trouble is not None:
+            raise InfrastructureError(
+                f"the other nodes cannot be told to stop: {self._link.trouble[1]} Try again when the store is back, or "
+                "send SIGTERM to the launch on each node"
+            )
+        self.tell(leader.StopAsked(reason))
+        return True
+
+    def status(self) -> dict[str, Any]:
+        trouble = self._link.trouble
+        return {
+            "node": self.node,
+            "store": None
+            if trouble is None
+            else f"cannot be used for {time.monotonic() - trouble[0]:.0f} s: {trouble[1]}",
+            "leader": self._node.leader.rpartition("/")[2].rpartition(".")[0],
+        }
+
+    def close(self) -> None:
+        self._link.close()
+        self._agent.listen(self._bell, 0, None)
+        os.close(self._bell)
+
+    # ---- between the node and the store
+
+    def _ring(self) -> None:
+        try:
+            os.eventfd_write(self._bell, 1)
+        except (BlockingIOError, OSError):  # it rings already, or the agent has closed
+            pass
+
+    def _hear(self) -> None:
+        try:
+            os.eventfd_read(self._bell)
+        except BlockingIOError:
+            pass
+        for told in self._link.heard():
+            self._take(told)
+        self._say_if_away()
+
+    def _take(self, told: Input) -> None:
+        self._do(self._node.take(told, time.monotonic()))
+
+    def _do(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            match output:
+                case Carry(action):
+                    self._carry_out(action)
+                case Delivered(values):
+                    self._deliver(values)
+                case Excluded(reason):
+                    self._excluded(reason)
+                case _:
+                    self._link.ask(output)
+
+    def _excluded(self, reason: str) -> None:
+        message = (
+            f"this node does not fit the run: {reason}. Give all nodes the same version, configuration and data; a run "
+            "that was begun otherwise is continued as it was, or begun anew with --fresh on all nodes"
+        )
+        self._agent.finish(Outcome(EXIT_CONFIG, "failed", message), graceful=False)
+
+    def _say_if_away(self) -> None:
+        trouble = self._link.trouble
+        if trouble is None and self._away_shown:
+            self._away_shown = False
+            self._agent.records.event("store_back")
+            self._agent.console.notice("the store is back")
+        elif trouble is not None and not self._away_shown and time.monotonic() - trouble[0] > AWAY_NOTICE_S:
+            self._away_shown = True
+            self._agent.records.event("store_away", error=trouble[1])
+            self._agent.console.notice(
+                f"the store cannot be used ({trouble[1]}) Training goes on; what happens to workers meanwhile waits"
+            )
