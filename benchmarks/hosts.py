@@ -159,6 +159,11 @@ class Network:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    @property
+    def machine(self) -> Host:
+        """This machine, as the hosts reach it: for an address to cut."""
+        return Host("", f"{_prefix(self.bridge)}.254")
+
     def close(self) -> None:
         """Kill all processes in the hosts, wait for them, and remove the hosts and the bridge."""
         try:

@@ -35,11 +35,11 @@ def program(version: str) -> str:
     return candidate
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
+            sock.bind((host, 0))
         return [sock.getsockname()[1] for sock in sockets]
 
 
@@ -78,18 +78,27 @@ class Member:
 
 
 class Cluster:
-    """`members` of one etcd. Leases of 1 s and more are possible. `tls`: options that serve clients over TLS."""
+    """`members` of one etcd. Leases of 1 s and more are possible. `options`: of each, TLS for its clients for example.
+    `host`: the address on which they listen to clients."""
 
-    def __init__(self, folder: Path, version: str = "3.5", members: int = 1, tls: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        version: str = "3.5",
+        members: int = 1,
+        options: Sequence[str] = (),
+        host: str = "127.0.0.1",
+    ) -> None:
         self.folder = folder
-        ports = free_ports(2 * members)
+        tls = any(option.startswith("--cert-file") for option in options)
+        ports = free_ports(2 * members, host)
         scheme = "https" if tls else "http"
         peers = [f"http://127.0.0.1:{port}" for port in ports[members:]]
         known = ",".join(f"m{number}={peer}" for number, peer in enumerate(peers))
         self.members = []
         for number, peer in enumerate(peers):
-            endpoint = f"{scheme}://127.0.0.1:{ports[number]}"
-            command = [program(version), "--name", f"m{number}", "--data-dir", str(folder / f"m{number}"), *tls]
+            endpoint = f"{scheme}://{host}:{ports[number]}"
+            command = [program(version), "--name", f"m{number}", "--data-dir", str(folder / f"m{number}"), *options]
             command += ["--listen-client-urls", endpoint, "--advertise-client-urls", endpoint]
             command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", known]
             command += ["--heartbeat-interval", "50", "--election-timeout", "500", "--logger", "zap"]
@@ -129,9 +138,11 @@ class Cluster:
 
 
 @contextmanager
-def serving(folder: Path, version: str = "3.5", members: int = 1) -> Iterator[Cluster]:
+def serving(
+    folder: Path, version: str = "3.5", members: int = 1, options: Sequence[str] = (), host: str = "127.0.0.1"
+) -> Iterator[Cluster]:
     """A cluster that answers."""
-    cluster = Cluster(folder, version, members)
+    cluster = Cluster(folder, version, members, options, host)
     try:
         cluster.start()
         cluster.wait()

@@ -12,7 +12,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from elastic_harness.data.order import EpochOrder, Order, Places, ids_of
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError, HarnessError
 from elastic_harness.events import read_events
-from elastic_harness.ledger import Ledger, LedgerLine, lanes_covered_once, read_ledger
+from elastic_harness.ledger import FILE_NAME, Ledger, LedgerLine, lanes_covered_once, read_ledger
 
 EXIT_VIOLATED = 1
 _IDENTITY = ("seed", "n_samples", "slots", "lanes", "micro_batch_samples", "global_batch_samples")
@@ -99,18 +99,25 @@ def slot_digest(sample_ids: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(sample_ids, dtype="<i8").tobytes()).hexdigest()[:16]
 
 
-def verify(run_dir: str | Path, max_violations: int = 20) -> Verdict:
-    """The verdict on a run folder. Reads only; raises a HarnessError only if there is nothing to judge."""
-    folder = Path(run_dir)
-    ledger = read_ledger(folder)
-    events = list(read_events(folder / "events.jsonl")) if (folder / "events.jsonl").exists() else []
-    return judge(str(folder), ledger, events, max_violations)
+def verify(*run_dirs: str | Path, max_violations: int = 20) -> Verdict:
+    """The verdict on a run's folder, or on those of all its nodes together: what one of them did not see is in another,
+    and what several saw must be the same. Reads only; raises a HarnessError only if there is nothing to judge."""
+    folders = [Path(run_dir) for run_dir in run_dirs]
+    with_ledger = [folder for folder in folders if (folder / FILE_NAME).exists() or folder.is_file()]
+    ledgers = [read_ledger(folder) for folder in with_ledger or folders]
+    ledger = Ledger(
+        ledgers[0].path, tuple(line for each in ledgers for line in each.lines), any(each.torn for each in ledgers)
+    )
+    events = [
+        list(read_events(folder / "events.jsonl")) if (folder / "events.jsonl").exists() else [] for folder in folders
+    ]
+    return judge(" ".join(map(str, folders)), ledger, *events, max_violations=max_violations)
 
 
-def judge(run: str, ledger: Ledger, events: Iterable[Mapping[str, Any]], max_violations: int = 20) -> Verdict:
-    """The verdict on a ledger and the events beside it; pure, apart from what it is given."""
-    events = list(events)
-    identity, violations = _identity(run, events)
+def judge(run: str, ledger: Ledger, *nodes: Iterable[Mapping[str, Any]], max_violations: int = 20) -> Verdict:
+    """The verdict on a ledger and the events beside it, of each node; pure, apart from what it is given."""
+    by_node = [list(events) for events in nodes]
+    identity, violations = _identity(run, [event for events in by_node for event in events])
     violations += _conflicting_lines(ledger)
     lines = ledger.followed()
     replay = _Replay(identity, lines)
@@ -123,9 +130,10 @@ def judge(run: str, ledger: Ledger, events: Iterable[Mapping[str, Any]], max_vio
         samples += line.count
     if len(violations) < max_violations:
         violations += replay.gaps() + replay.incomplete_epochs()
-    finished = _finish(events)
+    ends = [end for events in by_node if (end := _finish(events)) is not None]
+    finished = ends[0] if ends else None
     if finished is not None and not violations:
-        violations += _end_mismatch(finished, lines)
+        violations += _end_mismatch(finished, lines) + _different_ends(ends)
     return Verdict(
         ok=not violations,
         run=run,
@@ -341,6 +349,11 @@ def _end_mismatch(finished: Mapping[str, Any], lines: Mapping[int, LedgerLine]) 
     ]
 
 
+def _different_ends(ends: Sequence[Mapping[str, Any]]) -> list[str]:
+    hashes = sorted({str(end.get("weights_sha256")) for end in ends})
+    return [] if len(hashes) == 1 else [f"the nodes finished with different weights: {', '.join(hashes)}"]
+
+
 def _in_step_order(violations: list[str]) -> list[str]:
     def order(text: str) -> int:
         head = text.split(":", 1)[0].split()
@@ -354,14 +367,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="elastic-harness verify", description="Prove that a run used every sample exactly once."
     )
-    parser.add_argument("run", help="the run's folder, for example runs/20261120-demo")
+    parser.add_argument(
+        "run", nargs="+", help="the run's folder, for example runs/20261120-demo; of several nodes all folders"
+    )
     parser.add_argument("--json", action="store_true", help="print the verdict as one JSON object")
     arguments = parser.parse_args(argv)
     try:
-        verdict = verify(arguments.run)
+        verdict = verify(*arguments.run)
     except HarnessError as error:
         if arguments.json:
-            print(json.dumps({"ok": False, "run": arguments.run, "violations": [str(error)]}))
+            print(json.dumps({"ok": False, "run": " ".join(arguments.run), "violations": [str(error)]}))
         else:
             print(f"elastic-harness verify: {error}", file=sys.stderr)
         return error.exit_code

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,15 @@ class Job:
         script: Path = FAKE_WORKER,
         options: tuple = (),
         variables: Mapping[str, str] | None = None,
+        popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+        where: Sequence[object] = ("--standalone",),
     ) -> None:
         self.run_dir = run_dir
         self.output = ""
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(run_dir.with_name(run_dir.name + f".out-{time.time_ns()}"), "w+b")
-        self.process = subprocess.Popen(
-            command("launch", "--standalone", "--run-dir", run_dir, *options, script, *arguments),
+        self.process = popen(
+            command("launch", *where, "--run-dir", run_dir, *options, script, *arguments),
             env={**environment(), **(variables or {})},
             stdin=subprocess.DEVNULL,
             stdout=self._file,

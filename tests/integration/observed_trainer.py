@@ -29,6 +29,7 @@ from elastic_harness.train.partials import Partials
 from elastic_harness.train.run import Run, Step
 
 MEMBER = os.environ.get("ELASTIC_HARNESS_MEMBER", "alone")
+NAME = MEMBER.replace("/", ".")  # a member of several nodes, as part of a file's name
 WHOLE_RUN = ("checkpoint.", "finish.")  # places passed by a background thread or after the last step
 
 
@@ -103,12 +104,12 @@ def note_lanes(folder: Path) -> None:
     add, report = Partials.add, AgentLink.report
 
     def note(partials: Partials, node: tuple[int, int], *rest: Any) -> Any:
-        with open(folder / f"lanes-{MEMBER}", "a") as file:
+        with open(folder / f"lanes-{NAME}", "a") as file:
             file.write(json.dumps([partials.step, *node]) + "\n")
         return add(partials, node, *rest)
 
     def tell(link: AgentLink, said: Any) -> None:
-        with open(folder / f"reports-{MEMBER}", "a") as file:
+        with open(folder / f"reports-{NAME}", "a") as file:
             file.write(json.dumps(said.to_json()) + "\n")
         report(link, said)
 
@@ -128,7 +129,7 @@ def note_leftovers(folder: Path) -> None:
         except OSError:
             continue
     threads = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
-    (folder / f"left-{MEMBER}.json").write_text(json.dumps({"threads": threads, "sockets": sockets}))
+    (folder / f"left-{NAME}.json").write_text(json.dumps({"threads": threads, "sockets": sockets}))
 
 
 def main() -> None:

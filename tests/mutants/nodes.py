@@ -74,8 +74,8 @@ PATCHES = [
     ),
     Patch(
         "nodes that died with the leader are not missed",
-        "self._step([leader.Lost(m) for m in self.state.ready if m not in living], now)",
-        "self._step([], now)",
+        "self._step([*(leader.Lost(m) for m in self.state.ready if m not in living), *self._scaled()], now)",
+        "self._step(self._scaled(), now)",
     ),
     Patch(
         "what was not read is forgotten with the lease",

@@ -294,7 +294,7 @@ def test_tls_on_both_sides(tmp_path: Path) -> None:
             pytest.skip("missing program openssl")
     tls = ["--cert-file", f"{tmp_path}/server.pem", "--key-file", f"{tmp_path}/server.key"]
     tls += ["--trusted-ca-file", f"{tmp_path}/ca.pem", "--client-cert-auth"]
-    cluster = Cluster(tmp_path, tls=tls)
+    cluster = Cluster(tmp_path, options=tls)
     host = cluster.endpoints[0].removeprefix("https://")
     try:
         cluster.start()

@@ -185,9 +185,9 @@ class ElasticRun:
             if worker.member not in self._members:
                 self.agent.stop_worker(worker, outcome.status, graceful=False)
 
-    def stop_all(self, outcome: Outcome) -> None:
-        if self._done or not self.agreement.stop_all(outcome.message):
-            self.agent.finish(outcome, graceful=True)
+    def stop_all(self, why: str) -> None:
+        if self._done or not self.agreement.stop_all(why):
+            self._on_stop(why)
 
     def close(self) -> None:
         self.agreement.close()
@@ -330,8 +330,8 @@ class ElasticRun:
 
     def _on_stop(self, reason: str) -> None:
         """All nodes stop."""
-        resume = f"resume with: elastic-harness resume {self.agent.folder.path}"
-        self.agent.finish(Outcome(EXIT_TERMINATED, "stopped", f"{reason}; {resume}"), graceful=True)
+        self.agent.folder.update(status="stopping")
+        self.agent.finish(self.agent.stopped(EXIT_TERMINATED, reason), graceful=True)
         self.agent.stop_workers("stopped", graceful=True)  # also if this node was about to leave
 
     def _on_done(self, version: int) -> None:

@@ -69,7 +69,7 @@ class Supervisor(Protocol):
     def stop(self, outcome: Outcome) -> None:
         """This node was asked to stop, keeping what it has reached."""
 
-    def stop_all(self, outcome: Outcome) -> None:
+    def stop_all(self, why: str) -> None:
         """The run was asked to stop, on all of its nodes."""
 
     def close(self) -> None: ...
@@ -472,13 +472,14 @@ class Agent:
 
     def stop(self, exit_code: int, why: str, *, everywhere: bool = False) -> None:
         """Stop the job on request, keeping what it has reached; with `everywhere` on all nodes."""
-        resume = f"resume with: elastic-harness resume {self.folder.path}"
-        outcome = Outcome(exit_code, "stopped", f"{why}; {resume}")
         if everywhere:
-            self.supervisor.stop_all(outcome)
+            self.supervisor.stop_all(why)
         else:
             self.folder.update(status="stopping")
-            self.supervisor.stop(outcome)
+            self.supervisor.stop(self.stopped(exit_code, why))
+
+    def stopped(self, exit_code: int, why: str) -> Outcome:
+        return Outcome(exit_code, "stopped", f"{why}; resume with: elastic-harness resume {self.folder.path}")
 
 
 def ready(selector: selectors.BaseSelector, timeout_s: float) -> Iterator[tuple[selectors.SelectorKey, int]]:

@@ -18,6 +18,7 @@ from elastic_harness.errors import (
     EXIT_CONFIG,
     EXIT_INFRASTRUCTURE,
     EXIT_SUCCESS,
+    EXIT_TERMINATED,
     EXIT_TOO_FEW_WORKERS,
     EXIT_USER_CODE,
     ConfigError,
@@ -96,8 +97,8 @@ class PlainRun:
     def stop(self, outcome: Outcome) -> None:
         self.agent.finish(outcome, graceful=True)
 
-    def stop_all(self, outcome: Outcome) -> None:
-        self.agent.finish(outcome, graceful=True)
+    def stop_all(self, why: str) -> None:
+        self.agent.finish(self.agent.stopped(EXIT_TERMINATED, why), graceful=True)
 
     def close(self) -> None:
         pass

@@ -133,7 +133,7 @@ class Leading:
         if self.state is not None and now >= self._patient_until and not self._missed:
             self._missed = True
             living = {member for record in self._records.values() for member in record["members"]}
-            self._step([leader.Lost(m) for m in self.state.ready if m not in living], now)
+            self._step([*(leader.Lost(m) for m in self.state.ready if m not in living), *self._scaled()], now)
         self._step([leader.Tick()], now)
 
     # ---- what follows
@@ -229,8 +229,11 @@ class Leading:
         self._step([*self._scaled(), *events], now)
 
     def _scaled(self) -> list[leader.Event]:
-        """How many workers are wanted now: all that the nodes have places for."""
+        """How many workers are wanted now: all that the nodes have places for. Not before it is known who is missing:
+        of fewer that are wanted, living ones would have to go."""
         assert self.state is not None
+        if not self._missed:
+            return []
         limits = self.state.limits
         unchanged = max(limits.min_workers, min(self._wanted, limits.max_workers)) == limits.target
         return [] if unchanged else [leader.Scaled(self._wanted)]

@@ -1,0 +1,230 @@
+"""Jobs on three hosts with a real etcd: whatever becomes of a host or its network, the weights are those of a run that
+was never disturbed, and every sample is in the ledgers once."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from benchmarks import hosts as namespaces
+from benchmarks.hosts import Network
+
+from etcd_servers import serving
+from integration.launch_tools import SOURCE
+from integration.several import Hosts
+
+pytestmark = pytest.mark.slow
+STEPS = 14
+Weights = Callable[[int], str]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def available() -> None:
+    reason = namespaces.unavailable()
+    if reason and os.environ.get("ELASTIC_HARNESS_CI"):
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    with Network(3) as network, serving(tmp_path, host=network.machine.address) as cluster:
+        job = Hosts(tmp_path, network, cluster, steps=STEPS)
+        try:
+            yield job
+        finally:
+            job.close()
+
+
+def test_a_host_vanishes_and_comes_back(hosts: Hosts, undisturbed: Weights) -> None:
+    for number in range(3):
+        hosts.launch(number)
+    hosts.fill(3)
+    hosts.advance(2)
+    victim = (hosts.leader() + 1) % 3
+    host = hosts.network.hosts[victim]
+    host.kill_all()
+    gone_at = time.monotonic()
+    hosts.advance(2)
+    assert time.monotonic() - gone_at < 10
+    host.heal()
+    hosts.launch(victim)
+    hosts.fill(3)
+    hosts.finish(undisturbed(STEPS), 0, 1, 2)
+
+
+def test_the_leader_vanishes_and_another_host_leaves(hosts: Hosts, undisturbed: Weights) -> None:
+    for number in range(3):
+        hosts.launch(number, nodes="1:3")
+    hosts.fill(3)
+    victim = hosts.leader()
+    hosts.network.hosts[victim].kill_all()
+    hosts.advance(2)
+    staying, leaving = (number for number in range(3) if number != victim)
+    hosts.jobs[leaving].send(signal.SIGTERM)
+    hosts.fill(1)
+    hosts.until_ended(leaving, code=143)
+    number, *_ = [e for e in hosts.jobs[staying].events("generation") if len(e["members"]) == 1][-1:]
+    assert not number["urgent"], "the others were disturbed by a host that left"
+    hosts.finish(undisturbed(STEPS), staying)
+
+
+def test_all_hosts_leave_at_once_and_go_on_later(hosts: Hosts, undisturbed: Weights) -> None:
+    for number in range(2):
+        hosts.launch(number)
+    hosts.fill(2)
+    hosts.advance(2)
+    for number in range(2):
+        hosts.jobs[number].send(signal.SIGTERM)
+    hosts.allow(2)
+    hosts.until_ended(0, 1, code=143)
+    step = hosts.committed()
+    assert not hosts.status()["nodes"]
+    for number in range(2):
+        hosts.launch(number)
+    hosts.fill(2)
+    hosts.until(lambda: hosts.jobs[0].events("recovery")[-1]["version"] >= step, "the restored state")
+    assert hosts.status()["lineage"] == 1
+    hosts.finish(undisturbed(STEPS), 0, 1)
+
+
+def test_one_command_stops_all_hosts(hosts: Hosts, undisturbed: Weights) -> None:
+    for number in range(3):
+        hosts.launch(number)
+    hosts.fill(3)
+    asked = hosts.do(1, "stop", hosts.jobs[1].run_dir, "--timeout", 0)
+    assert "still ending" in asked.stderr
+    hosts.allow(2)
+    hosts.until_ended(0, 1, 2, code=143)
+    for number in range(3):
+        hosts.launch(number)
+    hosts.finish(undisturbed(STEPS), 0, 1, 2)
+    late = hosts.launch(0)  # a node that comes when all is over does not begin again
+    hosts.until_ended(0, code=0)
+    assert "finished" in late.shown()
+
+
+def test_a_host_that_is_cut_off_pauses_and_comes_back(hosts: Hosts, undisturbed: Weights) -> None:
+    for number in range(3):
+        hosts.launch(number)
+    hosts.fill(3)
+    hosts.advance(1)
+    victim = (hosts.leader() + 1) % 3
+    before = hosts.jobs[victim].committed()
+    hosts.network.hosts[victim].cut()
+    hosts.advance(3)
+    assert hosts.jobs[victim].committed() <= before + 1, "the minority trained on"
+    assert hosts.jobs[victim].alive
+    hosts.network.hosts[victim].heal()
+    hosts.fill(3)
+    hosts.finish(undisturbed(STEPS), 0, 1, 2)
+
+
+def test_a_host_that_loses_the_store_alone_is_let_go(hosts: Hosts, undisturbed: Weights) -> None:
+    for number in range(3):
+        hosts.launch(number)
+    hosts.fill(3)
+    victim = hosts.leader()
+    hosts.network.hosts[victim].cut(to=hosts.network.machine)
+    others = [number for number in range(3) if number != victim]
+    hosts.until(lambda: len(hosts.jobs[others[0]].events("generation")[-1]["members"]) == 2, "the others to go on")
+    hosts.advance(2)
+    hosts.until(lambda: "the store cannot be used" in hosts.jobs[victim].shown(), "word of it")
+    hosts.network.hosts[victim].heal()
+    hosts.fill(3)
+    hosts.finish(undisturbed(STEPS), 0, 1, 2)
+
+
+def test_the_store_is_away_returns_and_loses_everything(hosts: Hosts, undisturbed: Weights) -> None:
+    for number in range(2):
+        hosts.launch(number)
+    hosts.fill(2)
+    (member,) = hosts.cluster.members
+    member.stop()
+    hosts.advance(2)  # training goes on
+    hosts.until(lambda: "the store cannot be used" in hosts.jobs[0].shown(), "word of it")
+    killed = hosts.jobs[1].events("worker_started")[-1]
+    os.kill(killed["pid"], signal.SIGKILL)
+    hosts.until(lambda: hosts.jobs[1].events("failure_detected"), "the loss to be noticed")
+    member.start()
+    hosts.until(lambda: "the store is back" in hosts.jobs[0].shown(), "the store")
+    hosts.fill(2)
+    member.stop()
+    hosts.cluster.lose_data()
+    member.start()
+    hosts.cluster.wait()
+    hosts.fill(2)
+    assert hosts.status()["lineage"] == 0, "the state was lost with the store"
+    hosts.finish(undisturbed(STEPS), 0, 1)
+
+
+def test_too_few_nodes_wait_alive(hosts: Hosts, undisturbed: Weights) -> None:
+    for number in range(2):
+        hosts.launch(number)
+    hosts.fill(2)
+    hosts.network.hosts[1].kill_all()
+    waiting = "waiting: workers of 1 of at least 2 nodes are ready"
+    hosts.until(lambda: hosts.status().get("waiting") == waiting, "node 0 to wait")
+    hosts.network.hosts[1].heal()
+    hosts.launch(1)
+    hosts.fill(2)
+    assert hosts.status()["lineage"] == 0, "the state of the one that waited was lost"
+    hosts.finish(undisturbed(STEPS), 0, 1)
+
+
+def test_nodes_that_differ_are_turned_away(hosts: Hosts, tmp_path: Path, undisturbed: Weights) -> None:
+    hosts.launch(0, nodes="1:3")
+    hosts.fill(1)
+    hosts.advance(1)
+    hosts.launch(1, nodes="1:3", settings=("seed=7",))
+    hosts.until_ended(1, code=2)
+    assert "does not fit the run" in hosts.jobs[1].shown() and "seed is 7 on this node" in hosts.jobs[1].shown()
+    source = shutil.copytree(SOURCE, tmp_path / "old")
+    init = source / "elastic_harness" / "__init__.py"
+    init.write_text(re.sub(r'__version__ = "[^"]*"', '__version__ = "0.0.1"', init.read_text()))
+    old = hosts.launch(2, nodes="1:3", source=source)
+    hosts.until_ended(2, code=2)
+    assert "0.0.1" in old.shown()
+    hosts.forget(1)
+    hosts.forget(2)
+    hosts.finish(undisturbed(STEPS), 0)
+
+
+@pytest.mark.parametrize("place", ["exchange.header_sent", "exchange.partial_sent", "recovery.reported"])
+def test_workers_die_at_any_place(hosts: Hosts, undisturbed: Weights, place: str) -> None:
+    for number in range(2):
+        hosts.launch(number, nproc=2)
+    hosts.fill(4)
+    hosts.advance(1)
+    hosts.order(1, place)
+    hosts.order(2, "slot.forward")
+    hosts.advance(2)
+    hosts.fill(4)
+    hosts.finish(undisturbed(STEPS), 0, 1)
+
+
+def test_an_agent_is_killed_and_a_member_of_etcd_with_it(tmp_path: Path, undisturbed: Weights) -> None:
+    with Network(3) as network, serving(tmp_path, members=3, host=network.machine.address) as cluster:
+        hosts = Hosts(tmp_path, network, cluster, steps=STEPS)
+        try:
+            for number in range(3):
+                hosts.launch(number)
+            hosts.fill(3)
+            os.kill(hosts.jobs[hosts.leader()].record()["agent_pid"], signal.SIGKILL)
+            cluster.members[0].stop()
+            hosts.advance(1)
+            hosts.fill(3)
+            cluster.members[1].send(signal.SIGSTOP)
+            cluster.members[0].start()
+            hosts.advance(1)
+            cluster.members[1].send(signal.SIGCONT)
+            hosts.finish(undisturbed(STEPS), 0, 1, 2)
+        finally:
+            hosts.close()
