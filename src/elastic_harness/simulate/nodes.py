@@ -19,7 +19,7 @@ from elastic_harness.membership import leader as core
 from elastic_harness.membership import node as nodes
 from elastic_harness.membership.node import Known, Node
 from elastic_harness.membership.store import EmbeddedStore, Watch
-from elastic_harness.membership.types import Limits
+from elastic_harness.membership.types import Digest, Limits
 from elastic_harness.simulate.cluster import Size, index_of, name
 from elastic_harness.simulate.workers import Workers
 from elastic_harness.simulate.world import Message, Violation, Worker, World
@@ -35,6 +35,7 @@ NOTICE_S = 0.3  # until a broken connection is noticed, at most
 TRACE_MAX = 10_000
 AHEAD_S_MAX, FASTER_MAX = 1e4, 0.05  # no two nodes' clocks agree, nor do they run equally fast
 GRACE_S = 3.0  # that a node has for leaving
+NOTICED_S = 4.0  # after which whatever befell a node has been dealt with
 QUIET_S = 60.0  # after the last fault: so long the job may take to get done
 
 
@@ -94,6 +95,7 @@ class Host:
     known: Known = field(default_factory=Known)
     workers: list[int] = field(default_factory=list)
     leaving: bool = False
+    well_since: float = 0.0  # nothing keeps it from taking part since then
     addresses: dict[int, set[str]] = field(default_factory=dict)  # that arrived, by generation
     inbox: list[nodes.Input] = field(default_factory=list)
 
@@ -454,6 +456,7 @@ class Simulation(Workers):
                 if known_digest == len(self.digests):
                     self.check_digest(self.world, core.State(self._limits), digest)
                     self.digests.append(digest)
+                    self._check_kept(digest)
                 elif self.digests[known_digest] != digest:
                     raise Violation("two digests", f"{digest} and {self.digests[known_digest]}")
                 for who in living:
@@ -473,6 +476,16 @@ class Simulation(Workers):
                 life = self.hosts[number].life
                 self.after(self.way(), lambda: self._kill(number, life))
 
+    def _check_kept(self, digest: Digest) -> None:
+        """Nobody begins again while somebody who could take part has the state."""
+        if all(source.kind not in ("init", "restore") for source in digest.sources.values()):
+            return
+        for who, w in enumerate(self.world.workers):
+            host = self.hosts[self._home[who]]
+            well = host.up and not host.paused and not host.leaving and self.now - host.well_since > NOTICED_S
+            if w.up and w.version >= 0 and w.mode != "over" and well:
+                raise Violation("state given up", f"{name(who)} has version {w.version}: {digest}")
+
     def _tell(self, who: int, message: tuple[object, ...]) -> None:
         self.world = self.tell(self.world, who, message)
 
@@ -481,6 +494,9 @@ class Simulation(Workers):
     def _strike(self, fault: Fault) -> None:
         rng, hosts = self.rng, self.hosts
         self._note(-1, "FAULT", fault)
+        disturbed = fault.kind.startswith(("store", "cut all", "stop all"))
+        for host in hosts if disturbed else [hosts[number] for number in fault.nodes]:
+            host.well_since = max(host.well_since, self.now + fault.lasts_s)
         match fault.kind:
             case "kill worker":
                 living = [who for n in fault.nodes if hosts[n].up for who in hosts[n].workers]
@@ -558,6 +574,7 @@ class Simulation(Workers):
 
     def _restart(self, number: int) -> None:
         host = self.hosts[number]
+        host.well_since = max(host.well_since, self.now)
         host.up, host.reaches, host.hears, host.lease = True, True, True, 0
         host.node = self._new_node(number, host.life, host.known)
         self._boot(number)
