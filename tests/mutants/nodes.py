@@ -78,12 +78,6 @@ PATCHES = [
         "self._step(self._scaled(), now)",
     ),
     Patch(
-        "living ones go before it is known who is missing",
-        "if not self._missed:",
-        "if False:",
-        ("kill half",),
-    ),
-    Patch(
         "what was not read is forgotten with the lease",
         "for event in [*map(leader.Ready, self._members), *unread]:",
         "for event in [*map(leader.Ready, self._members)]:",

@@ -322,3 +322,24 @@ def test_any_cut_of_the_lanes_covers_them_and_any_hole_or_overlap_does_not(lanes
     for index in range(len(parts)):
         assert lanes_covered_once(parts[:index] + parts[index + 1 :], lanes) is not None
         assert lanes_covered_once([*parts, parts[index]], lanes) is not None
+
+
+def test_the_ledgers_of_several_nodes_are_judged_together(tmp_path: Path) -> None:
+    lines = [ledger_line(step) for step in range(10)]
+    first = write_run(tmp_path / "a", lines[:-2], version=10)
+    second = write_run(tmp_path / "b", lines[2:], version=10)
+    assert not verification.verify(first).ok and not verification.verify(second).ok
+    verdict = verification.verify(first, second)
+    assert verdict.ok and verdict.steps == 10, str(verdict)
+    third = write_run(tmp_path / "c", [{**lines[3], "loss": 0.5}], version=10)
+    assert "recorded twice" in verification.verify(first, second, third).violations[0]
+
+
+def test_nodes_that_finish_with_different_weights_are_named(tmp_path: Path) -> None:
+    lines = [ledger_line(step) for step in range(10)]
+    first, second = (write_run(tmp_path / name, lines, version=10) for name in "ab")
+    events = second / "events.jsonl"
+    finished = json.loads(events.read_text().splitlines()[-1])
+    with events.open("a") as file:
+        file.write(json.dumps({**finished, "weights_sha256": "0" * 64}) + "\n")
+    assert "different weights" in verification.verify(first, second).violations[0]

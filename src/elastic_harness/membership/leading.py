@@ -68,7 +68,7 @@ class Leading:
         self._published = (0, 0, 0)  # count, read and number of the excluded of the last decision
         self._values: dict[int, dict[str, str]] = {}
         self._values_published: dict[int, int] = {}  # how many of them were
-        self._values_due = False
+        self._values_waiting = self._values_due = False  # for more of them, and long enough
 
     # ---- what the records say
 
@@ -125,7 +125,7 @@ class Leading:
 
     def tick(self, now: float) -> None:
         """Time passed."""
-        self._values_due = True
+        self._values_due = self._values_waiting
         if not self._all_read or self._patient_until is None:
             return
         if self.state is None and now >= self._patient_until:
@@ -176,8 +176,9 @@ class Leading:
         if all(count <= self._values_published.get(number, 0) for number, count in counts.items()):
             return None
         if counts.get(generation.number, 0) < len(generation.members) and not self._values_due:
+            self._values_waiting = True
             return None
-        self._values_published, self._values_due = counts, False
+        self._values_published, self._values_waiting, self._values_due = counts, False, False
         return self._values
 
     def _begin(self, now: float) -> None:

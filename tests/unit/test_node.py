@@ -1,0 +1,272 @@
+"""One node's part in agreeing with others, message by message; the simulator looks at all of it together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from elastic_harness.membership import leader, node
+from elastic_harness.membership.codec import PACKED_FROM, encode, from_text, to_text
+from elastic_harness.membership.leading import Known
+from elastic_harness.membership.node import Carry, Deliver, Excluded, Happened, Node, Offered, Read, Saw, Tick, Wrote
+from elastic_harness.membership.store import Change, EmbeddedStore, Entry, Watch
+from elastic_harness.membership.types import Generation, Limits, Report
+
+LIMITS = Limits(1, 8, 1)
+
+
+class Nodes:
+    """Nodes that reach a store at once, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.store = EmbeddedStore(lambda: self.now)
+        self.nodes: dict[str, Node] = {}
+        self.leases: dict[str, int] = {}
+        self.watches: dict[str, Watch] = {}
+        self.seen: dict[str, list[node.Output]] = {}
+        self.cut: set[str] = set()
+        self.writes = 0
+
+    def add(self, name: str, *, about: dict[str, Any] | None = None, known: Known = Known(), places: int = 1) -> Node:
+        made = self.nodes[name] = Node(name, LIMITS, places, known, about or {"seed": 1})
+        self.seen[name] = []
+        self._do(name, made.start())
+        self.settle()
+        return made
+
+    def tell(self, name: str, *told: node.Input) -> None:
+        for each in told:
+            self._do(name, self.nodes[name].take(each, self.now))
+        self.settle()
+
+    def ready(self, name: str, member: str) -> None:
+        self.tell(name, Happened(leader.Ready(member)))
+
+    def remove(self, name: str) -> None:
+        """The node is gone, and its lease ends."""
+        del self.nodes[name]
+        self.store.revoke(self.leases[name])
+        self.settle()
+
+    def tick(self, seconds: float = 0.1) -> None:
+        self.now += seconds
+        for name in list(self.nodes):
+            for lease in self.leases.values():
+                self.store.keep_alive(lease)
+            self._do(name, self.nodes[name].take(Tick(), self.now))
+        self.settle()
+
+    def settle(self) -> None:
+        changed = True
+        while changed:
+            changed = False
+            for name in list(self.nodes):
+                if name in self.watches and name not in self.cut:
+                    for change in self.watches[name].poll():
+                        changed = True
+                        self._do(name, self.nodes[name].take(Saw(change), self.now))
+
+    def actions(self, name: str, kind: type) -> list[Any]:
+        return [o.action for o in self.seen[name] if isinstance(o, Carry) and isinstance(o.action, kind)]
+
+    def _do(self, name: str, outputs: Sequence[node.Output]) -> None:
+        made = self.nodes[name]
+        for output in outputs:
+            self.seen[name].append(output)
+            match output:
+                case node.Register():
+                    self.leases[name] = self.store.lease(1e9)
+                    self._do(name, made.take(node.Registered(), self.now))
+                case node.Follow(everything):
+                    prefix = node.EVERYTHING if everything else node.HEAD
+                    entries, revision = self.store.read(prefix)
+                    self.watches[name] = self.store.watch(prefix, revision + 1)
+                    self._do(name, made.take(Read(tuple(entries)), self.now))
+                case node.Write():
+                    self.writes += 1
+                    applied, revision = self.store.txn(output.compare, output.puts(self.leases[name]))
+                    said = Wrote(output.number, revision) if applied else node.Refused(output.number)
+                    self._do(name, made.take(said, self.now))
+
+
+def two(nodes: Nodes) -> None:
+    """A job of two nodes, which has formed its first generations."""
+    for name in "ab":
+        nodes.add(name)
+    nodes.tick(4.0)
+    for name in "ab":
+        nodes.ready(name, f"{name}/w0")
+    nodes.tick()
+    report(nodes)
+
+
+def report(nodes: Nodes, version: int = 3) -> None:
+    """Members of a planned generation arrive, until there is none that is not formed."""
+    for _ in range(4):
+        for name in list(nodes.nodes):
+            announced = nodes.actions(name, leader.Announce)
+            if announced and f"{name}/w0" in announced[-1].generation.members:
+                number = announced[-1].generation.number
+                nodes.tell(name, Happened(leader.Reported(f"{name}/w0", Report(number, version))))
+        nodes.tick()
+
+
+def members(nodes: Nodes, name: str) -> tuple[str, ...]:
+    return nodes.actions(name, leader.Announce)[-1].generation.members
+
+
+def test_two_nodes_form_a_generation() -> None:
+    nodes = Nodes()
+    two(nodes)
+    assert set(members(nodes, "a")) == {"a/w0", "b/w0"} == set(members(nodes, "b"))
+    assert nodes.actions("b", leader.Publish)[-1].digest.generation == len(nodes.actions("b", leader.Announce))
+
+
+def test_in_peace_nothing_is_written() -> None:
+    nodes = Nodes()
+    two(nodes)
+    nodes.tell("a", Happened(leader.Committed(3)))
+    before = nodes.writes
+    for step in range(4, 400):
+        for name in "ab":
+            nodes.tell(name, Happened(leader.Committed(step)))
+        nodes.tick()
+    assert nodes.writes <= before + 2  # the first commit that each node hears of
+
+
+def test_addresses_arrive_when_every_member_has_one() -> None:
+    nodes = Nodes()
+    two(nodes)
+    number = len(nodes.actions("a", leader.Announce))
+    nodes.tell("a", Offered(number, "0", "here"))
+    assert not [o for o in nodes.seen["b"] if isinstance(o, Deliver)]
+    nodes.tell("b", Offered(number, "1", "there"))
+    assert [o for o in nodes.seen["a"] if isinstance(o, Deliver)][-1].values[number] == {"0": "here", "1": "there"}
+    assert [o for o in nodes.seen["b"] if isinstance(o, Deliver)][-1].values[number] == {"0": "here", "1": "there"}
+
+
+def test_a_value_of_one_member_arrives_too() -> None:
+    """As NCCL has it, where only rank 0 has something to say."""
+    nodes = Nodes()
+    two(nodes)
+    number = len(nodes.actions("a", leader.Announce))
+    nodes.tell("a", Offered(number, "id", "x"))
+    nodes.tick()
+    assert [o for o in nodes.seen["b"] if isinstance(o, Deliver)][-1].values[number] == {"id": "x"}
+
+
+def test_a_node_that_differs_is_excluded_and_the_run_goes_on() -> None:
+    nodes = Nodes()
+    two(nodes)
+    nodes.add("c", about={"seed": 2})
+    nodes.ready("c", "c/w0")
+    (excluded,) = [o for o in nodes.seen["c"] if isinstance(o, Excluded)]
+    assert excluded.reason == "seed is 2 on this node and 1 in the run"
+    nodes.tick()
+    assert set(members(nodes, "a")) == {"a/w0", "b/w0"}
+
+
+def test_a_node_that_leaves_disturbs_nobody() -> None:
+    nodes = Nodes()
+    two(nodes)
+    nodes.tell("b", node.Scaled(0), Happened(leader.Leaving("b/w0")))
+    last = nodes.actions("a", leader.Announce)[-1].generation
+    assert last.members == ("a/w0",) and not last.urgent
+    assert not nodes.actions("a", leader.Stop)
+
+
+def test_if_all_leave_the_job_stops() -> None:
+    nodes = Nodes()
+    two(nodes)
+    for name in "ab":
+        nodes.cut.add("b")
+        nodes.tell(name, node.Scaled(0), Happened(leader.Leaving(f"{name}/w0")))
+    nodes.cut.clear()
+    report(nodes)
+    for name in "ab":
+        assert len(nodes.actions(name, leader.Stop)) <= 1
+    assert nodes.actions("a", leader.Stop) or members(nodes, "a") != ("a/w0", "b/w0")
+
+
+def test_a_stopped_job_begins_again_where_it_was() -> None:
+    nodes = Nodes()
+    two(nodes)
+    number = nodes.actions("a", leader.Announce)[-1].generation.number
+    nodes.tell("b", Happened(leader.StopAsked("enough")))
+    assert [a.reason for a in nodes.actions("a", leader.Stop)] == ["enough"]
+    for name in "ab":
+        nodes.remove(name)
+    nodes.add("c")
+    nodes.ready("c", "c/w0")
+    nodes.tick()
+    again = nodes.actions("c", leader.Announce)
+    assert [a.generation.members for a in again] == [("c/w0",)]
+    assert again[0].generation.number > number
+    assert nodes.nodes["c"].known.born, "it may have committed its first step"
+
+
+def test_a_job_that_finished_stays_finished() -> None:
+    nodes = Nodes()
+    two(nodes)
+    for name in "ab":
+        nodes.tell(name, Happened(leader.Finished(f"{name}/w0", 9)))
+    assert [a.version for a in nodes.actions("a", leader.Done)] == [9]
+    for name in "ab":
+        nodes.remove(name)
+    nodes.add("late")
+    assert [a.version for a in nodes.actions("late", leader.Done)] == [9]
+    nodes.ready("late", "late/w0")
+    nodes.tick(10.0)
+    assert not nodes.actions("late", leader.Announce)
+
+
+def test_what_a_node_has_missed_counts_as_urgent() -> None:
+    """A decision holds the newest actions only. What came before them may have been urgent."""
+    nodes = Nodes()
+    two(nodes)
+    entry = nodes.store.get(node.DECISION)
+    assert entry is not None
+    decision = from_text(entry.value)
+    planned = leader.Announce(Generation(90, ("a/w0", "b/w0"), False, "1 joined"))
+    for first, urgent in ((decision["count"] + 1, False), (decision["count"] + 9, True)):
+        value = to_text({**decision, "count": first, "actions": [[first, encode(planned)]]})
+        decision["count"] = first
+        change = Change(entry.revision + first, node.DECISION, Entry(node.DECISION, value, entry.revision + first))
+        (carried,) = [o for o in nodes.nodes["b"].take(Saw(change), 0.0) if isinstance(o, Carry)]
+        assert isinstance(carried.action, leader.Announce)
+        assert carried.action.generation.urgent == urgent
+
+
+def test_those_who_are_missing_do_not_cost_living_ones_their_place() -> None:
+    """The leader and another node vanish at once: fewer are wanted then, and it must be the dead who go."""
+    nodes = Nodes()
+    for name in "abc":
+        nodes.add(name)
+    nodes.tick(4.0)
+    for name in "abc":
+        nodes.ready(name, f"{name}/w0")
+    report(nodes)
+    assert set(members(nodes, "c")) == {"a/w0", "b/w0", "c/w0"}
+    nodes.cut |= {"b", "c"}
+    nodes.remove("a")
+    nodes.remove("b")
+    nodes.cut.clear()
+    nodes.settle()
+    nodes.tick()
+    last = nodes.actions("c", leader.Announce)[-1].generation
+    assert last.members == ("c/w0",) and last.urgent and "2 lost" in last.reason
+
+
+@pytest.mark.parametrize("value", [{"a": [1, "ü"]}, ["x" * PACKED_FROM, {"n": None}]], ids=["short", "packed"])
+def test_text_comes_back(value: Any) -> None:
+    assert from_text(to_text(value)) == value
+
+
+def test_a_long_text_is_packed() -> None:
+    values = {str(rank): f"{rank:05d}" + "address" * 200 for rank in range(100)}
+    assert len(to_text(values)) < 20 * 100
+    with pytest.raises(ValueError):
+        from_text(to_text(values)[:-9] + "=")
