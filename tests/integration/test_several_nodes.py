@@ -15,12 +15,21 @@ import pytest
 from benchmarks import hosts as namespaces
 from benchmarks.hosts import Network
 
+from elastic_harness.errors import InfrastructureError
+from elastic_harness.etcd.gateway import Gateway, encode
+from elastic_harness.etcd.store import EtcdStore
+from elastic_harness.membership.store import Put
 from etcd_servers import serving
 from integration.launch_tools import SOURCE
 from integration.several import Hosts
+from integration.slow_link import SlowLink
 
 pytestmark = pytest.mark.slow
 STEPS = 14
+PLACES = [
+    "exchange.header_sent",
+    *(pytest.param(p, marks=pytest.mark.soak) for p in ("slot.forward", "recovery.reported")),
+]
 Weights = Callable[[int], str]
 
 
@@ -76,6 +85,7 @@ def test_the_leader_vanishes_and_another_host_leaves(hosts: Hosts, undisturbed: 
     hosts.finish(undisturbed(STEPS), staying)
 
 
+@pytest.mark.soak
 def test_all_hosts_leave_at_once_and_go_on_later(hosts: Hosts, undisturbed: Weights) -> None:
     for number in range(2):
         hosts.launch(number)
@@ -127,6 +137,7 @@ def test_a_host_that_is_cut_off_pauses_and_comes_back(hosts: Hosts, undisturbed:
     hosts.finish(undisturbed(STEPS), 0, 1, 2)
 
 
+@pytest.mark.soak
 def test_a_host_that_loses_the_store_alone_is_let_go(hosts: Hosts, undisturbed: Weights) -> None:
     for number in range(3):
         hosts.launch(number)
@@ -165,6 +176,7 @@ def test_the_store_is_away_returns_and_loses_everything(hosts: Hosts, undisturbe
     hosts.finish(undisturbed(STEPS), 0, 1)
 
 
+@pytest.mark.soak
 def test_too_few_nodes_wait_alive(hosts: Hosts, undisturbed: Weights) -> None:
     for number in range(2):
         hosts.launch(number)
@@ -197,14 +209,14 @@ def test_nodes_that_differ_are_turned_away(hosts: Hosts, tmp_path: Path, undistu
     hosts.finish(undisturbed(STEPS), 0)
 
 
-@pytest.mark.parametrize("place", ["exchange.header_sent", "exchange.partial_sent", "recovery.reported"])
+@pytest.mark.parametrize("place", PLACES)
 def test_workers_die_at_any_place(hosts: Hosts, undisturbed: Weights, place: str) -> None:
     for number in range(2):
         hosts.launch(number, nproc=2)
     hosts.fill(4)
     hosts.advance(1)
     hosts.order(1, place)
-    hosts.order(2, "slot.forward")
+    hosts.order(2, "exchange.partial_sent")
     hosts.advance(2)
     hosts.fill(4)
     hosts.finish(undisturbed(STEPS), 0, 1)
@@ -226,5 +238,47 @@ def test_an_agent_is_killed_and_a_member_of_etcd_with_it(tmp_path: Path, undistu
             hosts.advance(1)
             cluster.members[1].send(signal.SIGCONT)
             hosts.finish(undisturbed(STEPS), 0, 1, 2)
+        finally:
+            hosts.close()
+
+
+@pytest.mark.soak
+def test_a_slow_network_that_loses_packets(hosts: Hosts, undisturbed: Weights) -> None:
+    """100 ms one way, 200 ms there and back, and 2 % of packets lost: between the hosts, and to the store."""
+    with SlowLink(hosts.network, 0.1, 0.02):
+        for number in range(3):
+            hosts.launch(number)
+        hosts.fill(3)
+        hosts.order(1, "slot.forward")
+        hosts.advance(2)
+        hosts.fill(3)
+        hosts.finish(undisturbed(STEPS), 0, 1, 2)
+
+
+@pytest.mark.soak
+def test_a_store_that_is_full_stops_nobody(tmp_path: Path, undisturbed: Weights) -> None:
+    quota = ["--quota-backend-bytes", str(1 << 20)]
+    with Network(3) as network, serving(tmp_path, options=quota, host=network.machine.address) as cluster:
+        hosts = Hosts(tmp_path, network, cluster, steps=STEPS)
+        try:
+            for number in range(2):
+                hosts.launch(number)
+            hosts.fill(2)
+            gateway = Gateway(cluster.address)
+            store = EtcdStore(gateway)
+            with pytest.raises(InfrastructureError, match="no space left"):
+                for number in range(1000):
+                    store.txn({}, [Put(f"junk/{number}", "x" * 100_000)])
+            os.kill(hosts.jobs[1].events("worker_started")[-1]["pid"], signal.SIGKILL)
+            hosts.until(lambda: "no space left" in hosts.jobs[1].shown(), "word of it")
+            assert hosts.jobs[0].alive and hosts.jobs[1].alive
+            gateway.call("kv/deleterange", {"key": encode("junk/"), "range_end": encode("junk0")})
+            store.compact(store.revision)
+            gateway.call("maintenance/defragment", {})
+            for alarm in gateway.call("maintenance/alarm", {"action": "GET"})["alarms"]:
+                gateway.call("maintenance/alarm", {"action": "DEACTIVATE", **alarm})
+            hosts.until(lambda: "the store is back" in hosts.jobs[1].shown(), "the store")
+            hosts.fill(2)
+            hosts.finish(undisturbed(STEPS), 0, 1)
         finally:
             hosts.close()

@@ -330,9 +330,11 @@ class ElasticRun:
 
     def _on_stop(self, reason: str) -> None:
         """All nodes stop."""
-        self.agent.folder.update(status="stopping")
-        self.agent.finish(self.agent.stopped(EXIT_TERMINATED, reason), graceful=True)
-        self.agent.stop_workers("stopped", graceful=True)  # also if this node was about to leave
+        if self.agent.outcome is not None:  # this node was about to leave
+            self.agent.stop_workers("stopped", graceful=True)
+        else:
+            self.agent.folder.update(status="stopping")
+            self.agent.finish(self.agent.stopped(EXIT_TERMINATED, reason), graceful=True)
 
     def _on_done(self, version: int) -> None:
         self._done = True
@@ -376,11 +378,14 @@ class ElasticRun:
     def _end_if_all_left(self, leaving: Worker | None = None) -> None:
         if any(w.running and w is not leaving for w in self.agent.workers.values()):
             return
-        finished = next(iter(self._finished.values()), {})
-        message = (
-            f"{finished.get('version')} steps, loss {finished.get('final_loss')}, "
-            f"weights sha256 {finished.get('weights_sha256')}"
-        )
+        finished = next(iter(self._finished.values()), None)
+        if finished is None:
+            message = "other nodes have done the last step; to train further, launch another --run-id"
+        else:
+            message = (
+                f"{finished.get('version')} steps, loss {finished.get('final_loss')}, "
+                f"weights sha256 {finished.get('weights_sha256')}"
+            )
         self.agent.finish(Outcome(EXIT_SUCCESS, "finished", message), graceful=False)
 
     # ---- workers coming and going

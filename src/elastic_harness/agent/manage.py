@@ -220,8 +220,13 @@ def _print_status(shown: dict[str, Any]) -> None:
     exit_code = "" if shown.get("exit_code") is None else f" (exit code {shown['exit_code']})"
     print(f"run        {shown['run']}  {shown['run_dir']}")
     print(f"status     {shown['status']}{exit_code}")
+    if shown.get("node"):
+        print(f"node       {shown['node']}; {shown['leader'] or 'nobody'} leads")
+    if shown.get("store"):
+        print(f"store      {shown['store']}")
     if shown.get("generation") is not None:
-        print(f"generation {shown['generation']}: {len(shown['members'])} of {shown['target']} workers")
+        wanted = "" if shown.get("node") else f" of {shown['target']}"
+        print(f"generation {shown['generation']}: {len(shown['members'])}{wanted} workers")
     if shown.get("waiting"):
         print(f"           {shown['waiting']}")
     if shown.get("step") is not None:

@@ -71,6 +71,10 @@ class Together:
         return self._node.known.born
 
     def start(self) -> None:
+        options = self._agent.options
+        self._agent.console.notice(
+            f"node {self.node} at {options.host}, which agrees with others through {options.store}"
+        )
         self._agent.listen(self._bell, selectors.EVENT_READ, lambda _: self._hear())
         self._do(self._node.start())
 
