@@ -15,6 +15,7 @@ from benchmarks import (
     index_build,
     loading,
     memory,
+    node_loss,
     order,
     recovery,
     throughput,
@@ -23,6 +24,7 @@ from benchmarks.common import say
 
 QUICK: dict[str, list[str]] = {
     "recovery": ["--rounds=1", "--kills=2", "--variant-rounds=1", "--max-wait-steps=3"],
+    "node_loss": ["--quick"],
     "throughput": ["--pairs=4", "--workers=2", "--cases=3M,30M"],
     "exactness": ["--quick"],
     "memory": ["--workers=2"],
@@ -36,6 +38,7 @@ QUICK: dict[str, list[str]] = {
 }
 BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "recovery": recovery.main,
+    "node_loss": node_loss.main,
     "throughput": throughput.main,
     "exactness": exactness.main,
     "memory": memory.main,

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import HERE, BenchmarkError, finish, say, summary, target, wait_for
-from benchmarks.systems import Ours, System, Torchft, Torchrun, rival_versions, rivals_available, wait_started
+from benchmarks.systems import Committing, Ours, Torchft, Torchrun, rival_versions, rivals_available, wait_started
 
 CONFIG = HERE / "recovery.yaml"
 EMULATED = HERE / "emulated.yaml"
@@ -35,7 +35,7 @@ COMMIT_TIMEOUT_S = 120.0
 FULL_TIMEOUT_S = 180.0
 
 
-def step_times(system: System, t_low: float, t_high: float) -> list[float]:
+def step_times(system: Committing, t_low: float, t_high: float) -> list[float]:
     """The times between consecutive commits of a quiet stretch (first report of each step counts)."""
     first: dict[int, float] = {}
     for row in system.commits:
@@ -44,12 +44,12 @@ def step_times(system: System, t_low: float, t_high: float) -> list[float]:
     return [first[s + 1] - first[s] for s in sorted(first) if s + 1 in first]
 
 
-def highest_before(system: System, t: float) -> int:
+def highest_before(system: Committing, t: float) -> int:
     """The highest step committed before `t`."""
     return max(row["step"] for row in system.commits if row["t"] <= t)
 
 
-def await_steps(system: System, more: int) -> None:
+def await_steps(system: Committing, more: int) -> None:
     """Until `more` further steps are committed."""
     system.poll()
     goal = max(row["step"] for row in system.commits) + more

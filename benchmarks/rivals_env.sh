@@ -6,7 +6,7 @@ set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 folder="${1:-$here/.venv-rivals}"
 stamp="$folder/.installed"
-wanted="torch==${RIVALS_TORCH:-2.13.0} torchft==${RIVALS_TORCHFT:-0.2.0} numpy pyyaml"
+wanted="torch==${RIVALS_TORCH:-2.13.0} torchft==${RIVALS_TORCHFT:-0.2.0} numpy pyyaml xxhash"
 if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
     "${PYTHON:-python3}" -m venv "$folder" >&2
     # shellcheck disable=SC2086

@@ -34,17 +34,26 @@ START_TIMEOUT_S = 120.0
 BUILTIN_TRAINER = ("-m", "elastic_harness.train")
 
 
-class System(Protocol):
-    """What the measuring loop needs to know of a system."""
+class Committing(Protocol):
+    """What can be waited for."""
 
     name: str
-    settings: dict[str, Any]
+    workers: int
     commits: list[dict[str, Any]]
 
-    def start(self) -> None: ...
     def poll(self) -> None:
         """Read new commit rows."""
 
+    def healthy(self) -> None:
+        """BenchmarkError if the system as a whole has ended."""
+
+
+class System(Committing, Protocol):
+    """What the measuring loop needs to know of a system."""
+
+    settings: dict[str, Any]
+
+    def start(self) -> None: ...
     def victims(self) -> list[int]:
         """The process ids of the workers that take part now."""
 
@@ -54,10 +63,17 @@ class System(Protocol):
     def redone(self, t_kill: float, highest: int) -> int:
         """How many committed steps were computed once more after the kill."""
 
-    def healthy(self) -> None:
-        """BenchmarkError if the system as a whole has ended."""
-
     def stop(self) -> None: ...
+
+
+def rival_environment(folder: Path, commits: Path, config: Path, overrides: Sequence[str]) -> dict[str, str]:
+    """What the rivals' workers find in their environment; `commits`: the log of commits they append to."""
+    return environment(
+        BENCH_FOLDER=str(folder),
+        BENCH_COMMITS=str(commits),
+        BENCH_CONFIG=str(config),
+        BENCH_OVERRIDES=" ".join(overrides),
+    )
 
 
 class _Rival:
@@ -71,12 +87,8 @@ class _Rival:
         self._log = JsonLines(folder / "commits.jsonl")
         self.commits = self._log.rows
         self._pids_before: set[int] = set()
-        self.environment = environment(
-            BENCH_FOLDER=str(folder),
-            BENCH_COMMITS=str(self._log.path),
-            BENCH_CONFIG=str(config),
-            BENCH_OVERRIDES=" ".join(overrides),
-        )
+        self.settings: dict[str, Any] = {}
+        self.environment = rival_environment(folder, self._log.path, config, overrides)
         self._stack = contextlib.ExitStack()
 
     def poll(self) -> None:
@@ -115,6 +127,31 @@ def _alive(pid: int) -> bool:
     return state not in "ZX"
 
 
+def torchft_settings(min_replicas: int) -> dict[str, Any]:
+    """The quickest that work: lighthouse, flat allreduce, synchronous quorum."""
+    lighthouse = ["--min_replicas", str(min_replicas), "--heartbeat_timeout_ms", "500"]
+    return {
+        "lighthouse": [*lighthouse, "--join_timeout_ms", "5000", "--quorum_tick_ms", "10"],
+        "gloo_timeout_s": 1,
+        "allreduce": "Manager.allreduce of one flat gradient",
+        "use_async_quorum": False,
+        "split": "samples over participating_rank / num_participants",
+        "heartbeat_interval_ms": 100,
+        "min_replica_size": min_replicas,
+    }
+
+
+def torchrun_settings(*arguments: str) -> dict[str, Any]:
+    """Restarted at once and as often as it takes; without sharing its store it hardly ever comes back."""
+    return {
+        "environment": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        "arguments": [*arguments, "--max-restarts", "1000"],
+        "checkpoint_interval_steps": 10,
+        "checkpoint": "torch.save to a temporary name, os.replace",
+        "training": "DistributedDataParallel, no_sync accumulation",
+    }
+
+
 class Torchft(_Rival):
     """torchft tuned: quick lighthouse, flat allreduce, synchronous quorum, workers restarted at once."""
 
@@ -122,32 +159,15 @@ class Torchft(_Rival):
 
     def __init__(self, folder: Path, workers: int, config: Path, overrides: Sequence[str] = ()) -> None:
         super().__init__(folder, workers, config, overrides)
-        self.settings: dict[str, Any] = {
-            "lighthouse": [
-                "--min_replicas",
-                str(max(1, workers // 2)),
-                "--heartbeat_timeout_ms",
-                "500",
-                "--join_timeout_ms",
-                "5000",
-                "--quorum_tick_ms",
-                "10",
-            ],
-            "gloo_timeout_s": 1,
-            "allreduce": "Manager.allreduce of one flat gradient",
-            "use_async_quorum": False,
-            "split": "samples over participating_rank / num_participants",
-            "heartbeat_interval_ms": 100,
-            "min_replica_size": max(1, workers // 2),
-            "restart": "a supervisor thread for each worker restarts it as soon as it ends",
-        }
+        self.settings = torchft_settings(max(1, workers // 2))
+        self.settings["restart"] = "a supervisor thread for each worker restarts it as soon as it ends"
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self.restarts = 0
 
     def start(self) -> None:
-        port = _free_port()
+        port = free_port()
         lighthouse = [str(RIVALS_VENV / "bin" / "torchft_lighthouse"), "--bind", f"[::]:{port}"]
         self._lighthouse = self._stack.enter_context(
             child([*lighthouse, *self.settings["lighthouse"]], self.folder / "lighthouse.log", self.environment)
@@ -199,13 +219,7 @@ class Torchrun(_Rival):
 
     def __init__(self, folder: Path, workers: int, config: Path, overrides: Sequence[str] = ()) -> None:
         super().__init__(folder, workers, config, overrides)
-        self.settings: dict[str, Any] = {
-            "environment": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-            "arguments": ["--standalone", "--nproc-per-node", str(workers), "--max-restarts", "1000"],
-            "checkpoint_interval_steps": 10,
-            "checkpoint": "torch.save to a temporary name, os.replace",
-            "training": "DistributedDataParallel, no_sync accumulation",
-        }
+        self.settings = torchrun_settings("--standalone", "--nproc-per-node", str(workers))
 
     def start(self) -> None:
         argv = [str(RIVALS_VENV / "bin" / "torchrun"), *self.settings["arguments"]]
@@ -352,7 +366,8 @@ def rival_versions() -> dict[str, str]:
     return dict(json.loads(done.stdout)) if done.returncode == 0 else {"error": done.stderr.strip()[-200:]}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
     import socket
 
     with socket.socket() as probe:
@@ -360,13 +375,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_started(system: System, commits: int) -> None:
+def wait_started(system: Committing, commits: int) -> None:
     """Until the system has committed a few steps at full size."""
 
     def settled() -> bool | None:
         system.poll()
         system.healthy()
-        at_full = [row for row in system.commits[-200:] if row["world_size"] == system.workers]  # type: ignore[attr-defined]
+        at_full = [row for row in system.commits[-200:] if row["world_size"] == system.workers]
         return len({row["step"] for row in at_full}) >= commits or None
 
     wait_for(f"{system.name} to commit {commits} steps at full size", settled, START_TIMEOUT_S)

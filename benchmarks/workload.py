@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from benchmarks import emulated
 from elastic_harness.config import TrainerConfig, load_config
 from elastic_harness.data.corpus import Corpus
 from elastic_harness.data.dataset import ResumableDataset
@@ -51,6 +52,10 @@ class Workload:
         self.micro_batch = config.training.micro_batch_samples
         self.schedule = Schedule(len(self.dataset), self.global_batch)
 
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """The mean loss of one micro-batch; `model`: this one, or what is wrapped around it."""
+        return loss_of(model, batch)
+
     @property
     def parameters(self) -> int:
         """The number of distinct parameters."""
@@ -73,6 +78,42 @@ class Workload:
         """The batches of the given samples."""
         for low in range(0, len(ids), self.micro_batch):
             yield self.dataset.read(ids[low : low + self.micro_batch])
+
+
+class EmulatedWorkload(Workload):
+    """The same for emulated.py, where each slot only waits for `slot_s`."""
+
+    def __init__(self, config_path: str, overrides: Sequence[str], slot_s: float) -> None:
+        self.config = config = load_config(TrainerConfig, config_path, list(overrides))
+        torch.set_num_threads(config.training.threads)
+        self.model = emulated.Waiting(slot_s)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.numbers = emulated.Numbers()
+        self.global_batch = config.training.global_batch_samples
+        self.micro_batch = config.training.micro_batch_samples
+        self.schedule = Schedule(len(self.numbers), self.global_batch)
+
+    def sample_ids(self, step: int) -> npt.NDArray[np.int64]:
+        span = self.schedule.at(step)
+        positions = np.arange(span.first, span.first + span.count, dtype=np.int64)
+        return epoch_order(len(self.numbers), self.config.seed, span.epoch)(positions)
+
+    def micro_batches(self, ids: npt.NDArray[np.int64]) -> Iterator[dict[str, Tensor]]:
+        for low in range(0, len(ids), self.micro_batch):
+            x = torch.stack([self.numbers[int(k)] for k in ids[low : low + self.micro_batch]])
+            yield {"input_ids": x, "labels": x}
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["input_ids"])
+
+
+def of_environment() -> Workload:
+    """What a rival's worker is to train."""
+    config_path, overrides = os.environ["BENCH_CONFIG"], os.environ.get("BENCH_OVERRIDES", "").split()
+    slot_s = os.environ.get("BENCH_SLOT_S")
+    return (
+        Workload(config_path, overrides) if slot_s is None else EmulatedWorkload(config_path, overrides, float(slot_s))
+    )
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -1,12 +1,14 @@
 """One torchft replica: flat Manager.allreduce, synchronous quorum, samples split over its participants.
 
-The environment names the lighthouse, the worker's index, the log of commits, the config and the settings.
+The environment names the lighthouse, the worker's index, the log of commits, the config and the settings; and where
+there are several hosts, this one's address.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -16,13 +18,13 @@ from torch import nn
 from torch.distributed import ReduceOp, TCPStore
 from torchft import Manager, ProcessGroupGloo
 
-from benchmarks.workload import CommitLog, Workload, loss_of
+from benchmarks.workload import CommitLog, of_environment
 
 
 def main() -> None:
     """Train until killed or max_steps."""
     settings = json.loads(os.environ["BENCH_TORCHFT"])
-    work = Workload(os.environ["BENCH_CONFIG"], os.environ.get("BENCH_OVERRIDES", "").split())
+    work = of_environment()
     model, optimizer, config = work.model, work.optimizer, work.config
     log = CommitLog(os.environ["BENCH_COMMITS"])
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -39,7 +41,12 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
 
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    host = os.environ.get("BENCH_HOST", "localhost")
+    if (
+        "BENCH_HOST" in os.environ
+    ):  # those who take the state are sent to this name, which here is the same on all hosts
+        socket.gethostname = lambda: host
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=settings["gloo_timeout_s"])),
         load_state_dict=load_state_dict,
@@ -48,10 +55,10 @@ def main() -> None:
         use_async_quorum=settings["use_async_quorum"],
         rank=0,
         world_size=1,
-        store_addr="localhost",
+        store_addr=host,
         store_port=store.port,
         replica_id=f"worker_{os.environ['BENCH_WORKER']}",
-        hostname="localhost",
+        hostname=host,
         heartbeat_interval=timedelta(milliseconds=settings["heartbeat_interval_ms"]),
         init_sync=False,
     )
@@ -62,7 +69,7 @@ def main() -> None:
         flat.zero_()
         if rank is not None:
             for batch in work.micro_batches(work.share(step, rank, world_size)):
-                loss = loss_of(model, batch)
+                loss = work.loss(model, batch)
                 (loss * (len(batch["labels"]) / work.global_batch)).backward()
         manager.allreduce(flat, reduce_op=ReduceOp.SUM).wait()
         if manager.should_commit():

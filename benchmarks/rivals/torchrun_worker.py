@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.workload import CommitLog, Workload, loss_of, state_folder
+from benchmarks.workload import CommitLog, of_environment, state_folder
 
 
 def main() -> None:
@@ -20,7 +21,7 @@ def main() -> None:
     settings = json.loads(os.environ["BENCH_TORCHRUN"])
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    work = Workload(os.environ["BENCH_CONFIG"], os.environ.get("BENCH_OVERRIDES", "").split())
+    work = of_environment()
     model, optimizer, config = work.model, work.optimizer, work.config
     log = CommitLog(os.environ["BENCH_COMMITS"])
     newest = state_folder() / "checkpoint.pt"
@@ -30,14 +31,17 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
-    ddp = DistributedDataParallel(model)
+    group = None
+    if "gloo_timeout_s" in settings:  # not that of the first group: workers start seconds apart
+        group = dist.new_group(timeout=timedelta(seconds=settings["gloo_timeout_s"]))
+    ddp = DistributedDataParallel(model, process_group=group)
     while step < config.training.max_steps:
         started = time.time()
         optimizer.zero_grad(set_to_none=True)
         batches = list(work.micro_batches(work.share(step, rank, world_size)))
         for k, batch in enumerate(batches):
             with contextlib.nullcontext() if k == len(batches) - 1 else ddp.no_sync():
-                loss = loss_of(ddp, batch)
+                loss = work.loss(ddp, batch)
                 # DDP averages over the ranks: scale so that the mean over the global batch results
                 (loss * (len(batch["labels"]) * world_size / work.global_batch)).backward()
         if config.training.clip_norm is not None:

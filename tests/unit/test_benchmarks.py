@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import common, exactness, recovery
+from benchmarks import common, exactness, node_loss, recovery
 
 
 def test_interval_holds_the_median_and_is_reproducible() -> None:
@@ -67,6 +67,48 @@ def test_step_times_take_the_first_report_and_skip_gaps() -> None:
     system = Scripted([(0.0, 0), (0.1, 0), (1.0, 1), (1.2, 1), (2.5, 2), (9.0, 7)])
     assert recovery.step_times(system, -1.0, 10.0) == [1.0, 1.5]  # type: ignore[arg-type]
     assert recovery.highest_before(system, 2.0) == 1  # type: ignore[arg-type]
+
+
+def rows(*commits: tuple[float, int]) -> list[dict[str, Any]]:
+    return [{"t": t, "step": step} for t, step in commits]
+
+
+def test_a_step_done_again_is_no_advance() -> None:
+    commits = rows((1.0, 1), (0.0, 0), (1.1, 1), (2.0, 2), (6.0, 1), (7.0, 2), (8.0, 3))
+    assert node_loss.advances(commits) == [(0.0, 0), (1.0, 1), (2.0, 2), (8.0, 3)]
+    assert node_loss.intervals_after(commits, 2.0) == [(8.0, 6.0)]
+
+
+def test_a_stall_is_not_over_with_a_step_that_the_lost_host_had_its_part_in() -> None:
+    commits = rows((0.0, 0), (1.0, 1), (2.0, 2), (5.5, 3), (7.0, 4), (9.5, 5))
+    found = node_loss.stall(commits, 1.9, 1.0)
+    assert found["stall_s"] == pytest.approx(2.5)
+    assert found["next_commit_s"] == pytest.approx(3.6)
+    assert found["more_slow_steps_s"] == [2.5]
+    assert found["steps_redone"] == 0
+    again = node_loss.stall([*commits, *rows((5.0, 1), (5.2, 0))], 1.9, 1.0)
+    assert again == {**found, "steps_redone": 2}
+
+
+def test_a_loss_is_split_where_the_events_tell() -> None:
+    recoveries = [{"t": 12.6, "stages": {"rebuild_ms": 40.0}}, {"t": 12.5, "stages": {}}]
+    found = node_loss.split(10.0, 12.0, [{"t": 12.1}, {"t": 12.2}], recoveries)
+    assert found["lease_ended_s"] == 2.0 and found["stages_ms"] == {"rebuild_ms": 40.0}
+    assert (found["agreed_s"], found["rebuilt_s"]) == (pytest.approx(0.1), pytest.approx(0.5))
+    assert node_loss.split(10.0, None, [], [])["agreed_s"] is None
+
+
+def test_rivals_are_compared_with_ours_by_median_and_worst() -> None:
+    def losses(*stalls: float) -> dict[str, Any]:
+        step = {"healthy_steps_s": [1.0], "next_commit_s": 9.0, "more_slow_steps_s": []}
+        return node_loss.report({}, [*({**step, "stall_s": s} for s in stalls), {"error": "hung"}])
+
+    results = {"ours": losses(1.0, 2.0, 3.5), "torchft": losses(2.0, 4.0, 7.0), "torchrun": node_loss.report({}, [])}
+    assert node_loss.comparison(results) == {"torchft / ours": {"median": 2.0, "worst": 2.0}}
+    assert results["ours"]["errors"] == ["hung"]
+    targets = node_loss.targets(results)
+    assert targets["ours: stall_s, worst"]["met"] is False
+    assert targets["ours: slow steps beside the one in which the member died"]["met"] is True
 
 
 def test_rebuilt_counts_from_the_kill() -> None:
