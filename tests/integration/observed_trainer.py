@@ -8,6 +8,8 @@ happened, which lanes they computed and what they held when they were gone. Trai
     joiners.json         rules for workers that have not begun any step yet
     fired-<id>           one line, written once by whoever fired: member and process id
     lanes-<member>, reports-<member>, left-<member>.json
+
+With ALTERNATE_NODES in the environment the exchange takes workers of odd and of even numbers for two nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness import failpoints
-from elastic_harness.train import trainer
+from elastic_harness.train import trainer, work
 from elastic_harness.train.link import AgentLink
 from elastic_harness.train.partials import Partials
 from elastic_harness.train.run import Run, Step
@@ -132,6 +134,10 @@ def note_leftovers(folder: Path) -> None:
     (folder / f"left-{NAME}.json").write_text(json.dumps({"threads": threads, "sockets": sockets}))
 
 
+def alternate_nodes() -> None:
+    work.node_of = lambda member: "even" if int(member[1:].split("-")[0]) % 2 == 0 else "odd"
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     rules = Rules(folder)
@@ -139,6 +145,8 @@ def main() -> None:
     act_once(folder)
     hold_at_steps(folder, rules)
     note_lanes(folder)
+    if "ALTERNATE_NODES" in os.environ:
+        alternate_nodes()
     trainer.main(sys.argv[2:])
     note_leftovers(folder)
     sys.stdout.flush()

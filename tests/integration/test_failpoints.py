@@ -45,6 +45,8 @@ IN_RECOVERY = (
     "recovery.reconciled",
     "recovery.finished",
 )
+# Passed only where a node has several members, and is not the only one.
+BETWEEN_NODES = ("exchange.joined_sent", "exchange.spread_sent")
 ELSEWHERE = (
     "recovery.receiving",
     "recovery.serving",
@@ -77,7 +79,7 @@ IN_KILLS = (
 
 
 def test_the_lists_name_every_place() -> None:
-    known = {p for p, _ in IN_STEP} | {*IN_RECOVERY, *ELSEWHERE, *IN_WRITER, *IN_KILLS}
+    known = {p for p, _ in IN_STEP} | {*IN_RECOVERY, *BETWEEN_NODES, *ELSEWHERE, *IN_WRITER, *IN_KILLS}
     assert known == set(failpoints.PLACES)
 
 
@@ -92,6 +94,17 @@ def test_a_kill_anywhere_in_a_step(train: Start, undisturbed: Callable[[int], st
             if faults:
                 (place, hit), is_rank_0 = faults.pop(0)
                 job.fault(0 if is_rank_0 else world - 1, place, hit=hit)
+    job.finish(expected=undisturbed(STEPS))
+
+
+def test_a_kill_between_nodes(train: Start, undisturbed: Callable[[int], str]) -> None:
+    """On two nodes of two: a member dies when others wait for what it carries for its node. The survivors go on as two
+    nodes of two and one."""
+    job = train(4, steps=STEPS, variables={"ALTERNATE_NODES": "1"})
+    for place in BETWEEN_NODES:
+        for rank in (0, 3):
+            job.fill(4)
+            job.fault(rank, place)
     job.finish(expected=undisturbed(STEPS))
 
 

@@ -1,26 +1,29 @@
 """Carries out one step's exchange: headers to everyone, partial sums to their owners, the finished sum to all.
 
-Messages are keyed by (kind, step, tree node), never by their position in a plan. Receives are posted when the step
-begins, so that a partial sum travels the moment it is finished. Received bytes go into vectors of their own: they never
-touch a cached partial sum.
+The plan's four stages are one path for every shape of a run: a stage in which a member has nothing to receive costs it
+no wait. Whoever waits has first sent all that follows from what it has received, so no two wait for each other.
+
+Messages are keyed by (kind, step, tree node or owner), never by their position in a plan. Receives are posted when the
+step begins, so that a partial sum travels the moment it is finished. Received bytes go into vectors of their own: they
+never touch a cached partial sum.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from elastic_harness.comm.group import Group, Work
-from elastic_harness.comm.plan import Plan
+from elastic_harness.comm.plan import Plan, Transfer
 from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.tree import Node, key, split
 from elastic_harness.errors import PeerFailed
 from elastic_harness.failpoints import failpoint
 
-HEADER, PARTIAL, GATHERED, TRANSFER = range(4)
+HEADER, JOIN, REDUCE, GATHER, SPREAD, TRANSFER = range(6)
 """Kinds of messages, in the order in which a step needs them."""
 
 Add = Callable[[torch.Tensor, Node, torch.Tensor, Node, torch.Tensor, int], None]
@@ -60,22 +63,30 @@ class Exchange:
         self._pool = pool
         self._sends: list[Work] = []
         self._own: dict[Node, torch.Tensor] = {}
-        self._partials: dict[Node, Work] = {}
-        self._gathered: list[Work] = []
+        self._received: dict[Node, tuple[torch.Tensor, int]] = {}  # a vector and the element it begins at
+        self._joined: list[torch.Tensor] = []
         self._headers: dict[int, Work] = {}
+        self._incoming: dict[int, list[Work]] = {}
+        self._outgoing: dict[int, list[Transfer]] = {}
+        self._awaited: Sequence[Work] = ()
+        self._owners = {lo: owner for owner, (lo, hi) in enumerate(plan.owned) if hi > lo}
         if group is None:
             return
         for rank_ in range(group.world):
             if rank_ != rank:
                 words = torch.empty(header_words, dtype=torch.int64, device=group.device)
                 self._headers[rank_] = group.receive(words, rank_, tag(HEADER, step, 0))
-        for t in plan.reduce:
-            if t.target == rank and t.node is not None:
-                buffer = pool.take(t.hi - t.lo)
-                self._partials[t.node] = group.receive(buffer, t.source, tag(PARTIAL, step, key(t.node, lanes)))
-        for t in plan.gather:
-            if t.target == rank:
-                self._gathered.append(group.receive(result[t.lo : t.hi], t.source, tag(GATHERED, step, 0)))
+        self._awaited = tuple(self._headers.values())
+        stages = {JOIN: plan.join, REDUCE: plan.reduce, GATHER: plan.gather, SPREAD: plan.spread}
+        for kind, transfers in stages.items():
+            self._outgoing[kind] = [t for t in transfers if t.source == rank]
+            self._incoming[kind] = []
+            for t in transfers:
+                if t.target == rank:
+                    into = result[t.lo : t.hi] if t.node is None else pool.take(t.hi - t.lo)
+                    if t.node is not None:
+                        self._received[t.node] = (into, t.lo)
+                    self._incoming[kind].append(group.receive(into, t.source, self._tag(kind, t)))
         failpoint("exchange.posted", step)
 
     @property
@@ -88,11 +99,11 @@ class Exchange:
         self._own[node] = flat
         if self._group is None:
             return
-        for t in self._plan.reduce:
-            if t.source == self._rank and t.node == node:
-                number = key(node, self._lanes)
-                self._sends.append(self._group.send(flat[t.lo : t.hi], t.target, tag(PARTIAL, self._step, number)))
-                failpoint("exchange.partial_sent", self._step)
+        for kind in (JOIN, REDUCE):
+            for t in self._outgoing[kind]:
+                if t.node == node:
+                    self._send(kind, t, flat[t.lo : t.hi])
+                    failpoint("exchange.partial_sent", self._step)
 
     def finish(
         self, header: torch.Tensor, adder: Callable[[list[torch.Tensor]], Add], timeout_s: float
@@ -100,66 +111,120 @@ class Exchange:
         """Complete the exchange: `result` holds the sum, and every member's header comes back in rank order.
 
         Collective. Raises `PeerFailed` when a peer's part does not arrive: within `timeout_s`, or because a
-        connection broke. `adder(headers)` makes the addition once the headers tell which parameters are absent where.
+        connection broke. `adder(headers)` makes the addition once the headers tell which parameters are absent where:
+        at first those of this member's node alone, who hold all that is joined here.
         """
         if self._group is None:
             return [header]
         deadline = time.monotonic() + timeout_s
-
-        def left() -> float:
-            return max(0.001, deadline - time.monotonic())
-
         words = header.to(self._group.device)
         for rank in self._headers:
             self._sends.append(self._group.send(words, rank, tag(HEADER, self._step, 0)))
             failpoint("exchange.header_sent", self._step)
-        self._group.flush(below=GATHERED)
-        self._group.wait(tuple(self._headers.values()), left())
-        headers = [
-            header if rank == self._rank else self._headers[rank].tensor.cpu() for rank in range(self._group.world)
-        ]
+        self._group.flush(below=REDUCE)
+        self._join(header, adder, deadline)
+        self._group.flush(below=GATHER)
+        self._wait(tuple(self._headers.values()), deadline)
+        headers = [header if rank == self._rank else self._header(rank) for rank in range(self._group.world)]
         failpoint("exchange.headers_received", self._step)
+        self._wait((*self._incoming[JOIN], *self._incoming[REDUCE]), deadline)
         lo, hi = self._plan.owned[self._rank]
         if hi > lo:
-            self._group.wait(tuple(self._partials.values()), left())
             self._reduce(lo, hi, adder(headers))
-            for t in self._plan.gather:
-                if t.source == self._rank:
-                    self._sends.append(self._group.send(self._result[lo:hi], t.target, tag(GATHERED, self._step, 0)))
+        for kind in (GATHER, SPREAD):
+            for t in self._outgoing[kind]:
+                if self._owners[t.lo] == self._rank:
+                    self._send(kind, t, self._result[lo:hi])
                     failpoint("exchange.gathered_sent", self._step)
+        self._group.flush(below=SPREAD)
+        self._wait(self._incoming[GATHER], deadline)
+        for t in self._outgoing[SPREAD]:
+            if self._owners[t.lo] != self._rank:
+                self._send(SPREAD, t, self._result[t.lo : t.hi])
+                failpoint("exchange.spread_sent", self._step)
         self._group.flush()
-        self._group.wait(self._gathered, left())
-        self._pool.give_back(*(work.tensor for work in self._partials.values()))
+        self._wait(self._incoming[SPREAD], deadline)
+        joined = {id(vector) for vector in self._joined}  # still on their way to other nodes
+        lent = [work.tensor for kind in (JOIN, REDUCE) for work in self._incoming[kind]]
+        self._pool.give_back(*(vector for vector in lent if id(vector) not in joined))
         return headers
+
+    def _join(self, header: torch.Tensor, adder: Callable[[list[torch.Tensor]], Add], deadline: float) -> None:
+        """Add up what this member carries for owners on other nodes, and send it to them. Waits for its node only."""
+        pending = [t for t in self._outgoing[REDUCE] if t.node not in self._own]
+        if not pending:
+            return
+        mates = sorted({work.rank for work in self._incoming[JOIN]})
+        self._wait((*(self._headers[rank] for rank in mates), *self._incoming[JOIN]), deadline)
+        add = adder([header, *map(self._header, mates)])
+        lo, hi = self._plan.columns[self._rank]
+        for t in pending:
+            assert t.node is not None
+            if t.node not in self._received:
+                self._received[t.node] = (self._value(t.node, lo, hi, add)[0], lo)
+                self._joined.append(self._received[t.node][0])
+            self._send(REDUCE, t, self._received[t.node][0][t.lo - lo : t.hi - lo])
+            failpoint("exchange.joined_sent", self._step)
 
     def _reduce(self, lo: int, hi: int, add: Add) -> None:
         """Finish the tree for the owned elements."""
         result = self._result[lo:hi]
-        total, _ = self._value((0, self._lanes), result, lo, add)
+        total, _ = self._value((0, self._lanes), lo, hi, add, result)
         if total is not result:
             result.copy_(total)
 
-    def _value(self, node: Node, result: torch.Tensor, lo: int, add: Add) -> tuple[torch.Tensor, bool]:
-        """The owned elements of a node, and whether they may be added into. Additions go into received vectors, the
-        last one into the result: of two siblings at most one is this member's own partial sum, which must stay as it
-        is. A method, because a function that calls itself through a closure would keep this object, and all it
+    def _value(
+        self, node: Node, lo: int, hi: int, add: Add, into: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, bool]:
+        """Elements lo:hi of a node, and whether they may be added into. Additions go into received vectors, the last
+        one into `into` if that is given: of two siblings at most one is this member's own partial sum, which must stay
+        as it is. A method, because a function that calls itself through a closure would keep this object, and all it
         received, until the next garbage collection."""
         if node in self._own:
-            return self._own[node][lo : lo + result.numel()], False
-        if node in self._partials:
-            return self._partials[node].tensor, True
+            return self._own[node][lo:hi], False
+        if node in self._received:
+            vector, begin = self._received[node]
+            return vector if vector.numel() == hi - lo else vector[lo - begin : hi - begin], True
         first, second = split(node)
-        a, a_is_free = self._value(first, result, lo, add)
-        b, b_is_free = self._value(second, result, lo, add)
+        a, a_is_free = self._value(first, lo, hi, add)
+        b, b_is_free = self._value(second, lo, hi, add)
         assert a_is_free or b_is_free, f"{first} and {second} are both this member's and should have been one"
-        out = result if node == (0, self._lanes) else a if a_is_free else b
+        out = into if into is not None else a if a_is_free else b
         add(out, first, a, second, b, lo)
         return out, True
 
+    def _tag(self, kind: int, t: Transfer) -> int:
+        return tag(kind, self._step, key(t.node, self._lanes) if t.node is not None else self._owners[t.lo])
+
+    def _send(self, kind: int, t: Transfer, elements: torch.Tensor) -> None:
+        assert self._group is not None
+        self._sends.append(self._group.send(elements, t.target, self._tag(kind, t)))
+
+    def _header(self, rank: int) -> torch.Tensor:
+        return self._headers[rank].tensor.cpu()
+
+    def _wait(self, works: Sequence[Work], deadline: float) -> None:
+        assert self._group is not None
+        self._awaited = [work for work in works if not work.finished]
+        if self._awaited:
+            self._group.wait(self._awaited, max(0.001, deadline - time.monotonic()))
+
     def waiting_for(self) -> tuple[int, ...]:
-        """Ranks whose part has not arrived, for the report of a broken exchange."""
-        pending = [w for w in (*self._headers.values(), *self._partials.values(), *self._gathered) if not w.finished]
-        return tuple(sorted({w.rank for w in pending}))
+        """Ranks whose part has not arrived, for the report of a broken exchange: only of what was being waited for,
+        because whoever owes a later part may be waiting for the same member.
+
+        Headers and partial sums come straight from whoever is late. The sum of another node's partial sums comes from
+        one member there, and so does a finished sum: if only such a part is missing, then everybody has computed its
+        share, and the link or the death that holds it up is known to that member alone. It is named here, for want of
+        better knowledge, and itself names the one it waits for."""
+        return tuple(sorted({work.rank for work in self._awaited if not self._arrived(work)}))
+
+    def _arrived(self, work: Work) -> bool:
+        """Whether a part is here by now, also one that had its turn after the one that failed."""
+        if self._group is not None and not work.finished and work.raw is not None:
+            with contextlib.suppress(PeerFailed):
+                self._group.wait((work,), 0.001)
+        return work.finished
 
     def sent(self, timeout_s: float) -> None:
         """Wait until every send has left its buffer; a send that failed is not an error: the receiver will tell."""
@@ -167,3 +232,5 @@ class Exchange:
             with contextlib.suppress(PeerFailed):
                 self._group.wait(self._sends, timeout_s)
         self._sends.clear()
+        self._pool.give_back(*self._joined)
+        self._joined.clear()

@@ -1,15 +1,24 @@
-"""The exchange of one step as a list of sends and receives. Pure: a function of who holds what.
+"""The exchange of one step as a list of sends and receives. Pure: a function of who holds what, and where it runs.
 
-Flat plan: the gradient is cut into blocks whose size does not depend on the number of members; member r owns a run of
-blocks. Every holder of a partial sum sends the owner's part of it to each owner (reduce); each owner finishes the tree
-for its part and sends the result to everyone (gather). With one partial per member this moves exactly what a
-reduce-scatter and an all-gather move.
+The gradient is cut into blocks whose size does not depend on the number of members; every member owns a run of blocks.
+A sum takes four stages, the first and the last inside a node, the others between nodes:
+
+    join    on each node, members send their partial sums to those who carry them there, and they add up siblings
+    reduce  what remains goes to the owners on other nodes, who finish the tree
+    gather  each owner sends the finished sum to the one member of every other node that carries its blocks
+    spread  who passes it on to the other members of its node
+
+On a node of k members each carries about a k-th of the gradient, its *column*, for all owners there, so that a byte
+crosses the network once per node and not once per member. On its own node an owner carries its own blocks: one node
+has only `join` and `spread`, and one member per node only `reduce` and `gather`. Either is the flat plan: every holder
+sends to every owner, and every owner to everyone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from elastic_harness.comm.placement import Ranges
 from elastic_harness.comm.tree import Node, maximal_nodes
@@ -32,33 +41,68 @@ class Transfer:
 @dataclass(frozen=True)
 class Plan:
     """cover: the partial sums that together make up the step, ascending, with their holder's rank.
-    owned: per rank, the elements lo:hi it reduces."""
+    owned: per rank, the elements lo:hi it reduces. columns: per rank, the elements lo:hi it carries on its node, those
+    that it owns among them. A node that `reduce` sends and its sender does not hold is to be joined first."""
 
     cover: tuple[tuple[Node, int], ...]
     owned: tuple[tuple[int, int], ...]
+    columns: tuple[tuple[int, int], ...]
+    join: tuple[Transfer, ...]
     reduce: tuple[Transfer, ...]
     gather: tuple[Transfer, ...]
+    spread: tuple[Transfer, ...]
 
 
-def make_plan(members: Sequence[str], lanes: int, placed: Mapping[str, Ranges], elements: int) -> Plan:
-    """The flat plan for `placed` (per member, all lanes it holds once the step's slots are done)."""
+def make_plan(
+    members: Sequence[str], nodes: Sequence[str], lanes: int, placed: Mapping[str, Ranges], elements: int
+) -> Plan:
+    """The plan for `placed` (per member, all lanes it holds once the step's slots are done). nodes: per member, where
+    it runs."""
     world = len(members)
+    ranks_on: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks_on.setdefault(node, []).append(rank)
+    # Where in the gradient a rank's blocks lie, 0 to 1. Each node's members are spread evenly, and owners follow each
+    # other in this order, so a member can carry those around its own place, and they are one run: a column.
+    place = {r: Fraction(2 * i + 1, 2 * len(ranks)) for ranks in ranks_on.values() for i, r in enumerate(ranks)}
+    order = sorted(range(world), key=lambda rank: (place[rank], rank))
     blocks = -(-elements // BLOCK)
     edges = [min(elements, blocks * r // world * BLOCK) for r in range(world + 1)]
-    edges[-1] = elements
-    owned = tuple((edges[r], edges[r + 1]) for r in range(world))
+    run = {rank: (edges[i], edges[i + 1]) for i, rank in enumerate(order)}
+    owned = tuple(run[rank] for rank in range(world))
+    carriers = {
+        node: [ranks[int(place[owner] * len(ranks))] for owner in range(world)] for node, ranks in ranks_on.items()
+    }
+    column: dict[int, tuple[int, int]] = {}
+    for carrier in carriers.values():
+        for owner in order:
+            lo, hi = owned[owner]
+            column[carrier[owner]] = (column.get(carrier[owner], (lo, hi))[0], hi)
+    columns = tuple(column[rank] for rank in range(world))
+
     cover = sorted((node, rank) for rank, m in enumerate(members) for node in maximal_nodes(placed.get(m, ()), lanes))
     assert sum(hi - lo for (lo, hi), _ in cover) == lanes, f"lanes held {cover} do not cover {lanes} lanes once"
-    reduce = tuple(
-        Transfer(holder, owner, node, lo, hi)
-        for node, holder in cover
-        for owner, (lo, hi) in enumerate(owned)
-        if owner != holder and hi > lo
-    )
-    gather = tuple(
-        Transfer(owner, target, None, lo, hi)
-        for owner, (lo, hi) in enumerate(owned)
-        for target in range(world)
-        if owner != target and hi > lo
-    )
-    return Plan(tuple(cover), owned, reduce, gather)
+    join: list[Transfer] = []
+    reduce: list[Transfer] = []
+    gather: list[Transfer] = []
+    spread: list[Transfer] = []
+    for here, ranks in ranks_on.items():
+        held = [(node, holder) for node, holder in cover if nodes[holder] == here]
+        for top in maximal_nodes([node for node, _ in held], lanes):
+            parts = [(node, holder) for node, holder in held if top[0] <= node[0] and node[1] <= top[1]]
+            joined = len(parts) > 1  # otherwise nothing can be added here, and its holder sends it to all owners
+            for target in ranks:
+                lo, hi = columns[target] if joined else owned[target]
+                if hi > lo:
+                    join += [Transfer(holder, target, part, lo, hi) for part, holder in parts if holder != target]
+            for owner, (lo, hi) in enumerate(owned):
+                if nodes[owner] != here and hi > lo:
+                    source = carriers[here][owner] if joined else parts[0][1]
+                    reduce.append(Transfer(source, owner, top, lo, hi))
+        for owner, (lo, hi) in enumerate(owned):
+            via = carriers[here][owner]
+            if hi > lo:
+                if nodes[owner] != here:
+                    gather.append(Transfer(owner, via, None, lo, hi))
+                spread += [Transfer(via, target, None, lo, hi) for target in ranks if target != via]
+    return Plan(tuple(cover), owned, columns, tuple(join), tuple(reduce), tuple(gather), tuple(spread))

@@ -13,6 +13,7 @@ from elastic_harness.comm.placement import Ranges, deal, merge_ranges
 from elastic_harness.comm.plan import Plan, make_plan
 from elastic_harness.comm.tree import Node
 from elastic_harness.errors import PeerFailed
+from elastic_harness.membership.types import node_of
 from elastic_harness.train.apply import Record
 from elastic_harness.train.board import Phase
 from elastic_harness.train.commit import FIXED_WORDS, Header, combine
@@ -93,11 +94,14 @@ def plan_step(
     handicap: tuple[int, ...],
     elements: int,
 ) -> tuple[dict[str, Ranges], Plan]:
-    """Who holds which lanes in the end, and the exchange that follows. The same in every undisturbed step."""
+    """Who holds which lanes in the end, and the exchange that follows. The same in every undisturbed step. Members of
+    a node are dealt neighbouring lanes, whatever their ranks: so few sums have to leave it."""
     finished = dict(held)
-    dealt = deal(lanes, members, finished, dict(zip(members, handicap, strict=True)))
+    nodes = tuple(map(node_of, members))
+    together = [member for node in dict.fromkeys(nodes) for member in members if node_of(member) == node]
+    dealt = deal(lanes, together, finished, dict(zip(members, handicap, strict=True)))
     placed = {m: merge_ranges(finished.get(m, ()), dealt[m]) for m in members}
-    return placed, make_plan(members, lanes, placed, elements)
+    return placed, make_plan(members, nodes, lanes, placed, elements)
 
 
 def lateness(lanes: int, world: int) -> int:
@@ -142,20 +146,18 @@ def record_of(parts: Parts, formed: Formed, work: Work, headers: list[Header]) -
 
 
 class Adder:
-    """Adds two nodes' received elements, skipping parameters that are absent in one of them."""
+    """Adds two nodes' received elements, skipping parameters that are absent in one of them. table: of all lanes of
+    the nodes that are to be added, at least."""
 
     def __init__(self, layout: Layout, table: SlotTable) -> None:
         self._layout = layout
         self._table = table
-        self._all_present = bool(table.presence.size) and bool(
-            (table.present_in((0, 1)).all()) and (table.presence == table.presence[0]).all()
-        )
 
     def __call__(self, out: Tensor, first: Node, a: Tensor, second: Node, b: Tensor, lo: int) -> None:
-        if self._all_present:
+        in_first, in_second = self._table.present_in(first), self._table.present_in(second)
+        if in_first.all() and in_second.all():
             torch.add(a, b, out=out)
             return
-        in_first, in_second = self._table.present_in(first), self._table.present_in(second)
         for index, entry in enumerate(self._layout.entries):
             at = slice(max(entry.lo, lo) - lo, min(entry.hi, lo + out.numel()) - lo)
             if at.start >= at.stop:
