@@ -172,7 +172,7 @@ def test_a_node_that_differs_is_excluded_and_the_run_goes_on() -> None:
 def test_a_node_that_leaves_disturbs_nobody() -> None:
     nodes = Nodes()
     two(nodes)
-    nodes.tell("b", node.Scaled(0), Happened(leader.Leaving("b/w0")))
+    nodes.tell("b", node.Leave())
     last = nodes.actions("a", leader.Announce)[-1].generation
     assert last.members == ("a/w0",) and not last.urgent
     assert not nodes.actions("a", leader.Stop)
@@ -183,7 +183,7 @@ def test_if_all_leave_the_job_stops() -> None:
     two(nodes)
     for name in "ab":
         nodes.cut.add("b")
-        nodes.tell(name, node.Scaled(0), Happened(leader.Leaving(f"{name}/w0")))
+        nodes.tell(name, node.Leave())
     nodes.cut.clear()
     report(nodes)
     for name in "ab":

@@ -26,6 +26,7 @@ from elastic_harness.membership.node import (
     Excluded,
     Happened,
     Input,
+    Leave,
     Node,
     Offered,
     Output,
@@ -56,7 +57,6 @@ class Together:
         self.least = 1
         about = {"elastic_harness": __version__, "protocol": PROTOCOL}
         self._node = Node(self.node, limits, options.workers, known, about)
-        self._living: dict[str, None] = {}
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         address = Address.parse(options.store)
         prefix = prefix_of(options.store_id)
@@ -79,11 +79,6 @@ class Together:
         self._do(self._node.start())
 
     def tell(self, event: leader.Event, at: float | None = None) -> None:
-        match event:
-            case leader.Ready(member):
-                self._living[member] = None
-            case leader.Lost(member):
-                self._living.pop(member, None)
         self._take(Happened(event))
 
     def offer(self, generation: int, key: str, value: str) -> None:
@@ -108,9 +103,7 @@ class Together:
         others = [m for m in members if node_of(m) != self.node]
         if not others or self._link.trouble is not None:
             return False
-        self._take(Scaled(0))
-        for member in list(self._living):
-            self._take(Happened(leader.Leaving(member)))
+        self._take(Leave())
         return True
 
     def stop_all(self, reason: str) -> bool:

@@ -61,6 +61,11 @@ class Scaled:
 
 
 @dataclass(frozen=True)
+class Leave:
+    """This node is to leave at a step boundary: all of its workers are, and it wants none any more."""
+
+
+@dataclass(frozen=True)
 class Described:
     """What this node's workers are: see `about`. Told before the first of them is ready."""
 
@@ -109,7 +114,7 @@ class Tick:
     """Time passed."""
 
 
-Input = Happened | Offered | Scaled | Described | Registered | LeaseEnded | Read | Saw | Wrote | Refused | Tick
+Input = Happened | Offered | Scaled | Leave | Described | Registered | LeaseEnded | Read | Saw | Wrote | Refused | Tick
 
 # ---- what it asks for
 
@@ -228,6 +233,11 @@ class Node:
             case Scaled(places):
                 self._places = places
                 self._changes += 1
+            case Leave():
+                self._places = 0
+                self._changes += 1
+                for member in self._members:
+                    self._happened(leader.Leaving(member))
             case Described(about):
                 self._about |= about
                 self._changes += 1

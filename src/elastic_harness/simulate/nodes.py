@@ -553,9 +553,7 @@ class Simulation(Workers):
             return
         host.leaving = True
         life = host.life
-        self._tell_node(number, nodes.Scaled(0))
-        for who in host.workers:
-            self._tell_node(number, nodes.Happened(core.Leaving(name(who))))
+        self._tell_node(number, nodes.Leave())
         self.after(GRACE_S, lambda: self._kill(number, life))
 
     def _kill(self, number: int, life: int | None = None) -> None:
