@@ -9,10 +9,13 @@ HarnessError
 ├── Refused                this worker does not fit the run exit 2
 └── Recoverable            handled inside the training loop, never seen by user code
     ├── PeerFailed         a peer or the link to it broke during a collective
+    │   └── Unreachable    the network between here and some peers is cut
     └── GenerationChanged  the membership moved on
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 EXIT_SUCCESS = 0
 EXIT_USER_CODE = 1
@@ -68,11 +71,27 @@ class Recoverable(HarnessError):
 
 
 class PeerFailed(Recoverable):
-    """A collective broke; `peers` are the members it was waiting for, as far as known."""
+    """A collective broke; `peers` are the members it was waiting for, as far as known. A transport knows their `ranks`;
+    whoever knows the members calls `name`."""
 
-    def __init__(self, message: str, peers: tuple[str, ...] = ()) -> None:
+    def __init__(self, message: str, peers: tuple[str, ...] = (), ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.peers = peers
+        self.ranks = ranks
+
+    def name(self, members: Sequence[str]) -> None:
+        """Fill in `peers`."""
+        self.peers = self.peers or tuple(members[rank] for rank in self.ranks)
+
+
+class Unreachable(PeerFailed):
+    """The kernel itself says so: no packet comes from these ranks, which need not have done anything wrong. `ways`: for
+    each of them its address, and how it shows."""
+
+    def __init__(self, ways: Mapping[int, str]) -> None:
+        told = ", ".join(f"rank {rank} at {way}" for rank, way in sorted(ways.items()))
+        super().__init__(f"the network is cut to {told}", ranks=tuple(sorted(ways)))
+        self.ways = dict(sorted(ways.items()))
 
 
 class GenerationChanged(Recoverable):

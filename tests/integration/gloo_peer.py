@@ -53,4 +53,5 @@ def main(rank: int, world: int, folder: Path) -> None:
     os._exit(0)
 
 
-main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

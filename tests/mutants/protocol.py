@@ -15,7 +15,6 @@ from unittest import mock
 from elastic_harness.membership import decide as deciding
 from elastic_harness.membership import leader as core
 from elastic_harness.membership.types import Digest, Generation, Report, Source
-from elastic_harness.simulate.cluster import name
 from elastic_harness.simulate.model import Model, Size
 from elastic_harness.simulate.world import Faults, Gradient, Message, Worker, World
 from elastic_harness.train.commit import Verdict
@@ -120,15 +119,13 @@ class LeftOutNotTold(Model):
 
     def audience(self, world: World, before: core.State, generation: Generation) -> list[int]:
         old = before.generation.members if before.generation else ()
-        return [i for i in super().audience(world, before, generation) if name(i) in {*old, *generation.members}]
+        return [i for i in super().audience(world, before, generation) if self.name(i) in {*old, *generation.members}]
 
 
 class PlannedHidesUrgent(Model):
     """Only the newest announcement is remembered: a planned one makes an urgent one before it unheard."""
 
-    def hear_generation(
-        self, world: World, who: int, number: int, members: tuple[int, ...], urgent: bool
-    ) -> World:
+    def hear_generation(self, world: World, who: int, number: int, members: tuple[int, ...], urgent: bool) -> World:
         if urgent and any(message[0] == "generation" for message in world.down[who]):
             return self.put(world, who, self.aborted(world.workers[who]))
         return super().hear_generation(world, who, number, members, urgent)

@@ -29,9 +29,9 @@ from elastic_harness.membership.leader import (
     Trouble,
     Unfit,
 )
-from elastic_harness.membership.types import Limits, Report
+from elastic_harness.membership.types import Limits, Report, node_of
 
-members = st.sampled_from([f"w{i}" for i in range(5)])
+members = st.sampled_from(["a/w0", "a/w1", "b/w2", "c/w3", "c/w4"])
 numbers = st.integers(0, 6)
 reports = st.builds(Report, generation=numbers, version=st.integers(-1, 3), record=st.none())
 events: st.SearchStrategy[Event] = st.one_of(
@@ -39,7 +39,7 @@ events: st.SearchStrategy[Event] = st.one_of(
     st.builds(Ready, members),
     st.builds(Lost, members),
     st.builds(Reported, members, reports),
-    st.builds(Trouble, members, numbers, st.lists(members, max_size=3).map(tuple)),
+    st.builds(Trouble, members, numbers, st.lists(members, max_size=3).map(tuple), st.booleans()),
     st.builds(Committed, st.integers(0, 3)),
     st.builds(Finished, members, st.integers(1, 4)),
     st.builds(SlotFailed, members, st.integers(0, 2), st.integers(0, 2), st.booleans()),
@@ -83,6 +83,8 @@ def test_any_events_keep_the_rules(low: int, extra: int, happened: list[tuple[Ev
                     newest = generation.number
                     assert generation.members and len(set(generation.members)) == len(generation.members)
                     assert set(generation.members) <= set(state.ready)
+                    nodes = {node_of(m) for m in generation.members}
+                    assert not any({a, b} <= nodes and now < at + leader.APART_S for at, a, b in state.apart)
                     if not state.finished:
                         assert low <= len(generation.members) <= state.limits.target
                     elif announced is not None:

@@ -10,6 +10,7 @@ from elastic_harness import wire
 from elastic_harness.agent.admission import Admission
 from elastic_harness.agent.agreement import Agreement, Alone, CarryOut, Deliver
 from elastic_harness.agent.board import SLOT
+from elastic_harness.agent.cuts import Cuts
 from elastic_harness.agent.environment import JobEnvironment, free_port
 from elastic_harness.agent.kv import KeyValues
 from elastic_harness.agent.loop import Agent, Outcome, spawn_error
@@ -47,6 +48,7 @@ class ElasticRun:
         )
         known = Known(records.number, records.born, records.lineage, records.from_step)
         self.agreement = _agreement(agent, self._limits, known, self._carry_out, self._deliver)
+        self._cuts = Cuts(agent, self.agreement.node)
         self._generation: Generation | None = None
         self._formed = False
         self._waiting = ""
@@ -83,8 +85,10 @@ class ElasticRun:
                 report = self._within_the_ledger(Report.from_json(message))
                 self._feed(leader.Reported(worker.member, report))
             case "trouble":
-                peers = tuple(message.get("peers") or ())
-                self._feed(leader.Trouble(worker.member, message["generation"], peers))
+                peers, ways = tuple(message["peers"]), message["ways"]
+                self._cuts.tell(ways)
+                holds = message["version"] >= 0
+                self._feed(leader.Trouble(worker.member, message["generation"], peers, bool(ways), holds))
             case "kv_set":
                 generation, key, value = message["generation"], message["key"], message["value"]
                 self._deliver({generation: {key: value}})

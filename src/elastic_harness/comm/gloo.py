@@ -5,8 +5,8 @@ timeout. Shutting down the group's own TCP connections does it within a millisec
 a peer's death cut in two is never given up, so the blocking wait happens in a thread that can be left behind.
 
 This module is the only place that knows about it, and the one to look at when a new PyTorch changes something. The
-connections are told from all other sockets of the process by gloo's own listening ports, which pass through the
-rendezvous.
+connections are told from all other sockets of the process by gloo's own listening addresses, which pass through the
+rendezvous; so is to whom each of them leads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,18 +26,29 @@ import torch
 import torch.distributed as dist
 
 from elastic_harness.comm.group import Work, in_background
+from elastic_harness.comm.reach import (
+    LOOK_AFTER_S,
+    LOOK_EVERY_S,
+    Address,
+    Connecting,
+    Link,
+    Silence,
+    ask_again_and_again,
+)
 from elastic_harness.comm.rendezvous import KeyValue, RendezvousStore
-from elastic_harness.errors import PeerFailed
+from elastic_harness.errors import PeerFailed, Unreachable
 
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0  # gloo itself gives up after five times as long
 
 
 class GlooGroup:
-    """The transport of one generation. Local object; sends and receives are matched by (peer, tag)."""
+    """The transport of one generation. Local object; sends and receives are matched by (peer, tag). `addresses`: of the
+    peers, by rank."""
 
-    def __init__(self, group: Any, connections: list[socket.socket], rank: int, world: int) -> None:
+    def __init__(self, group: Any, links: list[Link], addresses: Mapping[int, Address], rank: int, world: int) -> None:
         self._group = group
-        self._connections = connections
+        self._links = links
+        self._addresses = addresses
         self._changed = threading.Condition()
         self._aborted = False
         self._idle: list[_Waiter] = []
@@ -70,7 +81,8 @@ class GlooGroup:
         """Nothing to do: gloo starts everything at once."""
 
     def wait(self, works: Sequence[Work], timeout_s: float) -> None:
-        """Block until all works are done; at most `timeout_s`, and not beyond `abort`.
+        """Block until all works are done; at most `timeout_s`, and not beyond `abort`. Raises Unreachable within three
+        seconds of a cut, however long the others take.
 
         The waiting itself is done by another thread: when a peer dies in the middle of a message, gloo closes the
         connection but never wakes the one who waits for that message, and nothing else can.
@@ -82,10 +94,11 @@ class GlooGroup:
             waiter = self._idle.pop() if self._idle else _Waiter(self._changed)
         waiter.jobs.put(job)
         with self._changed:
-            self._changed.wait_for(lambda: job.finished or self._aborted, timeout_s + 1.0)
-            if not job.finished:
+            try:
+                self._wait_until_over(job, timeout_s)
+            except PeerFailed:
                 waiter.jobs.put(None)  # it may stay where it is until its timeout; it holds nothing we use again
-                raise PeerFailed("the group was aborted" if self._aborted else f"no answer within {timeout_s:.0f} s")
+                raise
             if self._group is None:  # `close` has been here already and will not come again
                 waiter.jobs.put(None)
             else:
@@ -93,23 +106,36 @@ class GlooGroup:
         if job.error:
             raise PeerFailed(job.error)
 
+    def _wait_until_over(self, job: _Job, timeout_s: float) -> None:
+        silence = Silence(self._links, self._addresses)
+        give_up_at = time.monotonic() + timeout_s + 1.0
+        look_in_s = LOOK_AFTER_S
+        while not self._changed.wait_for(lambda: job.finished or self._aborted, look_in_s):
+            silence.look()
+            left_s = give_up_at - time.monotonic()
+            if left_s <= 0:
+                raise PeerFailed(f"no answer within {timeout_s:.0f} s")
+            look_in_s = min(LOOK_EVERY_S, left_s)
+        if not job.finished:
+            raise PeerFailed("the group was aborted")
+
     def abort(self) -> None:
         """Break every connection: all pending work of this group, here and at the peers, fails at once. Any thread
         may call it, any number of times."""
         with self._changed:
             self._aborted = True
             self._changed.notify_all()
-            for connection in self._connections:
+            for link in self._links:
                 with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    link.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Let go of the group; whatever is still pending is aborted."""
         self.abort()
         with self._changed:
-            for connection in self._connections:
-                connection.close()
-            idle, self._connections, self._idle = self._idle, [], []
+            for link in self._links:
+                link.connection.close()
+            idle, self._links, self._idle = self._idle, [], []
             self._group = None
         for waiter in idle:
             waiter.end()
@@ -162,53 +188,105 @@ class _Waiter:
 
 def build(values: KeyValue, rank: int, world: int, *, hostname: str, cancelled: Callable[[float], None]) -> GlooGroup:
     """Meet the other members and connect to each. Collective; blocks until all are there, and raises what
-    `cancelled` raises when the generation has become void. `hostname`: the address peers reach this process at."""
-    return in_background(lambda: _connect(values, rank, world, hostname), cancelled)
-
-
-def _connect(values: KeyValue, rank: int, world: int, hostname: str) -> GlooGroup:
+    `cancelled` raises when the generation has become void, or Unreachable when the network to some of them is cut.
+    `hostname`: the address peers reach this process at."""
     store = RendezvousStore(values)
+
+    def elsewhere() -> dict[int, Address] | None:
+        """Where the peers on other hosts are, once all is known."""
+        if len(store.received) < world:
+            return None
+        addresses = _addresses(store)
+        return {peer: address for peer, address in addresses.items() if address[0] != addresses.get(rank, address)[0]}
+
+    connecting = Connecting(elsewhere)
+
+    def look(seconds: float) -> None:
+        cancelled(seconds)
+        connecting.look()
+
+    try:
+        return in_background(lambda: _connect(store, rank, world, hostname), look)
+    except Unreachable:
+        raise
+    except PeerFailed as error:
+        raise connecting.failed(error, cancelled) from error
+    finally:
+        connecting.close()
+
+
+def _connect(store: RendezvousStore, rank: int, world: int, hostname: str) -> GlooGroup:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     options._threads = 1
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=hostname)]
     group = dist.ProcessGroupGloo(store, rank, world, options)
-    own_ports = {port for blob in store.published if (port := listening_port(blob))}
-    peer_ports = {port for blob in store.received if (port := listening_port(blob))} - own_ports
-    connections = _connections(own_ports, peer_ports)
-    if len(connections) < world - 1:
+    addresses = _addresses(store)
+    own = addresses.pop(rank, None)
+    links = _links(own, addresses)
+    if len(links) < world - 1:
+        for link in links:
+            link.connection.close()
         raise RuntimeError(
-            f"found {len(connections)} of this group's {world - 1} connections; without them it could not be aborted. "
+            f"found {len(links)} of this group's {world - 1} connections; without them it could not be aborted. "
             f"This PyTorch ({torch.__version__}) lays out gloo's address differently: see comm/gloo.py"
         )
-    return GlooGroup(group, connections, rank, world)
+    return GlooGroup(group, links, addresses, rank, world)
 
 
-def listening_port(blob: bytes) -> int | None:
-    """The TCP port in gloo's published address: host name (u64 length, bytes), then u64 length and a sockaddr."""
+def _addresses(store: RendezvousStore) -> dict[int, Address]:
+    """Where the members listen, by rank: gloo's keys end in it."""
+    blobs = {**store.published, **store.received}
+    found = {key.rpartition("/")[2]: listening_address(blob) for key, blob in blobs.items()}
+    return {int(rank): address for rank, address in found.items() if rank.isdecimal() and address is not None}
+
+
+def listening_address(blob: bytes) -> Address | None:
+    """What is in gloo's published address: host name (u64 length, bytes), then u64 length and a sockaddr."""
     try:
         (name_bytes,) = struct.unpack_from("<Q", blob, 0)
-        family, port = struct.unpack_from("<H", blob, 16 + name_bytes)[0], 18 + name_bytes
-        if family not in (socket.AF_INET, socket.AF_INET6):
-            return None
-        return int(struct.unpack_from(">H", blob, port)[0])
-    except (struct.error, OverflowError):
-        return None
+        (family,) = struct.unpack_from("<H", blob, 16 + name_bytes)
+        (port,) = struct.unpack_from(">H", blob, 18 + name_bytes)
+        if family == socket.AF_INET:
+            return socket.inet_ntop(family, blob[20 + name_bytes : 24 + name_bytes]), port
+        if family == socket.AF_INET6:
+            return socket.inet_ntop(family, blob[24 + name_bytes : 40 + name_bytes]), port
+    except (struct.error, OverflowError, ValueError):
+        pass
+    return None
 
 
-def _connections(own_ports: set[int], peer_ports: set[int]) -> list[socket.socket]:
-    """Duplicates of this process's TCP connections from one of `own_ports` or to one of `peer_ports`."""
-    found = []
+def _links(own: Address | None, peers: Mapping[int, Address]) -> list[Link]:
+    """This process's TCP connections to where a peer listens, or to where this process does. Of the latter only the
+    host at the other end is known; between two hosts gloo connects in one direction. Duplicates of the descriptors."""
+    found: list[Link] = []
     for name in os.listdir("/proc/self/fd"):
+        if any(link.connection.fileno() == int(name) for link in found):
+            continue
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             candidate = socket.socket(fileno=os.dup(int(name)))
         except OSError:
             continue
-        keep = False
-        with contextlib.suppress(OSError):
-            if candidate.family in (socket.AF_INET, socket.AF_INET6) and candidate.type == socket.SOCK_STREAM:
-                keep = candidate.getpeername()[1] in peer_ports or candidate.getsockname()[1] in own_ports
-        found.append(candidate) if keep else candidate.close()
+        ranks = _leads_to(candidate, own, peers)
+        if ranks is None:
+            candidate.close()
+        else:
+            ask_again_and_again(candidate)
+            found.append(Link(candidate, ranks))
     return found
+
+
+def _leads_to(candidate: socket.socket, own: Address | None, peers: Mapping[int, Address]) -> tuple[int, ...] | None:
+    """Who may be at the other end of a connection of the group; None if it is none."""
+    if candidate.family not in (socket.AF_INET, socket.AF_INET6) or candidate.type != socket.SOCK_STREAM:
+        return None
+    try:
+        here, there = candidate.getsockname()[:2], candidate.getpeername()[:2]
+    except OSError:
+        return None
+    exactly = tuple(rank for rank, address in peers.items() if address == there)
+    if exactly or own is None or here[1] != own[1]:
+        return exactly or None
+    return tuple(rank for rank, address in peers.items() if address[0] == there[0])

@@ -18,22 +18,22 @@ class KeyValue(Protocol):
 
 
 class RendezvousStore(dist.Store):
-    """A `torch.distributed` store over a `KeyValue`; remembers what went through for whoever wants to look."""
+    """A `torch.distributed` store over a `KeyValue`; remembers what went through, by key, for whoever wants to look."""
 
     def __init__(self, values: KeyValue) -> None:
         super().__init__()
         self._values = values
-        self.published: list[bytes] = []
-        self.received: list[bytes] = []
+        self.published: dict[str, bytes] = {}
+        self.received: dict[str, bytes] = {}
 
     def set(self, key: str, value: Any) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
-        self.published.append(data)
+        self.published[key] = data
         self._values.set(key, data)
 
     def get(self, key: str) -> bytes:
         data = self._values.get(key)
-        self.received.append(data)
+        self.received[key] = data
         return data
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

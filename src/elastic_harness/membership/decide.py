@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from elastic_harness.membership.types import Generation, Limits, node_of
+
+CUTS_NAMED = 3
+EXACT_MAX = 12
 
 
 @dataclass(frozen=True)
@@ -14,7 +18,9 @@ class View:
     version. broken: pairs of living members that cannot talk to each other, as reported by one of them.
     reform: the current generation failed without a death and has to be formed anew. leaving: living members that are
     to be let go at the next step boundary. first_ready_at: when the first member became ready (for the join timeout of
-    the first generation)."""
+    the first generation). veterans: members that hold the state. apart: pairs of nodes whose network is cut. unheard:
+    nodes of the current generation that are cut from others of it and have not said anything since; heard_out: they had
+    the time to."""
 
     current: Generation | None
     ready: tuple[str, ...]
@@ -23,6 +29,10 @@ class View:
     reform: bool = False
     leaving: frozenset[str] = frozenset()
     first_ready_at: float = 0.0
+    veterans: frozenset[str] = frozenset()
+    apart: frozenset[frozenset[str]] = frozenset()
+    unheard: frozenset[str] = frozenset()
+    heard_out: bool = True
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,8 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     Members of the current generation keep their rank order; newcomers follow in order of age. A loss is urgent, a
     pure addition or planned removal waits for a step boundary. Once anyone has finished nobody is admitted and the
     minimum no longer applies: the rest only has to catch up. Members that cannot talk to each other are separated,
-    unless too few would remain: then they try again, the link may have healed.
+    unless too few would remain: then they try again, the link may have healed. Nodes whose network is known to be cut
+    are kept apart in any case.
     """
     ready = set(view.ready)
     survivors = [m for m in view.current.members if m in ready] if view.current else []
@@ -48,16 +59,24 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     least = 1 if view.finished else limits.min_workers
     most = len(survivors) if ending else limits.target
     candidates = survivors if ending else [m for m in survivors + newcomers if m not in view.leaving]
-    connected = mutually_connected(candidates, view.broken) if view.broken else candidates
-    wanted = (connected if len(connected) >= least else candidates)[:most]
+    together = on_connected_nodes(candidates, view)
+    doubtful = view.unheard & {node_of(m) for m in together}
+    if doubtful and not view.heard_out:
+        return None, f"hearing whether {', '.join(sorted(doubtful))} can be reached"
+    if doubtful:
+        together = on_connected_nodes([m for m in candidates if node_of(m) not in view.unheard], view)
+    connected = mutually_connected(together, view.broken) if view.broken else together
+    wanted = (connected if len(connected) >= least else together)[:most]
 
+    cuts = sorted(" and ".join(sorted(pair)) for pair in view.apart if pair <= {node_of(m) for m in candidates})
+    why = f"; the network is cut between {', '.join(cuts[:CUTS_NAMED])}" if cuts else ""
     if not wanted:
-        return None, "waiting: no worker is ready"
+        return None, f"waiting: no worker is ready{why}"
     if len(wanted) < limits.min_workers and not view.finished:
-        return None, f"waiting: {len(wanted)} of at least {limits.min_workers} workers are ready"
+        return None, f"waiting: {len(wanted)} of at least {limits.min_workers} workers are ready{why}"
     nodes = len({node_of(m) for m in wanted})
     if nodes < limits.min_nodes and not view.finished:
-        return None, f"waiting: workers of {nodes} of at least {limits.min_nodes} nodes are ready"
+        return None, f"waiting: workers of {nodes} of at least {limits.min_nodes} nodes are ready{why}"
     if view.current is None and len(wanted) < limits.target:
         left_s = view.first_ready_at + limits.join_timeout_s - now
         if left_s > 0:
@@ -75,21 +94,39 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     return Decision(members, urgent), ", ".join(parts) or "first generation"
 
 
-def mutually_connected(members: Iterable[str], broken: frozenset[frozenset[str]]) -> list[str]:
-    """A largest set of members without a broken pair, in the given order; exact up to 12 members in broken pairs,
-    beyond that greedy (drop whoever has most broken pairs, the youngest of equals)."""
+def on_connected_nodes(members: list[str], view: View) -> list[str]:
+    """Those on the nodes that go on together: nodes that reach each other, with as many as possible of those who hold
+    the state, then with as many members as possible."""
+    if not view.apart:
+        return members
+    nodes = list(dict.fromkeys(map(node_of, members)))
+    worth = dict.fromkeys(nodes, 0)
+    for member in members:
+        worth[node_of(member)] += 1 + (len(members) + 1) * (member in view.veterans)
+    connected = mutually_connected(nodes, view.apart, worth)
+    return [m for m in members if node_of(m) in connected]
+
+
+def mutually_connected(
+    members: Iterable[str], broken: frozenset[frozenset[str]], worth: Mapping[str, int] | None = None
+) -> list[str]:
+    """A largest (or worthiest) set of members without a broken pair, in the given order; of equals the one that has the
+    first of them. Exact up to 12 members in broken pairs, beyond that greedy: drop whoever has most broken pairs, of
+    equals the least worthy, of those the last."""
     order = list(members)
+    worth = worth or dict.fromkeys(order, 1)
     pairs = [p for p in broken if p <= set(order)]
     suspects = [m for m in order if any(m in p for p in pairs)]
-    if len(suspects) > 12:
+    if len(suspects) > EXACT_MAX:
         while pairs:
-            worst = max(order, key=lambda m: (sum(m in p for p in pairs), order.index(m)))
+            worst = max(order, key=lambda m: (sum(m in p for p in pairs), -worth[m], order.index(m)))
             pairs = [p for p in pairs if worst not in p]
             order.remove(worst)
         return order
-    best: list[str] = []
-    for choice in range(1 << len(suspects)):
-        kept = [m for i, m in enumerate(suspects) if choice >> i & 1]
-        if len(kept) > len(best) and not any(p <= set(kept) for p in pairs):
-            best = kept
+    best, most = set[str](), 0
+    for choice in product((True, False), repeat=len(suspects)):
+        kept = {m for m, is_in in zip(suspects, choice, strict=True) if is_in}
+        total = sum(worth[m] for m in kept)
+        if total > most and not any(p <= kept for p in pairs):
+            best, most = kept, total
     return [m for m in order if m not in suspects or m in best]

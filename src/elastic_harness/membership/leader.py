@@ -17,12 +17,14 @@ from dataclasses import dataclass, replace
 
 from elastic_harness.membership.decide import View, decide
 from elastic_harness.membership.reconcile import reconcile
-from elastic_harness.membership.types import Digest, Generation, Limits, Report
+from elastic_harness.membership.types import Digest, Generation, Limits, Report, node_of
 
 POISON_ERRORS = 2  # members that fail in the same slot with an error of their own before the job stops
 POISON_KILLS = 3  # … that are killed by SIGKILL or SIGTERM in it (which is more often chance)
 TROUBLE_PATIENCE = 2  # generations that may break on the same link before that pair is separated …
 TROUBLE_MEMORY = 4  # … out of so many; a break long ago says nothing about the link
+APART_S = 60.0  # so long two nodes whose network was seen to be cut are kept apart before they are tried again
+HEARING_S = 4.0  # so long a node that others cannot reach may take to say that it lives
 
 # ---- events
 
@@ -49,11 +51,15 @@ class Reported:
 
 @dataclass(frozen=True)
 class Trouble:
-    """A member's exchange broke, or it could not complete its part of the recovery. `peers` as far as known."""
+    """A member's exchange broke, or it could not complete its part of the recovery. `peers` as far as known. `cut`: the
+    network to them is known to be cut, by what the kernel says, so none of them need be at fault. `holds`: the member
+    has the state."""
 
     member: str
     generation: int
     peers: tuple[str, ...] = ()
+    cut: bool = False
+    holds: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,7 +189,8 @@ Action = Announce | Publish | Pause | Evict | Poison | Done | Stop
 @dataclass(frozen=True)
 class State:
     """Everything the leader knows. `number` is the last generation number ever used, `born` whether any step was
-    ever committed (then nobody starts silently from zero)."""
+    ever committed (then nobody starts silently from zero), `veterans` who of the newest generation that was formed is
+    known to hold the state. `apart`: when two nodes were last seen to be cut from each other."""
 
     limits: Limits
     number: int = 0
@@ -201,7 +208,9 @@ class State:
     finished: tuple[tuple[str, int], ...] = ()
     arrived: tuple[str, ...] = ()
     failed_slots: tuple[tuple[int, int, str, bool], ...] = ()
+    veterans: tuple[str, ...] = ()
     broken: tuple[tuple[int, str, str], ...] = ()
+    apart: tuple[tuple[float, str, str], ...] = ()
     troubled: tuple[str, ...] = ()
     trouble_at: float | None = None
     trouble_in: int = 0
@@ -246,8 +255,11 @@ def _take(state: State, event: Event, now: float) -> tuple[State, tuple[Action, 
             if _current(state, member, report.generation) and not state.formed:
                 others = tuple(r for r in state.reports if r[0] != member)
                 state = replace(state, reports=(*others, (member, report)))
-        case Trouble(member, generation, peers):
+        case Trouble(member, generation, peers, cut, holds):
             if _current(state, member, generation) or _still_before(state, member, generation):
+                state = _note_cuts(state, member, peers, now) if cut else state
+                if holds and member not in state.veterans:
+                    state = replace(state, veterans=(*state.veterans, member))
                 state = _note_trouble(state, member, generation, peers)
                 first_at = now if state.trouble_at is None else state.trouble_at
                 state = replace(state, trouble_at=first_at, trouble_in=max(state.trouble_in, generation))
@@ -301,10 +313,21 @@ def _still_needed(state: State, member: str) -> bool:
     return member in previous.members and member in state.ready
 
 
+def _note_cuts(state: State, member: str, peers: tuple[str, ...], now: float) -> State:
+    """Remember which nodes are cut from each other. That is known, and needs no second try."""
+    seen = {(a, b): at for at, a, b in state.apart if now < at + APART_S}
+    node, others = node_of(member), {node_of(p) for p in peers}
+    seen |= {(min(node, other), max(node, other)): now for other in others - {node}}
+    return replace(state, apart=tuple(sorted((at, a, b) for (a, b), at in seen.items())))
+
+
 def _note_trouble(state: State, member: str, generation: int, peers: tuple[str, ...]) -> State:
     """Remember who cannot talk to whom, once per generation. A peer that has reported trouble itself has given up
-    its connections: that it is silent now says nothing about the link to it."""
-    accused = [p for p in peers if p in state.ready and p != member and p not in state.troubled]
+    its connections: that it is silent now says nothing about the link to it. Of nodes that are kept apart as such
+    nothing more need be known."""
+    apart = {frozenset(pair) for _, *pair in state.apart}
+    suspects = [p for p in peers if p in state.ready and p != member and p not in state.troubled]
+    accused = [p for p in suspects if frozenset((node_of(member), node_of(p))) not in apart]
     pairs = {(generation, min(member, p), max(member, p)) for p in accused}
     recent = {b for b in state.broken if b[0] > state.number - TROUBLE_MEMORY}
     broken = tuple(sorted(recent | pairs))
@@ -343,12 +366,13 @@ def _advance(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
 
     lost = current is not None and any(m not in state.ready for m in current.members)
     reform = state.trouble_at is not None and now >= state.trouble_at + state.limits.trouble_grace_s
+    reform = reform or (current is not None and state.paused != "")  # everybody has aborted what they did in it
     if current is None or lost or reform or (state.formed and state.trouble_at is None):
         state, actions = _propose(state, now, reform)
         if actions:
             return state, actions
     current = state.generation
-    if current and not state.formed and {m for m, _ in state.reports} == set(current.members):
+    if current and not state.formed and not state.paused and {m for m, _ in state.reports} == set(current.members):
         return _form(state, current)
     return state, ()
 
@@ -363,6 +387,7 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
     counts: dict[frozenset[str], int] = {}
     for _, a, b in state.broken:
         counts[frozenset((a, b))] = counts.get(frozenset((a, b)), 0) + 1
+    apart = frozenset(frozenset(pair) for at, *pair in state.apart if now < at + APART_S)
     view = View(
         current=state.generation,
         ready=state.ready,
@@ -371,11 +396,16 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         reform=reform,
         leaving=frozenset(state.leaving),
         first_ready_at=state.first_ready_at,
+        veterans=frozenset({*state.veterans, *(m for m, report in state.reports if report.version >= 0)}),
+        apart=apart,
+        unheard=_unheard(state, apart),
+        heard_out=state.trouble_at is None or now >= state.trouble_at + HEARING_S,
     )
     decision, reason = decide(now, view, state.limits)
     if decision is None:
         lost = state.generation is not None and any(m not in state.ready for m in state.generation.members)
-        if reason.startswith("waiting") and reason != state.paused and (lost or state.generation is None):
+        stands = state.generation is not None and not lost and not reform
+        if reason.startswith("waiting") and reason != state.paused and not stands:
             return replace(state, paused=reason), (Pause(reason),)
         return state, ()
     generation = Generation(state.number + 1, decision.members, decision.urgent, reason)
@@ -395,6 +425,16 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
     return state, (Announce(generation),)
 
 
+def _unheard(state: State, apart: frozenset[frozenset[str]]) -> frozenset[str]:
+    """Nodes of the generation in trouble that are cut from others in it and have not said anything themselves: it may
+    be that nobody reaches them, the store included."""
+    if state.generation is None or state.trouble_at is None:
+        return frozenset()
+    inside = {node_of(m) for m in state.generation.members}
+    spoke = {node_of(m) for m in (*state.troubled, *dict(state.reports))}
+    return frozenset(node for pair in apart if pair <= inside for node in pair if node not in spoke)
+
+
 def _form(state: State, generation: Generation) -> tuple[State, tuple[Action, ...]]:
     digest, reason = reconcile(
         generation, dict(state.reports), born=state.born, lineage=state.lineage, from_step=state.from_step
@@ -403,6 +443,7 @@ def _form(state: State, generation: Generation) -> tuple[State, tuple[Action, ..
         state,
         formed=True,
         ever_formed=True,
+        veterans=tuple(m for m in generation.members if digest.sources[m].kind != "state"),
         born=state.born or digest.version > 0,
         reports=(),
         # everyone reached the boundary, so whatever went wrong before it no longer matters

@@ -207,7 +207,8 @@ class Leading:
             return self._begin_another(Known.of(_perhaps_born(state)), now)
         later = now - decision["now"]
         trouble_at = None if state.trouble_at is None else state.trouble_at + later
-        state = replace(state, first_ready_at=state.first_ready_at + later, trouble_at=trouble_at)
+        apart = tuple((at + later, a, b) for at, a, b in state.apart)
+        state = replace(state, first_ready_at=state.first_ready_at + later, trouble_at=trouble_at, apart=apart)
         self.state = _perhaps_born(state)
         self._follow(list(self._records), now)
 

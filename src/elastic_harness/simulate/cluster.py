@@ -34,12 +34,8 @@ class Size:
     faults: Faults = Faults()  # noqa: RUF009  (immutable)
 
 
-def name(index: int) -> str:
-    return f"w{index}"
-
-
 def index_of(member: str) -> int:
-    return int(member[1:])
+    return int(member.rpartition("w")[2])
 
 
 class Cluster:
@@ -55,6 +51,10 @@ class Cluster:
         self._event_ids: dict[core.Event, int] = {}
         self.digests: list[Digest] = []
         self._memo: dict[tuple[int, int, float], tuple[int, tuple[Any, ...]]] = {}
+
+    def name(self, index: int) -> str:
+        """What a worker is called as a member."""
+        return f"w{index}"
 
     def start(self) -> World:
         """All workers said hello, nothing else has happened."""
@@ -75,7 +75,7 @@ class Cluster:
             faults=size.faults,
         )
         for i in range(n):
-            world = self.lead(world, self.event(core.Ready(name(i))))
+            world = self.lead(world, self.event(core.Ready(self.name(i))))
         if self.leaders[world.leader].generation is None:
             world = self.lead(world, self.event(core.Tick()), LATE)
         return world
@@ -138,7 +138,7 @@ class Cluster:
 
     def audience(self, world: World, before: core.State, generation: Generation) -> list[int]:
         """Its members, and whoever was in any generation before and must know that it is left out."""
-        return [i for i, w in enumerate(world.workers) if w.told or name(i) in generation.members]
+        return [i for i, w in enumerate(world.workers) if w.told or self.name(i) in generation.members]
 
     def deduplicated(self, world: World, digest: Digest) -> World:
         """Equal digests get one number, so that equal worlds compare equal."""
@@ -176,7 +176,7 @@ class Cluster:
             expected = sorted(c for gradient in right for c in gradient)
             missing = [c for c in expected if c not in held]
             kind = "lane missing" if missing else "lane twice" if len(held) > len(expected) else "wrong value"
-            raise Violation(kind, f"{name(who)} at version {w.version} holds {w.value}")
+            raise Violation(kind, f"{self.name(who)} at version {w.version} holds {w.value}")
 
     def check_versions(self, world: World) -> None:
         at: dict[int, list[int]] = {}
@@ -200,7 +200,7 @@ class Cluster:
         state = self.leaders[world.leader]
         if state.done:
             told = [i for i, w in enumerate(world.workers) if w.up and w.told and not w.fenced]
-            waiting = [name(i) for i in told if world.workers[i].mode != "over"]
+            waiting = [self.name(i) for i in told if world.workers[i].mode != "over"]
             if waiting:
                 raise Violation("stuck", f"the job is done, but {waiting} were not told")
             return
@@ -208,7 +208,7 @@ class Cluster:
         finished = {index_of(m) for m, _ in state.finished} & set(healthy)
         if not healthy or (len(healthy) < state.limits.min_workers and not finished):
             return
-        modes = {name(i): world.workers[i].mode for i in healthy}
+        modes = {self.name(i): world.workers[i].mode for i in healthy}
         raise Violation("stuck", f"{modes}, leader in generation {state.generation}, paused: {state.paused!r}")
 
     # ---- queues, mailboxes, ends of processes
@@ -262,7 +262,7 @@ class Cluster:
         if not w.up:
             return world
         if not w.fenced:
-            world = self.report(world, who, core.Lost(name(who)))
+            world = self.report(world, who, core.Lost(self.name(who)))
         down = (*world.down[:who], (), *world.down[who + 1 :])
         mail = (*world.mail[:who], frozenset(), *world.mail[who + 1 :])
         return self.put(world._replace(down=down, mail=mail), who, Worker(up=False, mode="over"))

@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from elastic_harness.membership import leader as core
-from elastic_harness.simulate.cluster import LATE, Size, name
+from elastic_harness.simulate.cluster import LATE, Size
 from elastic_harness.simulate.workers import Workers
 from elastic_harness.simulate.world import Move, Violation, Worker, World
 
@@ -34,9 +34,9 @@ class Model(Workers):
             if not w.up:
                 continue
             if world.down[who]:
-                yield self.attempt(("hears", name(who), *world.down[who][0]), self.hear, world, who)
+                yield self.attempt(("hears", self.name(who), *world.down[who][0]), self.hear, world, who)
             for what, act, *args in self.abilities(world, who, w):
-                yield self.attempt((what, name(who)), act, world, who, *args)
+                yield self.attempt((what, self.name(who)), act, world, who, *args)
         yield from self.faults(world)
 
     def attempt(self, what: Move, act: Any, *args: Any, fault: bool = False) -> Outcome:
@@ -54,15 +54,15 @@ class Model(Workers):
                 continue
             if faults.crashes:
                 spent = world._replace(faults=faults._replace(crashes=faults.crashes - 1))
-                yield self.attempt(("killed", name(who)), self.die, spent, who, fault=True)
+                yield self.attempt(("killed", self.name(who)), self.die, spent, who, fault=True)
                 for part, partly in self.partial_sends(spent, who, w):
-                    yield self.attempt(("killed in send", name(who), part), self.die, partly, who, fault=True)
+                    yield self.attempt(("killed in send", self.name(who), part), self.die, partly, who, fault=True)
             if faults.zombies and w.told:
                 spent = world._replace(faults=faults._replace(zombies=faults.zombies - 1))
-                yield self.attempt(("declared lost", name(who)), self.fence, spent, who, fault=True)
+                yield self.attempt(("declared lost", self.name(who)), self.fence, spent, who, fault=True)
         if faults.joins:
             spent = world._replace(faults=faults._replace(joins=faults.joins - 1))
-            yield self.attempt(("joins", name(len(world.workers))), self.join, spent, fault=True)
+            yield self.attempt(("joins", self.name(len(world.workers))), self.join, spent, fault=True)
         if faults.breaks:
             spent = world._replace(faults=faults._replace(breaks=faults.breaks - 1))
             for who, w in enumerate(world.workers):
@@ -71,12 +71,12 @@ class Model(Workers):
                 if w.mode in ("repair", "step"):
                     for peer in w.members:
                         if peer != who:
-                            what = ("link breaks", name(who), name(peer))
+                            what = ("link breaks", self.name(who), self.name(peer))
                             yield self.attempt(what, self.break_link, spent, who, peer, fault=True)
                 elif w.mode == "wait" and w.target:
                     for peer in w.successors:
                         if peer != who:
-                            what = ("cannot connect", name(who), name(peer))
+                            what = ("cannot connect", self.name(who), self.name(peer))
                             yield self.attempt(what, self.trouble, spent, who, peer, fault=True)
         if faults.scales:
             spent = world._replace(faults=faults._replace(scales=faults.scales[1:]))
@@ -84,7 +84,7 @@ class Model(Workers):
             yield self.attempt(("scaled", faults.scales[0]), self.lead, spent, event, fault=True)
 
     def fence(self, world: World, who: int) -> World:
-        world = self.report(world, who, core.Lost(name(who)))
+        world = self.report(world, who, core.Lost(self.name(who)))
         world = world._replace(down=(*world.down[:who], (), *world.down[who + 1 :]))
         return self.put(world, who, world.workers[who]._replace(fenced=True))
 
@@ -96,7 +96,7 @@ class Model(Workers):
             down=(*world.down, ()),
             up=(*world.up, ()),
         )
-        return self.report(world, who, core.Ready(name(who)))
+        return self.report(world, who, core.Ready(self.name(who)))
 
     def break_link(self, world: World, a: int, b: int) -> World:
         """What was under way between the two is lost, in both directions."""

@@ -12,7 +12,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic_harness.membership import leader as core
@@ -20,7 +20,7 @@ from elastic_harness.membership import node as nodes
 from elastic_harness.membership.node import Known, Node
 from elastic_harness.membership.store import EmbeddedStore, Watch
 from elastic_harness.membership.types import Digest, Limits
-from elastic_harness.simulate.cluster import Size, index_of, name
+from elastic_harness.simulate.cluster import Size, index_of
 from elastic_harness.simulate.workers import Workers
 from elastic_harness.simulate.world import Message, Violation, Worker, World
 
@@ -119,6 +119,7 @@ class Simulation(Workers):
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
         self._home: list[int] = []  # of each worker
+        self._names: list[str] = []
         self._announced: dict[int, tuple[str, ...]] = {}
         self._published: dict[int, int] = {}
         self._cuts: set[frozenset[int]] = set()
@@ -157,7 +158,7 @@ class Simulation(Workers):
         self.check_done(self.world, self.size.steps)
 
     def _where(self) -> str:
-        modes = {name(i): w.mode for i, w in enumerate(self.world.workers) if w.up}
+        modes = {self.name(i): w.mode for i, w in enumerate(self.world.workers) if w.up}
         leaders = {h.node.key: str(h.node.state)[:600] for h in self.hosts if h.up and h.node.leads}
         return f"at {self.now:.1f} s: workers {modes}, leaders {leaders}"
 
@@ -180,6 +181,7 @@ class Simulation(Workers):
             return
         who = len(self.world.workers)
         self._home.append(number)
+        self._names.append(f"{host.node.name}/w{who}")
         host.workers.append(who)
         world = self.world
         self.world = world._replace(
@@ -188,7 +190,7 @@ class Simulation(Workers):
             down=(*world.down, ()),
             up=(*world.up, ()),
         )
-        self._tell_node(number, nodes.Happened(core.Ready(name(who))))
+        self._tell_node(number, nodes.Happened(core.Ready(self.name(who))))
 
     def _tell_node(self, number: int, told: nodes.Input) -> None:
         host = self.hosts[number]
@@ -363,6 +365,9 @@ class Simulation(Workers):
 
     # ---- workers
 
+    def name(self, index: int) -> str:
+        return self._names[index]
+
     def lead(self, world: World, event: int, now: float = 0.0) -> World:
         """What the model of one node gives to its leader at once: here `commit` tells it to the node."""
         return world
@@ -385,6 +390,13 @@ class Simulation(Workers):
     def failing(self, world: World, who: int, w: Worker) -> list[int]:
         cut = [m for m in w.members if self._is_cut(who, m)]
         return sorted({*super().failing(world, who, w), *cut})
+
+    def report_trouble(self, world: World, who: int, event: core.Trouble) -> World:
+        """A worker knows of all that its network is cut to."""
+        w = world.workers[who]
+        cut = tuple(self.name(m) for m in w.members if self._is_cut(who, m))
+        event = replace(event, peers=cut or event.peers, cut=bool(cut), holds=w.version >= 0)
+        return super().report_trouble(world, who, event)
 
     def _is_cut(self, a: int, b: int) -> bool:
         return frozenset((self._home[a], self._home[b])) in self._cuts
@@ -449,8 +461,8 @@ class Simulation(Workers):
                         self._tell(who, ("generation", generation.number, members, generation.urgent))
                 for who in living:
                     if who in members:
-                        self.hosts[number].addresses.setdefault(generation.number, set()).add(name(who))
-                        self._tell_node(number, nodes.Offered(generation.number, name(who), "where it is"))
+                        self.hosts[number].addresses.setdefault(generation.number, set()).add(self.name(who))
+                        self._tell_node(number, nodes.Offered(generation.number, self.name(who), "where it is"))
             case core.Publish(digest, _):
                 known_digest = self._published.setdefault(digest.generation, len(self.digests))
                 if known_digest == len(self.digests):
@@ -460,7 +472,7 @@ class Simulation(Workers):
                 elif self.digests[known_digest] != digest:
                     raise Violation("two digests", f"{digest} and {self.digests[known_digest]}")
                 for who in living:
-                    if name(who) in digest.sources:
+                    if self.name(who) in digest.sources:
                         self._tell(who, ("digest", known_digest))
             case core.Pause():
                 for who in living:
@@ -484,7 +496,7 @@ class Simulation(Workers):
             host = self.hosts[self._home[who]]
             well = host.up and not host.paused and not host.leaving and self.now - host.well_since > NOTICED_S
             if w.up and w.version >= 0 and w.mode != "over" and well:
-                raise Violation("state given up", f"{name(who)} has version {w.version}: {digest}")
+                raise Violation("state given up", f"{self.name(who)} has version {w.version}: {digest}")
 
     def _tell(self, who: int, message: tuple[object, ...]) -> None:
         self.world = self.tell(self.world, who, message)

@@ -11,7 +11,7 @@ from typing import Any
 from elastic_harness.comm.placement import deal
 from elastic_harness.membership import leader as core
 from elastic_harness.membership.types import Digest, LaneRanges, Report
-from elastic_harness.simulate.cluster import Cluster, Size, index_of, name
+from elastic_harness.simulate.cluster import Cluster, Size, index_of
 from elastic_harness.simulate.world import Gradient, Message, Violation, Worker, World, canonical
 from elastic_harness.train.commit import Header, Verdict, gate
 
@@ -48,7 +48,7 @@ class Workers(Cluster):
         if w.mode in ("repair", "step") and not w.fenced:
             for peer in self.failing(world, who, w):
                 if self.lacks(world, who, w, peer):
-                    yield f"link to {name(peer)} fails", self.trouble, peer
+                    yield f"link to {self.name(peer)} fails", self.trouble, peer
 
     def failing(self, world: World, who: int, w: Worker) -> list[int]:
         """Peers to whom the connection is broken."""
@@ -135,7 +135,7 @@ class Workers(Cluster):
         headers = self.arrived(world, who, w, "H", 0)
         gradients = {self.arrived(world, who, w, "R", block)[self.owner(w, block)] for block in range(self.size.blocks)}
         if len(gradients) > 1:
-            raise Violation("torn blocks", f"{name(who)} step {w.version}: {sorted(gradients)}")
+            raise Violation("torn blocks", f"{self.name(who)} step {w.version}: {sorted(gradients)}")
         verdict = self.verdict(w, {source: (int(h[0]), int(h[1])) for source, h in headers.items()})
         if not verdict.commit:
             return self.refuse(world, who, verdict.unfit)
@@ -144,7 +144,7 @@ class Workers(Cluster):
         self.check_value(w, who)
         w = w._replace(lanes=(), sent=False, reduced=False, verified=True, due=())
         if w.version < self.size.steps:
-            w = w._replace(todo=self.dealt(w.members, ())[name(who)])
+            w = w._replace(todo=self.dealt(w.members, ())[self.name(who)])
         world = self.put(world, who, w)
         if w.members[0] == who:
             world = self.record_commit(world, who)
@@ -180,8 +180,8 @@ class Workers(Cluster):
         w = world.workers[who]
         fit = [m for rank, m in enumerate(w.members) if rank not in unfit]
         if fit and fit[0] == who:
-            world = self.report(world, who, *(core.Unfit(name(w.members[r]), "its canary differs") for r in unfit))
-        world = self.report_trouble(world, who, core.Trouble(name(who), w.gen))
+            world = self.report(world, who, *(core.Unfit(self.name(w.members[r]), "its canary differs") for r in unfit))
+        world = self.report_trouble(world, who, core.Trouble(self.name(who), w.gen))
         return self.put(world, who, self.aborted(w))
 
     def applied(self, w: Worker, gradient: Gradient) -> Worker:
@@ -205,7 +205,7 @@ class Workers(Cluster):
         world = self.put(world, who, w)
         if w.members[0] == who:  # saves the result before it says so: the line after the last step's
             world = world._replace(ledger=world.ledger | {(w.lineage, w.version)})
-        world = self.report(world, who, core.Finished(name(who), w.version))
+        world = self.report(world, who, core.Finished(self.name(who), w.version))
         if w.switch > w.gen:
             return self.enter_planned(world, who)
         return world
@@ -226,7 +226,7 @@ class Workers(Cluster):
             mode="wait", target=number, successors=members, todo=(), sent=False, reduced=False, serve=serve, expect=""
         )
         world = self.drop_mail(self.put(world, who, w), who)
-        return self.report(world, who, core.Reported(name(who), self.own_report(world, w)))
+        return self.report(world, who, core.Reported(self.name(who), self.own_report(world, w)))
 
     def own_report(self, world: World, w: Worker) -> Report:
         return Report(
@@ -242,7 +242,7 @@ class Workers(Cluster):
         """A broken link without a known death: tell, and wait for the next generation."""
         w = world.workers[who]
         generation = max(w.gen, w.target)
-        world = self.report_trouble(world, who, core.Trouble(name(who), generation, (name(peer),)))
+        world = self.report_trouble(world, who, core.Trouble(self.name(who), generation, (self.name(peer),)))
         world = self.put(world, who, self.aborted(w))
         if w.switch > generation and who not in w.entrants:
             return self.leave(world, who)
@@ -294,7 +294,7 @@ class Workers(Cluster):
 
     def accept(self, world: World, who: int, digest: Digest) -> World:
         w = world.workers[who]
-        me = name(who)
+        me = self.name(who)
         source = digest.sources.get(me)
         if source is None:
             raise Violation("source unsatisfiable", f"{me} has none in {digest}")
@@ -345,7 +345,7 @@ class Workers(Cluster):
     def dealt(self, members: tuple[int, ...], held: tuple[tuple[str, LaneRanges], ...]) -> dict[str, tuple[int, ...]]:
         key = (members, held)
         if key not in self._deals:
-            placed = deal(self.size.lanes, [name(m) for m in members], dict(held))
+            placed = deal(self.size.lanes, [self.name(m) for m in members], dict(held))
             self._deals[key] = {m: tuple(x for lo, hi in r for x in range(lo, hi)) for m, r in placed.items()}
         return self._deals[key]
 
@@ -354,7 +354,7 @@ class Workers(Cluster):
         target, kind = w.serve[0]
         if kind == "replay":
             if w.record is None or w.record[0] != w.version - 1:
-                raise Violation("source unsatisfiable", f"{name(who)} has no record of {w.version - 1} to give")
+                raise Violation("source unsatisfiable", f"{self.name(who)} has no record of {w.version - 1} to give")
             body: tuple[Any, ...] = (w.record,)
         else:
             body = (w.version, w.value, w.record)
@@ -375,7 +375,7 @@ class Workers(Cluster):
         if message.kind == "replay":
             step, gradient = body[0]
             if step != w.version:
-                raise Violation("source unsatisfiable", f"{name(who)} at {w.version} got the record of {step}")
+                raise Violation("source unsatisfiable", f"{self.name(who)} at {w.version} got the record of {step}")
             w = self.applied(w, gradient)
         else:
             version, value, record = body

@@ -23,7 +23,7 @@ from typing import Any
 
 from elastic_harness.comm.group import Group
 from elastic_harness.comm.placement import Ranges, merge_ranges
-from elastic_harness.errors import EXIT_INFRASTRUCTURE, CheckpointCorrupt, PeerFailed, Recoverable
+from elastic_harness.errors import EXIT_INFRASTRUCTURE, CheckpointCorrupt, PeerFailed, Recoverable, Unreachable
 from elastic_harness.failpoints import failpoint
 from elastic_harness.membership.types import Generation, Report, SourceKind
 from elastic_harness.train.apply import Metrics, Record
@@ -99,7 +99,17 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
 def _report_trouble(parts: Parts, progress: Progress, failure: PeerFailed) -> None:
     """Tell of a failure that nobody has announced yet, with the peers that were waited for. The group stays open until
     the next one is up: closing it now would make innocent members look guilty to others."""
-    parts.link.send("trouble", generation=progress.announced, peers=list(failure.peers), error=str(failure)[:2000])
+    ways = {}
+    if isinstance(failure, Unreachable):  # then the links are known to be cut
+        ways = dict(zip(failure.peers, failure.ways.values(), strict=True))
+    parts.link.send(
+        "trouble",
+        generation=progress.announced,
+        version=progress.version,
+        peers=list(failure.peers),
+        ways=ways,
+        error=str(failure)[:2000],
+    )
 
 
 def _meet(parts: Parts, generation: Generation, stages: Stages) -> Formed:
@@ -118,10 +128,12 @@ def _meet(parts: Parts, generation: Generation, stages: Stages) -> Formed:
         failpoint("recovery.rebuilt")
         with stages.timed("reconcile"):
             return Formed(generation, parts.link.digest(number), rank, group)
-    except BaseException:
+    except BaseException as error:
         parts.link.wake = lambda: None
         if group is not None:
             group.close()
+        if isinstance(error, PeerFailed):
+            error.name(members)
         raise
 
 
@@ -157,7 +169,11 @@ def _repair(parts: Parts, progress: Progress, report: Report) -> Progress:
     def receive() -> Payload:
         assert formed.group is not None and source.donor is not None
         failpoint("recovery.receiving", digest.version)
-        return receive_payload(formed.group, members.index(source.donor), parts.config.elastic.exchange_timeout_s)
+        try:
+            return receive_payload(formed.group, members.index(source.donor), parts.config.elastic.exchange_timeout_s)
+        except PeerFailed as error:
+            error.name(members)
+            raise
 
     if source.kind != "keep":
         parts.slots.drop()

@@ -12,7 +12,7 @@ from elastic_harness.comm.exchange import Add, Exchange
 from elastic_harness.comm.placement import Ranges, deal, merge_ranges
 from elastic_harness.comm.plan import Plan, make_plan
 from elastic_harness.comm.tree import Node
-from elastic_harness.errors import PeerFailed
+from elastic_harness.errors import PeerFailed, Unreachable
 from elastic_harness.membership.types import node_of
 from elastic_harness.train.apply import Record
 from elastic_harness.train.board import Phase
@@ -113,7 +113,8 @@ def lateness(lanes: int, world: int) -> int:
 
 def finish_exchange(parts: Parts, progress: Progress, work: Work) -> list[Header]:
     """Send this member's header, receive all others' and the finished sum. Collective. A broken connection or a peer
-    that never comes raises PeerFailed naming whom this member was waiting for."""
+    that never comes raises PeerFailed naming whom this member was waiting for, or Unreachable naming whose way here is
+    cut."""
     formed, partials = progress.formed, progress.partials
     assert formed is not None and partials is not None
     generation = formed.generation
@@ -133,6 +134,9 @@ def finish_exchange(parts: Parts, progress: Progress, work: Work) -> list[Header
     parts.board.show(Phase.EXCHANGE, partials.step, deadline_s=2 * timeout_s)
     try:
         packed = work.exchange.finish(header.pack(), adder, timeout_s)
+    except Unreachable as failure:
+        failure.name(generation.members)
+        raise
     except PeerFailed as failure:
         waiting = tuple(generation.members[r] for r in work.exchange.waiting_for())
         raise PeerFailed(str(failure), waiting) from failure
