@@ -19,6 +19,7 @@ from elastic_harness.errors import InfrastructureError
 from elastic_harness.etcd.gateway import Gateway, encode
 from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership.store import Put
+from elastic_harness.membership.types import node_of
 from etcd_servers import serving
 from integration.launch_tools import SOURCE
 from integration.several import Hosts
@@ -135,6 +136,23 @@ def test_a_host_that_is_cut_off_pauses_and_comes_back(hosts: Hosts, undisturbed:
     hosts.network.hosts[victim].heal()
     hosts.fill(3)
     hosts.finish(undisturbed(STEPS), 0, 1, 2)
+
+
+def test_two_hosts_that_do_not_reach_each_other_do_not_block_the_job(hosts: Hosts, undisturbed: Weights) -> None:
+    for number in range(3):
+        hosts.launch(number)
+    hosts.fill(3)
+    a, b, _ = hosts.network.hosts
+    a.cut(to=b)
+    b.cut(to=a)
+    cut_at = time.monotonic()
+    hosts.advance(3)
+    assert time.monotonic() - cut_at < 25
+    assert "cannot reach node n" in hosts.jobs[0].shown() + hosts.jobs[1].shown()
+    trains = {int(node_of(member).partition("-")[0][1:]) for member in hosts.status()["members"]}
+    assert trains in ({0, 2}, {1, 2})
+    hosts.finish(undisturbed(STEPS), *trains)
+    hosts.until_ended(*{0, 1} - trains, code=0)
 
 
 @pytest.mark.soak
