@@ -181,6 +181,21 @@ def test_owners_cover_every_element_once_in_whole_blocks(
             assert [x for lo, hi in carried for x in range(lo, hi)] == list(range(elements))
 
 
+@given(histories(), st.integers(1, 60), st.data())
+def test_the_plan_of_one_member_is_its_part_of_the_whole(
+    history: tuple[int, tuple[str, ...], dict[str, Ranges]], elements: int, data: st.DataObject
+) -> None:
+    lanes, members, placed = history
+    nodes = [data.draw(st.sampled_from("abcd")) for _ in members]
+    whole = make_plan(members, nodes, lanes, placed, elements)
+    for rank in range(len(members)):
+        mine = make_plan(members, nodes, lanes, placed, elements, rank)
+        assert (mine.cover, mine.owned, mine.columns[rank]) == (whole.cover, whole.owned, whole.columns[rank])
+        for stage in ("join", "reduce", "gather", "spread"):
+            expected = [t for t in getattr(whole, stage) if rank in (t.source, t.target)]
+            assert list(getattr(mine, stage)) == expected
+
+
 @pytest.mark.parametrize("several", [False, True], ids=["one-node", "one-member-per-node"])
 @given(world=st.integers(1, 6), level=st.integers(0, 3), elements=st.integers(1, 60))
 def test_one_partial_each_travels_like_reduce_scatter_and_all_gather(

@@ -42,7 +42,8 @@ class Transfer:
 class Plan:
     """cover: the partial sums that together make up the step, ascending, with their holder's rank.
     owned: per rank, the elements lo:hi it reduces. columns: per rank, the elements lo:hi it carries on its node, those
-    that it owns among them. A node that `reduce` sends and its sender does not hold is to be joined first."""
+    that it owns among them (in a plan for one rank: of the ranks on its node). A node that `reduce` sends and its
+    sender does not hold is to be joined first."""
 
     cover: tuple[tuple[Node, int], ...]
     owned: tuple[tuple[int, int], ...]
@@ -54,55 +55,75 @@ class Plan:
 
 
 def make_plan(
-    members: Sequence[str], nodes: Sequence[str], lanes: int, placed: Mapping[str, Ranges], elements: int
+    members: Sequence[str],
+    nodes: Sequence[str],
+    lanes: int,
+    placed: Mapping[str, Ranges],
+    elements: int,
+    rank: int | None = None,
 ) -> Plan:
     """The plan for `placed` (per member, all lanes it holds once the step's slots are done). nodes: per member, where
-    it runs."""
+    it runs. rank: list only what this one sends and receives, for all messages of a large job are many."""
     world = len(members)
     ranks_on: dict[str, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        ranks_on.setdefault(node, []).append(rank)
+    for r, node in enumerate(nodes):
+        ranks_on.setdefault(node, []).append(r)
     # Where in the gradient a rank's blocks lie, 0 to 1. Each node's members are spread evenly, and owners follow each
     # other in this order, so a member can carry those around its own place, and they are one run: a column.
     place = {r: Fraction(2 * i + 1, 2 * len(ranks)) for ranks in ranks_on.values() for i, r in enumerate(ranks)}
-    order = sorted(range(world), key=lambda rank: (place[rank], rank))
+    order = sorted(range(world), key=lambda r: (place[r], r))
     blocks = -(-elements // BLOCK)
     edges = [min(elements, blocks * r // world * BLOCK) for r in range(world + 1)]
-    run = {rank: (edges[i], edges[i + 1]) for i, rank in enumerate(order)}
-    owned = tuple(run[rank] for rank in range(world))
-    carriers = {
-        node: [ranks[int(place[owner] * len(ranks))] for owner in range(world)] for node, ranks in ranks_on.items()
-    }
-    column: dict[int, tuple[int, int]] = {}
-    for carrier in carriers.values():
+    run = {r: (edges[i], edges[i + 1]) for i, r in enumerate(order)}
+    owned = tuple(run[r] for r in range(world))
+
+    def carrier(node: str, owner: int) -> int:
+        ranks = ranks_on[node]
+        return ranks[int(place[owner] * len(ranks))]
+
+    def listed(*ends: int) -> bool:
+        return rank is None or rank in ends
+
+    columns = list(owned)
+    for node in ranks_on if rank is None else [nodes[rank]]:
+        first: dict[int, int] = {}
         for owner in order:
             lo, hi = owned[owner]
-            column[carrier[owner]] = (column.get(carrier[owner], (lo, hi))[0], hi)
-    columns = tuple(column[rank] for rank in range(world))
+            via = carrier(node, owner)
+            columns[via] = (first.setdefault(via, lo), hi)
 
-    cover = sorted((node, rank) for rank, m in enumerate(members) for node in maximal_nodes(placed.get(m, ()), lanes))
+    cover = sorted((node, r) for r, m in enumerate(members) for node in maximal_nodes(placed.get(m, ()), lanes))
     assert sum(hi - lo for (lo, hi), _ in cover) == lanes, f"lanes held {cover} do not cover {lanes} lanes once"
     join: list[Transfer] = []
     reduce: list[Transfer] = []
     gather: list[Transfer] = []
     spread: list[Transfer] = []
     for here, ranks in ranks_on.items():
+        local = rank is None or nodes[rank] == here
+        owners = range(world) if rank is None or local else (rank,)
         held = [(node, holder) for node, holder in cover if nodes[holder] == here]
         for top in maximal_nodes([node for node, _ in held], lanes):
             parts = [(node, holder) for node, holder in held if top[0] <= node[0] and node[1] <= top[1]]
             joined = len(parts) > 1  # otherwise nothing can be added here, and its holder sends it to all owners
-            for target in ranks:
+            for target in ranks if local else ():
                 lo, hi = columns[target] if joined else owned[target]
                 if hi > lo:
-                    join += [Transfer(holder, target, part, lo, hi) for part, holder in parts if holder != target]
-            for owner, (lo, hi) in enumerate(owned):
+                    join += [
+                        Transfer(holder, target, part, lo, hi)
+                        for part, holder in parts
+                        if holder != target and listed(holder, target)
+                    ]
+            for owner in owners:
+                lo, hi = owned[owner]
                 if nodes[owner] != here and hi > lo:
-                    source = carriers[here][owner] if joined else parts[0][1]
-                    reduce.append(Transfer(source, owner, top, lo, hi))
-        for owner, (lo, hi) in enumerate(owned):
-            via = carriers[here][owner]
+                    source = carrier(here, owner) if joined else parts[0][1]
+                    if listed(source, owner):
+                        reduce.append(Transfer(source, owner, top, lo, hi))
+        for owner in owners:
+            lo, hi = owned[owner]
+            via = carrier(here, owner)
             if hi > lo:
-                if nodes[owner] != here:
+                if nodes[owner] != here and listed(owner, via):
                     gather.append(Transfer(owner, via, None, lo, hi))
-                spread += [Transfer(via, target, None, lo, hi) for target in ranks if target != via]
-    return Plan(tuple(cover), owned, columns, tuple(join), tuple(reduce), tuple(gather), tuple(spread))
+                spread += [Transfer(via, r, None, lo, hi) for r in ranks if r != via and listed(via, r)]
+    return Plan(tuple(cover), owned, tuple(columns), tuple(join), tuple(reduce), tuple(gather), tuple(spread))

@@ -64,7 +64,7 @@ def place(parts: Parts, progress: Progress) -> Work:
     held = formed.digest.lanes if partials.step == formed.digest.version else {}
     late = lateness(lanes, formed.world)
     handicap = tuple((r in canaries) + late * (r in formed.late(partials.step)) for r in range(formed.world))
-    placed, plan = plan_step(members, lanes, tuple(sorted(held.items())), handicap, parts.layout.elements)
+    placed, plan = plan_step(members, lanes, tuple(sorted(held.items())), handicap, parts.layout.elements, formed.rank)
     result = parts.pool.take(parts.layout.elements)
     exchange = Exchange(
         formed.group,
@@ -93,15 +93,16 @@ def plan_step(
     held: tuple[tuple[str, Ranges], ...],
     handicap: tuple[int, ...],
     elements: int,
+    rank: int | None = None,
 ) -> tuple[dict[str, Ranges], Plan]:
-    """Who holds which lanes in the end, and the exchange that follows. The same in every undisturbed step. Members of
-    a node are dealt neighbouring lanes, whatever their ranks: so few sums have to leave it."""
+    """Who holds which lanes in the end, and the exchange that follows, for this rank. The same in every undisturbed
+    step. Members of a node are dealt neighbouring lanes, whatever their ranks: so few sums have to leave it."""
     finished = dict(held)
     nodes = tuple(map(node_of, members))
     together = [member for node in dict.fromkeys(nodes) for member in members if node_of(member) == node]
     dealt = deal(lanes, together, finished, dict(zip(members, handicap, strict=True)))
     placed = {m: merge_ranges(finished.get(m, ()), dealt[m]) for m in members}
-    return placed, make_plan(members, nodes, lanes, placed, elements)
+    return placed, make_plan(members, nodes, lanes, placed, elements, rank)
 
 
 def lateness(lanes: int, world: int) -> int:
