@@ -167,7 +167,7 @@ def build(values: KeyValue, rank: int, world: int, *, hostname: str, cancelled: 
 
 
 def _connect(values: KeyValue, rank: int, world: int, hostname: str) -> GlooGroup:
-    store = RendezvousStore(values)
+    store = RendezvousStore(_WithoutPairs(values, world))
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     options._threads = 1
@@ -182,6 +182,23 @@ def _connect(values: KeyValue, rank: int, world: int, hostname: str) -> GlooGrou
             f"This PyTorch ({torch.__version__}) lays out gloo's address differently: see comm/gloo.py"
         )
     return GlooGroup(group, connections, rank, world)
+
+
+class _WithoutPairs:
+    """Passes gloo's addresses on without the numbers of their pairs: 8 bytes for every member, in every member's
+    address, which are the same in all of them, since each group has a device of its own."""
+
+    def __init__(self, values: KeyValue, world: int) -> None:
+        self._values = values
+        self._pairs = struct.pack(f"<{world}q", *range(world))
+
+    def set(self, key: str, value: bytes) -> None:
+        known = value.endswith(self._pairs)
+        self._values.set(key, b"\1" + value.removesuffix(self._pairs) if known else b"\0" + value)
+
+    def get(self, key: str) -> bytes:
+        value = self._values.get(key)
+        return value[1:] + self._pairs if value[:1] == b"\1" else value[1:]
 
 
 def listening_port(blob: bytes) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -41,7 +42,8 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     """
     ready = set(view.ready)
     survivors = [m for m in view.current.members if m in ready] if view.current else []
-    newcomers = [m for m in view.ready if m not in survivors]
+    surviving = set(survivors)
+    newcomers = [m for m in view.ready if m not in surviving]
     lost = len(view.current.members) - len(survivors) if view.current else 0
 
     ending = bool(view.finished) and view.current is not None  # without one, the leader has forgotten who was in it
@@ -67,8 +69,8 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     if view.current is not None and members == view.current.members and not view.reform:
         return None, "unchanged"
     urgent = view.current is None or lost > 0 or view.reform
-    joined = sum(m not in survivors for m in members)
-    removed = len(survivors) - sum(m in members for m in survivors)
+    joined = sum(m not in surviving for m in members)
+    removed = len(survivors) - (len(members) - joined)
     parts = [f"{lost} lost"] * (lost > 0) + [f"{joined} joined"] * (joined > 0) + [f"{removed} removed"] * (removed > 0)
     if view.reform and not lost:
         parts.append("the exchange broke")
@@ -78,18 +80,20 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
 def mutually_connected(members: Iterable[str], broken: frozenset[frozenset[str]]) -> list[str]:
     """A largest set of members without a broken pair, in the given order; exact up to 12 members in broken pairs,
     beyond that greedy (drop whoever has most broken pairs, the youngest of equals)."""
-    order = list(members)
-    pairs = [p for p in broken if p <= set(order)]
-    suspects = [m for m in order if any(m in p for p in pairs)]
+    place = {m: i for i, m in enumerate(members)}
+    pairs = [p for p in broken if p <= place.keys()]
+    broken_in = Counter(m for p in pairs for m in p)
+    suspects = [m for m in place if m in broken_in]
     if len(suspects) > 12:
         while pairs:
-            worst = max(order, key=lambda m: (sum(m in p for p in pairs), order.index(m)))
+            worst = max(broken_in, key=lambda m: (broken_in[m], place[m]))
             pairs = [p for p in pairs if worst not in p]
-            order.remove(worst)
-        return order
+            broken_in = Counter(m for p in pairs for m in p)
+            del place[worst]
+        return list(place)
     best: list[str] = []
     for choice in range(1 << len(suspects)):
         kept = [m for i, m in enumerate(suspects) if choice >> i & 1]
         if len(kept) > len(best) and not any(p <= set(kept) for p in pairs):
             best = kept
-    return [m for m in order if m not in suspects or m in best]
+    return [m for m in place if m not in broken_in or m in best]
