@@ -18,6 +18,7 @@ from benchmarks import (
     node_loss,
     order,
     recovery,
+    scale,
     throughput,
 )
 from benchmarks.common import say
@@ -35,6 +36,7 @@ QUICK: dict[str, list[str]] = {
     "checkpoint_stall": ["--rounds=1", "--layers=2"],
     "checkpoint_kills": ["--moments=21", "--agent-kills=2"],
     "etcd_clients": ["--rounds=1", "--operations=100"],
+    "scale": ["--sizes=10,100,500", "--repeats=1"],
 }
 BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "recovery": recovery.main,
@@ -49,6 +51,7 @@ BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "checkpoint_stall": checkpoint_stall.main,
     "checkpoint_kills": checkpoint_kills.main,
     "etcd_clients": etcd_clients.main,
+    "scale": scale.main,
 }
 
 

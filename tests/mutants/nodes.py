@@ -48,8 +48,7 @@ PATCHES = [
     Patch(
         "events are let go once they are written",
         "self._written, self._revision, self._writing = self._writing, revision, None",
-        "self._written, self._revision, self._writing = self._writing, revision, None\n"
-        "            self._events = []",
+        "self._written, self._revision, self._writing = self._writing, revision, None\n            self._events = []",
     ),
     Patch(
         "actions of another origin are counted on",
@@ -69,8 +68,8 @@ PATCHES = [
     ),
     Patch(
         "the loss of a node is nobody's business",
-        '*(leader.Lost(member) for member in record["members"])',
-        "*()",
+        '(leader.Lost(member) for member in record["members"])',
+        "()",
     ),
     Patch(
         "nodes that died with the leader are not missed",

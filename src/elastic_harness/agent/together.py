@@ -143,8 +143,7 @@ class Together:
             os.eventfd_read(self._bell)
         except BlockingIOError:
             pass
-        for told in self._link.heard():
-            self._take(told)
+        self._do(self._node.take_all(self._link.heard(), time.monotonic()))
         self._say_if_away()
 
     def _take(self, told: Input) -> None:

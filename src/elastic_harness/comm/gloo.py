@@ -190,7 +190,7 @@ def build(values: KeyValue, rank: int, world: int, *, hostname: str, cancelled: 
     """Meet the other members and connect to each. Collective; blocks until all are there, and raises what
     `cancelled` raises when the generation has become void, or Unreachable when the network to some of them is cut.
     `hostname`: the address peers reach this process at."""
-    store = RendezvousStore(values)
+    store = RendezvousStore(_WithoutPairs(values, world))
 
     def elsewhere() -> dict[int, Address] | None:
         """Where the peers on other hosts are, once all is known."""
@@ -232,6 +232,23 @@ def _connect(store: RendezvousStore, rank: int, world: int, hostname: str) -> Gl
             f"This PyTorch ({torch.__version__}) lays out gloo's address differently: see comm/gloo.py"
         )
     return GlooGroup(group, links, addresses, rank, world)
+
+
+class _WithoutPairs:
+    """Passes gloo's addresses on without the numbers of their pairs: 8 bytes for every member, in every member's
+    address, which are the same in all of them, since each group has a device of its own."""
+
+    def __init__(self, values: KeyValue, world: int) -> None:
+        self._values = values
+        self._pairs = struct.pack(f"<{world}q", *range(world))
+
+    def set(self, key: str, value: bytes) -> None:
+        known = value.endswith(self._pairs)
+        self._values.set(key, b"\1" + value.removesuffix(self._pairs) if known else b"\0" + value)
+
+    def get(self, key: str) -> bytes:
+        value = self._values.get(key)
+        return value[1:] + self._pairs if value[:1] == b"\1" else value[1:]
 
 
 def _addresses(store: RendezvousStore) -> dict[int, Address]:

@@ -52,7 +52,8 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     """
     ready = set(view.ready)
     survivors = [m for m in view.current.members if m in ready] if view.current else []
-    newcomers = [m for m in view.ready if m not in survivors]
+    surviving = set(survivors)
+    newcomers = [m for m in view.ready if m not in surviving]
     lost = len(view.current.members) - len(survivors) if view.current else 0
 
     ending = bool(view.finished) and view.current is not None  # without one, the leader has forgotten who was in it
@@ -86,8 +87,8 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     if view.current is not None and members == view.current.members and not view.reform:
         return None, "unchanged"
     urgent = view.current is None or lost > 0 or view.reform
-    joined = sum(m not in survivors for m in members)
-    removed = len(survivors) - sum(m in members for m in survivors)
+    joined = sum(m not in surviving for m in members)
+    removed = len(survivors) - (len(members) - joined)
     parts = [f"{lost} lost"] * (lost > 0) + [f"{joined} joined"] * (joined > 0) + [f"{removed} removed"] * (removed > 0)
     if view.reform and not lost:
         parts.append("the exchange broke")

@@ -228,89 +228,146 @@ def steps(state: State, events: Iterable[Event], now: float) -> tuple[State, tup
     if state.done:
         return state, ()
     actions: tuple[Action, ...] = ()
+    draft = _Draft(state)
     for event in events:
-        state, more = _take(state, event, now)
+        more = _take(draft, event, now)
         actions += more
         if any(isinstance(a, Poison | Stop) for a in more):
-            return replace(state, done=True), actions
-    state, more = _advance(state, now)
+            return replace(draft.result(), done=True), actions
+    state, more = _advance(draft.result(), now)
     return state, actions + more
 
 
-def _take(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
+def timed(state: State) -> bool:
+    """Whether anything may follow from time alone."""
+    waits = state.generation is None or state.trouble_at is not None or state.paused or state.apart
+    return not state.done and bool(waits)
+
+
+class _Draft:
+    """A state while events are applied to it. What is looked up by member is in dicts and sets here, in the same order:
+    an event costs the same however many members there are. `state` holds everything else."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.ready = dict.fromkeys(state.ready)
+        self.reports = dict(state.reports)
+        self.finished = dict(state.finished)
+        self.arrived = dict.fromkeys(state.arrived)
+        self.broken = set(state.broken)
+        self.troubled = dict.fromkeys(state.troubled)
+        self.leaving = dict.fromkeys(state.leaving)
+        self._gone: set[str] = set()
+        self._recent = False  # whether only recent breaks are left
+
+    def remove(self, member: str) -> None:
+        for by_member in (self.ready, self.reports, self.finished, self.leaving):
+            by_member.pop(member, None)
+        self._gone.add(member)
+
+    def add_broken(self, pairs: Iterable[tuple[int, str, str]]) -> None:
+        self._forget_gone()
+        if not self._recent:
+            self._recent = True
+            self.broken = {b for b in self.broken if b[0] > self.state.number - TROUBLE_MEMORY}
+        self.broken.update(pairs)
+
+    def _forget_gone(self) -> None:
+        if self._gone:
+            self.broken = {b for b in self.broken if self._gone.isdisjoint(b[1:])}
+            self._gone.clear()
+
+    def result(self) -> State:
+        self._forget_gone()
+        return replace(
+            self.state,
+            ready=tuple(self.ready),
+            reports=tuple(self.reports.items()),
+            finished=tuple(self.finished.items()),
+            arrived=tuple(self.arrived),
+            broken=tuple(sorted(self.broken)),
+            troubled=tuple(self.troubled),
+            leaving=tuple(self.leaving),
+        )
+
+
+def _take(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
+    state = draft.state
     match event:
         case Ready(member):
-            if member not in state.ready:
-                first = state.first_ready_at if state.ready else now
-                state = replace(state, ready=(*state.ready, member), first_ready_at=first)
+            if not draft.ready:
+                draft.state = replace(state, first_ready_at=now)
+            draft.ready[member] = None
         case Lost(member):
-            waited_for = _still_needed(state, member)
-            state = _without(state, member)
+            waited_for = _still_needed(draft, member)
+            draft.remove(member)
             if waited_for and state.trouble_at is None and state.previous is not None:
-                state = replace(state, trouble_at=now, trouble_in=state.previous.number)
+                draft.state = replace(state, trouble_at=now, trouble_in=state.previous.number)
         case Unfit(member, reason):
-            if member in state.ready:
-                return _without(state, member), (Evict(member, reason),)
+            if member in draft.ready:
+                draft.remove(member)
+                return (Evict(member, reason),)
         case Reported(member, report):
-            if _current(state, member, report.generation) and not state.formed:
-                others = tuple(r for r in state.reports if r[0] != member)
-                state = replace(state, reports=(*others, (member, report)))
+            if _current(draft, member, report.generation) and not state.formed:
+                draft.reports.pop(member, None)
+                draft.reports[member] = report
         case Trouble(member, generation, peers, cut, holds):
-            if _current(state, member, generation) or _still_before(state, member, generation):
-                state = _note_cuts(state, member, peers, now) if cut else state
+            if _current(draft, member, generation) or _still_before(draft, member, generation):
+                if cut:
+                    state = _note_cuts(state, member, peers, now)
                 if holds and member not in state.veterans:
                     state = replace(state, veterans=(*state.veterans, member))
-                state = _note_trouble(state, member, generation, peers)
+                draft.state = state
+                _note_trouble(draft, member, generation, peers)
                 first_at = now if state.trouble_at is None else state.trouble_at
-                state = replace(state, trouble_at=first_at, trouble_in=max(state.trouble_in, generation))
+                draft.state = replace(state, trouble_at=first_at, trouble_in=max(state.trouble_in, generation))
         case Committed():
-            state = replace(state, born=True)
+            draft.state = replace(state, born=True)
         case Finished(member, version):
-            if member in state.ready:
-                others_done = tuple(f for f in state.finished if f[0] != member)
-                state = replace(state, finished=(*others_done, (member, version)))
-                if state.formed and member not in state.arrived:
-                    state = replace(state, arrived=(*state.arrived, member))
-            state = replace(state, born=True)
+            if member in draft.ready:
+                draft.finished.pop(member, None)
+                draft.finished[member] = version
+                if state.formed:
+                    draft.arrived[member] = None
+            draft.state = replace(state, born=True)
         case SlotFailed(member, at_step, slot, killed):
-            state = replace(state, failed_slots=(*state.failed_slots, (at_step, slot, member, killed)))
-            return state, _poison(state, at_step, slot)
+            draft.state = replace(state, failed_slots=(*state.failed_slots, (at_step, slot, member, killed)))
+            return _poison(draft.state, at_step, slot)
         case Leaving(member):
-            if member in state.ready and member not in state.leaving:
-                state = replace(state, leaving=(*state.leaving, member))
+            if member in draft.ready:
+                draft.leaving[member] = None
         case StopAsked(reason):
-            return state, (Stop(reason),)
+            return (Stop(reason),)
         case Scaled(target):
             limits = replace(state.limits, target=max(state.limits.min_workers, min(target, state.limits.max_workers)))
-            state = replace(state, limits=limits)
+            draft.state = replace(state, limits=limits)
         case Tick():
             pass
-    return state, ()
+    return ()
 
 
-def _current(state: State, member: str, generation: int) -> bool:
+def _current(draft: _Draft, member: str, generation: int) -> bool:
+    current = draft.state.generation
     return (
-        state.generation is not None
-        and state.generation.number == generation
-        and member in state.generation.members
-        and member in state.ready
+        current is not None and current.number == generation and member in current.member_set and member in draft.ready
     )
 
 
-def _still_before(state: State, member: str, generation: int) -> bool:
+def _still_before(draft: _Draft, member: str, generation: int) -> bool:
     """Until a planned generation is formed its members, and those it leaves out, go on stepping in an earlier one."""
+    state = draft.state
     current = state.generation
     planned = current is not None and not current.urgent and not state.formed
-    return planned and generation < state.number and member in state.ready
+    return planned and generation < state.number and member in draft.ready
 
 
-def _still_needed(state: State, member: str) -> bool:
+def _still_needed(draft: _Draft, member: str) -> bool:
     """Whether the members of a planned generation may be waiting, at the boundary before it, for one it leaves out.
     If that one has just left there, the generation forms within the grace and nothing is aborted."""
-    current, previous = state.generation, state.previous
-    if current is None or previous is None or current.urgent or state.formed:
+    current, previous = draft.state.generation, draft.state.previous
+    if current is None or previous is None or current.urgent or draft.state.formed:
         return False
-    return member in previous.members and member in state.ready
+    return member in previous.member_set and member in draft.ready
 
 
 def _note_cuts(state: State, member: str, peers: tuple[str, ...], now: float) -> State:
@@ -321,29 +378,15 @@ def _note_cuts(state: State, member: str, peers: tuple[str, ...], now: float) ->
     return replace(state, apart=tuple(sorted((at, a, b) for (a, b), at in seen.items())))
 
 
-def _note_trouble(state: State, member: str, generation: int, peers: tuple[str, ...]) -> State:
+def _note_trouble(draft: _Draft, member: str, generation: int, peers: tuple[str, ...]) -> None:
     """Remember who cannot talk to whom, once per generation. A peer that has reported trouble itself has given up
     its connections: that it is silent now says nothing about the link to it. Of nodes that are kept apart as such
     nothing more need be known."""
-    apart = {frozenset(pair) for _, *pair in state.apart}
-    suspects = [p for p in peers if p in state.ready and p != member and p not in state.troubled]
+    apart = {frozenset(pair) for _, *pair in draft.state.apart}
+    suspects = [p for p in peers if p in draft.ready and p != member and p not in draft.troubled]
     accused = [p for p in suspects if frozenset((node_of(member), node_of(p))) not in apart]
-    pairs = {(generation, min(member, p), max(member, p)) for p in accused}
-    recent = {b for b in state.broken if b[0] > state.number - TROUBLE_MEMORY}
-    broken = tuple(sorted(recent | pairs))
-    troubled = state.troubled if member in state.troubled else (*state.troubled, member)
-    return replace(state, broken=broken, troubled=troubled)
-
-
-def _without(state: State, member: str) -> State:
-    return replace(
-        state,
-        ready=tuple(m for m in state.ready if m != member),
-        reports=tuple(r for r in state.reports if r[0] != member),
-        finished=tuple(f for f in state.finished if f[0] != member),
-        leaving=tuple(m for m in state.leaving if m != member),
-        broken=tuple(p for p in state.broken if member not in p[1:]),
-    )
+    draft.add_broken((generation, min(member, p), max(member, p)) for p in accused)
+    draft.troubled[member] = None
 
 
 def _poison(state: State, at_step: int, slot: int) -> tuple[Action, ...]:
@@ -361,10 +404,10 @@ def _advance(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
     if current and _everyone_arrived(state, current):
         version = max(v for _, v in state.finished)
         return replace(state, done=True), (Done(version),)
-    if current and state.formed and all(m in state.leaving for m in current.members):
+    if current and state.formed and state.leaving and current.member_set.issubset(state.leaving):
         return replace(state, done=True), (Stop("all nodes were asked to stop"),)
 
-    lost = current is not None and any(m not in state.ready for m in current.members)
+    lost = current is not None and not current.member_set.issubset(state.ready)
     reform = state.trouble_at is not None and now >= state.trouble_at + state.limits.trouble_grace_s
     reform = reform or (current is not None and state.paused != "")  # everybody has aborted what they did in it
     if current is None or lost or reform or (state.formed and state.trouble_at is None):
@@ -372,7 +415,7 @@ def _advance(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
         if actions:
             return state, actions
     current = state.generation
-    if current and not state.formed and not state.paused and {m for m, _ in state.reports} == set(current.members):
+    if current and not state.formed and not state.paused and len(state.reports) == len(current.members):
         return _form(state, current)
     return state, ()
 
@@ -380,7 +423,9 @@ def _advance(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
 def _everyone_arrived(state: State, current: Generation) -> bool:
     """Whether every member has finished in this very generation: a word given in an earlier one does not count,
     because the rank that was to write the last line and save the result may have died since."""
-    return state.formed and all(m in state.arrived and m in dict(state.finished) for m in current.members)
+    if not state.formed or len(state.arrived) < len(current.members):
+        return False
+    return current.member_set.issubset(state.arrived) and current.member_set.issubset(m for m, _ in state.finished)
 
 
 def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Action, ...]]:
@@ -403,7 +448,7 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
     )
     decision, reason = decide(now, view, state.limits)
     if decision is None:
-        lost = state.generation is not None and any(m not in state.ready for m in state.generation.members)
+        lost = state.generation is not None and not state.generation.member_set.issubset(state.ready)
         stands = state.generation is not None and not lost and not reform
         if reason.startswith("waiting") and reason != state.paused and not stands:
             return replace(state, paused=reason), (Pause(reason),)

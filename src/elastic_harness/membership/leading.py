@@ -17,8 +17,9 @@ from elastic_harness.membership.types import Limits
 Values = Mapping[int, Mapping[str, str]]
 """What members have set for each other, by generation and key."""
 ACTIONS_KEPT = 32
+GENERATIONS_KEPT = 2  # each names all members, twice; who missed more hears of the newest as an urgent one
 PATIENCE_S = 3.0  # so long other nodes may take to come, or to come back after an outage that ended all leases
-UNPUBLISHED_MAX = 64  # events read since the last decision, which stay in the records until there is another
+UNPUBLISHED_MAX = 64  # events of a record read since the last decision, which stay in it until there is another
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,13 @@ class Leading:
         self._excluded: dict[str, str] = {}  # nodes, and why
         self._wanted = 0  # workers, by all records
         self._taken: dict[str, int] = {}  # how far each record was read
-        self._actions: list[tuple[int, leader.Action]] = []
+        self._events: list[leader.Event] = []  # read, not yet given to the protocol
+        self._settled: leader.State | None = None  # in which nothing follows from time alone
+        self._actions: list[tuple[int, Any]] = []  # encoded
         self._count = 0  # of all actions ever
-        self._read = 0  # events
-        self._published = (0, 0, 0)  # count, read and number of the excluded of the last decision
+        self._published = (0, 0)  # count and number of the excluded of the last decision
+        self._published_taken: dict[str, int] = {}
+        self._overdue = False  # whether a record holds many events that were read
         self._values: dict[int, dict[str, str]] = {}
         self._values_published: dict[int, int] = {}  # how many of them were
         self._values_waiting = self._values_due = False  # for more of them, and long enough
@@ -79,9 +83,9 @@ class Leading:
         if self.state is None and decision is not None:
             self._about = dict(decision["about"]) if decision["known"]["born"] else {}
         for key in [key for key in (*self._records, *self._excluded) if key not in records]:
-            self.ended(key, now)
+            self.ended(key)
         for key in sorted(records, key=lambda key: key != self._key):
-            self.changed(key, records[key], now)
+            self.changed(key, records[key])
         self._all_read = True
         if self.state is None and decision is not None:
             self._take_over(decision, now)
@@ -89,7 +93,7 @@ class Leading:
             self._patient_until = now if self.state is not None else now + PATIENCE_S
         self.tick(now)
 
-    def changed(self, key: str, record: Mapping[str, Any], now: float) -> None:
+    def changed(self, key: str, record: Mapping[str, Any]) -> None:
         """A node's record is new, or has changed."""
         if key in self._excluded or self._differs(key, record["about"]):
             return
@@ -97,7 +101,7 @@ class Leading:
         self._records[key] = record
         for number, values in record["values"].items():
             self._values.setdefault(int(number), {}).update(values)
-        self._follow([key], now)
+        self._follow([key])
 
     def _differs(self, key: str, about: Mapping[str, Any]) -> bool:
         for name, value in about.items():
@@ -108,13 +112,13 @@ class Leading:
                 return True
         return False
 
-    def ended(self, key: str, now: float) -> None:
+    def ended(self, key: str) -> None:
         """A node is gone, and so are its workers."""
         self._excluded.pop(key, None)
         record = self._forget(key)
         if record is not None and self.state is not None:
             self.state = _perhaps_born(self.state)
-            self._step([*self._scaled(), *(leader.Lost(member) for member in record["members"])], now)
+            self._events += (leader.Lost(member) for member in record["members"])
 
     def _forget(self, key: str) -> Mapping[str, Any] | None:
         record = self._records.pop(key, None)
@@ -129,22 +133,31 @@ class Leading:
         if not self._all_read or self._patient_until is None:
             return
         if self.state is None and now >= self._patient_until:
-            self._begin(now)
+            self._begin()
+        self.step(now)
         if self.state is not None and now >= self._patient_until and not self._missed:
             self._missed = True
             living = {member for record in self._records.values() for member in record["members"]}
             self._step([*(leader.Lost(m) for m in self.state.ready if m not in living), *self._scaled()], now)
-        self._step([leader.Tick()], now)
+        if self.state is not None and (self.state is not self._settled or leader.timed(self.state)):
+            count = self._count
+            self._step([leader.Tick()], now)
+            self._settled = self.state if self._count == count else None
 
     # ---- what follows
 
+    def step(self, now: float) -> None:
+        """Give the protocol all that was read: what becomes known together is decided on together."""
+        events, self._events = self._events, []
+        self._step([*self._scaled(), *events], now)
+
     def news(self, now: float) -> dict[str, Any] | None:
         """The decision to publish, if there is anything new."""
-        count, read, excluded = self._published
-        nothing_new = self._count == count and len(self._excluded) == excluded
-        if self.state is None or (nothing_new and self._read - read < UNPUBLISHED_MAX):
+        self.step(now)
+        if self.state is None or (self._published == (self._count, len(self._excluded)) and not self._overdue):
             return None
-        self._published = (self._count, self._read, len(self._excluded))
+        self._published, self._overdue = (self._count, len(self._excluded)), False
+        self._published_taken = dict(self._taken)
         generation = self.state.generation
         return {
             "origin": self._origin,
@@ -156,11 +169,11 @@ class Leading:
             "members": list(generation.members) if generation is not None else None,
             "formed": self.state.formed,
             "paused": self.state.paused,
-            "finished": next((a.version for _, a in self._actions if isinstance(a, leader.Done)), None),
+            "finished": next((action["version"] for _, action in self._actions if action["is"] == "Done"), None),
             "excluded": self._excluded,
-            "taken": dict(self._taken),
+            "taken": self._published_taken,
             "count": self._count,
-            "actions": [[number, encode(action)] for number, action in self._actions],
+            "actions": self._actions,
         }
 
     def new_values(self) -> Values | None:
@@ -169,8 +182,9 @@ class Leading:
         generation = self.state.generation if self.state is not None else None
         if generation is None:
             return None
-        previous = self.state.previous if self.state is not None else None
-        current = {generation.number, previous.number if previous is not None else 0}
+        current = {generation.number}
+        if not generation.urgent and self.state is not None and self.state.previous is not None:
+            current.add(self.state.previous.number)  # its members may still be connecting
         self._values = {number: values for number, values in self._values.items() if number in current}
         counts = {number: len(values) for number, values in self._values.items()}
         if all(count <= self._values_published.get(number, 0) for number, count in counts.items()):
@@ -181,11 +195,11 @@ class Leading:
         self._values_published, self._values_waiting, self._values_due = counts, False, False
         return self._values
 
-    def _begin(self, now: float) -> None:
+    def _begin(self) -> None:
         """There is no decision: a run begins, or the store has lost everything. Others may know more than this node,
         and have had the time to come."""
         self.state = leader.State(self._limits)
-        self._follow(list(self._records), now)
+        self._follow(list(self._records))
 
     def _begin_another(self, known: Known, now: float) -> None:
         """The job had ended, and was launched again: nothing of it is left but what is known."""
@@ -194,14 +208,15 @@ class Leading:
         )
         self._actions.clear()
         self._step([leader.Ready(m) for record in self._records.values() for m in record["members"]], now)
-        self._follow(list(self._records), now)
+        self._follow(list(self._records))
 
     def _take_over(self, decision: Mapping[str, Any], now: float) -> None:
         """Go on where the last decision was."""
         self._origin, self._taken = decision["origin"], dict(decision["taken"])
-        self._actions = [(number, decode(action)) for number, action in decision["actions"]]
+        self._published_taken = dict(self._taken)
+        self._actions = [(number, action) for number, action in decision["actions"]]
         self._count = decision["count"]
-        self._published = (self._count, 0, 0)
+        self._published = (self._count, 0)
         state: leader.State = decode(decision["state"])
         if state.done:
             return self._begin_another(Known.of(_perhaps_born(state)), now)
@@ -210,31 +225,28 @@ class Leading:
         apart = tuple((at + later, a, b) for at, a, b in state.apart)
         state = replace(state, first_ready_at=state.first_ready_at + later, trouble_at=trouble_at, apart=apart)
         self.state = _perhaps_born(state)
-        self._follow(list(self._records), now)
+        self._follow(list(self._records))
 
-    def _follow(self, keys: Iterable[str], now: float) -> None:
-        """Give the protocol what is new in these records."""
+    def _follow(self, keys: Iterable[str]) -> None:
+        """Read what is new in these records."""
         if self.state is None:
             return
-        known, events = Known.of(self.state), []
+        known = Known.of(self.state)
         for key in keys:
             record = self._records[key]
             known = known.and_also(Known(**record["known"]))
             for number, event in record["events"]:
                 if number > self._taken.get(key, 0):
                     self._taken[key] = number
-                    self._read += 1
-                    events.append(decode(event))
-        self.state = replace(
-            self.state, number=known.number, born=known.born, lineage=known.lineage, from_step=known.from_step
-        )
-        self._step([*self._scaled(), *events], now)
+                    self._events.append(decode(event))
+            self._overdue |= self._taken.get(key, 0) - self._published_taken.get(key, 0) >= UNPUBLISHED_MAX
+        if known != Known.of(self.state):
+            self.state = replace(self.state, **vars(known))
 
     def _scaled(self) -> list[leader.Event]:
         """How many workers are wanted now: all that the nodes have places for. Not before it is known who is missing:
         of fewer that are wanted, living ones would have to go."""
-        assert self.state is not None
-        if not self._missed:
+        if self.state is None or not self._missed:
             return []
         limits = self.state.limits
         unchanged = max(limits.min_workers, min(self._wanted, limits.max_workers)) == limits.target
@@ -246,8 +258,10 @@ class Leading:
         self.state, actions = leader.steps(self.state, events, now)
         for action in actions:
             self._count += 1
-            self._actions.append((self._count, action))
-        del self._actions[:-ACTIONS_KEPT]
+            self._actions.append((self._count, encode(action)))
+        announced = [i for i, (_, action) in enumerate(self._actions) if action["is"] == "Announce"]
+        older = announced[-GENERATIONS_KEPT] if len(announced) > GENERATIONS_KEPT else 0
+        del self._actions[: max(older, len(self._actions) - ACTIONS_KEPT)]
 
 
 def _perhaps_born(state: leader.State) -> leader.State:

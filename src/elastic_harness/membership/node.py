@@ -18,7 +18,7 @@ While the store is away nothing happens here: workers go on stepping, and what b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -224,6 +224,16 @@ class Node:
 
     def take(self, told: Input, now: float) -> list[Output]:
         """What follows. Late, repeated and unknown input is ignored."""
+        return self.take_all([told], now)
+
+    def take_all(self, inputs: Iterable[Input], now: float) -> list[Output]:
+        """What follows from all of them together: that is decided, and written, once."""
+        outputs: list[Output] = []
+        for told in inputs:
+            outputs += self._take(told, now)
+        return outputs + self._writes(now)
+
+    def _take(self, told: Input, now: float) -> list[Output]:
         outputs: list[Output] = []
         match told:
             case Happened(event):
@@ -257,7 +267,7 @@ class Node:
             case Tick():
                 if self._leading is not None:
                     self._leading.tick(now)
-        return outputs + self._writes(now)
+        return outputs
 
     # ---- this node's own record
 
@@ -357,9 +367,9 @@ class Node:
             return [Deliver({int(number): values for number, values in from_text(entry.value).items()})]
         elif key.startswith(NODES) and self._leading is not None:
             if entry is None:
-                self._leading.ended(key, now)
+                self._leading.ended(key)
             else:
-                self._leading.changed(key, from_text(entry.value), now)
+                self._leading.changed(key, from_text(entry.value))
         return []
 
     def _wrote(self, key: str, revision: int, now: float) -> list[Output]:

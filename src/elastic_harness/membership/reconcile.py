@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 
 from elastic_harness.membership.types import Digest, Generation, LaneRanges, Report, Source, SourceKind
@@ -24,14 +25,19 @@ def reconcile(
         return _from_nothing(generation, reports, born=born, lineage=lineage, from_step=from_step)
 
     ahead = [m for m in members if reports[m].version == version]
-    recorders = [m for m in ahead if reports[m].record == version - 1]
+    loads = dict.fromkeys(ahead, 0)
+    donors = [(0, rank) for rank, m in enumerate(members) if m in loads]
+    recorders = [(load, rank) for load, rank in donors if reports[members[rank]].record == version - 1]
     sources: dict[str, Source] = {}
-    loads: dict[str, int] = {}
 
-    def spread(candidates: list[str]) -> str:
-        """The least loaded candidate, the earliest rank first: donors share the work."""
-        donor = min(candidates, key=lambda m: (loads.get(m, 0), members.index(m)))
-        loads[donor] = loads.get(donor, 0) + 1
+    def spread(candidates: list[tuple[int, int]]) -> str:
+        """The least loaded candidate, the earliest rank first: donors share the work. `candidates` is a heap of loads
+        and ranks; its loads are brought up to date where it matters."""
+        while candidates[0][0] != loads[members[candidates[0][1]]]:
+            rank = candidates[0][1]
+            heapq.heapreplace(candidates, (loads[members[rank]], rank))
+        donor = members[candidates[0][1]]
+        loads[donor] += 1
         return donor
 
     for member in members:
@@ -41,7 +47,7 @@ def reconcile(
         elif own == version - 1 and own >= 0 and recorders:
             sources[member] = Source("replay", spread(recorders))
         else:
-            sources[member] = Source("state", spread(ahead))
+            sources[member] = Source("state", spread(donors))
     digest = Digest(
         generation=generation.number,
         version=version,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 from elastic_harness.errors import InfrastructureError
@@ -198,8 +199,9 @@ class EmbeddedStore:
         self._expire()
         if revision <= self._compacted and revision <= self._revision:
             raise Compacted(revision, self._compacted + 1)
-        changes = [c for c in self._history if c.revision >= revision and c.key.startswith(prefix)]
-        return changes, max(revision, self._revision + 1)
+        newest = takewhile(lambda change: change.revision >= revision, reversed(self._history))
+        changes = [change for change in newest if change.key.startswith(prefix)]
+        return changes[::-1], max(revision, self._revision + 1)
 
     def _expire(self) -> None:
         now = self._clock()

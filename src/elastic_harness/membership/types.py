@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 LaneRanges = tuple[tuple[int, int], ...]
 """Half-open ranges of lanes, ascending and disjoint."""
+
 
 def node_of(member: str) -> str:
     """The node that a member runs on: what comes before the slash. Members of a run on one machine have none."""
@@ -25,6 +27,10 @@ class Generation:
     members: tuple[str, ...]
     urgent: bool
     reason: str
+
+    @cached_property
+    def member_set(self) -> frozenset[str]:
+        return frozenset(self.members)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -192,17 +192,18 @@ class Simulation(Workers):
         )
         self._tell_node(number, nodes.Happened(core.Ready(self.name(who))))
 
-    def _tell_node(self, number: int, told: nodes.Input) -> None:
+    def _tell_node(self, number: int, *told: nodes.Input) -> None:
         host = self.hosts[number]
         if not host.up:
             return
         if host.paused:
-            host.inbox.append(told)
+            host.inbox += told
             return
-        if not isinstance(told, nodes.Tick):
-            self._note(number, "is told", told)
+        for each in told:
+            if not isinstance(each, nodes.Tick):
+                self._note(number, "is told", each)
         clock = host.ahead_s + self.now * (1 + host.faster)
-        self._carry_out(number, host.node.take(told, clock))
+        self._carry_out(number, host.node.take_all(told, clock))
         host.known = host.node.known
 
     @property
@@ -359,9 +360,7 @@ class Simulation(Workers):
         if not (host.hears and host.reaches and self.store_up) or host.read != watching:
             host.polling = True  # the stream is opened again, at the next revision
             return self.after(RETRY_S, lambda: self._poll(number, life, watching))
-        for change in host.watch.poll():
-            if host.watching == watching:
-                self._tell_node(number, nodes.Saw(change))
+        self._tell_node(number, *map(nodes.Saw, host.watch.poll()))
 
     # ---- workers
 
@@ -595,8 +594,7 @@ class Simulation(Workers):
             return
         host.paused = False
         inbox, host.inbox = host.inbox, []
-        for told in inbox:
-            self._tell_node(number, told)
+        self._tell_node(number, *inbox)
 
     def _cut_off(self, numbers: Iterable[int], seconds: float, *ways: str) -> None:
         """Let these nodes not reach the store, or not hear it, for a while."""
