@@ -13,7 +13,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ def judge(run: str, ledger: Ledger, *nodes: Iterable[Mapping[str, Any]], max_vio
     """The verdict on a ledger and the events beside it, of each node; pure, apart from what it is given."""
     by_node = [list(events) for events in nodes]
     identity, violations = _identity(run, [event for events in by_node for event in events])
-    violations += _conflicting_lines(ledger)
+    violations += _conflicting_lines(ledger, several=len(by_node) > 1)
     lines = ledger.followed()
     replay = _Replay(identity, lines)
     samples = 0
@@ -130,7 +130,7 @@ def judge(run: str, ledger: Ledger, *nodes: Iterable[Mapping[str, Any]], max_vio
         samples += line.count
     if len(violations) < max_violations:
         violations += replay.gaps() + replay.incomplete_epochs()
-    ends = [end for events in by_node if (end := _finish(events)) is not None]
+    ends = _newest_ends([end for events in by_node if (end := _finish(events)) is not None], lines)
     finished = ends[0] if ends else None
     if finished is not None and not violations:
         violations += _end_mismatch(finished, lines) + _different_ends(ends)
@@ -322,10 +322,21 @@ def _order(numbers: Mapping[str, int], description: Mapping[str, Any] | None) ->
     return EpochOrder(numbers["n_samples"], numbers["seed"]) if description is None else order_of(description)
 
 
-def _conflicting_lines(ledger: Ledger) -> list[str]:
+def _newest_ends(ends: list[Mapping[str, Any]], lines: Mapping[int, LedgerLine]) -> list[Mapping[str, Any]]:
+    """Of several nodes those that saw the end: one may have been away when the others trained on."""
+    if len(ends) < 2:
+        return ends
+    newest = max(int(end["version"]) for end in ends)
+    return [end for end in ends if int(end["version"]) == newest] if max(lines, default=-1) < newest else []
+
+
+def _conflicting_lines(ledger: Ledger, *, several: bool) -> list[str]:
+    """Of several nodes one may have told of a step whose data did not reach the others before it was lost: they have
+    computed the same step again, with the same outcome, in another generation."""
     seen: dict[tuple[int, int], LedgerLine] = {}
     for line in ledger.lines:
-        if seen.setdefault(line.key, line) != line:
+        compared = replace(line, generation=0, world_size=0, computed_by=()) if several else line
+        if seen.setdefault(line.key, compared) != compared:
             return [f"step {line.step}: is recorded twice in lineage {line.lineage}, with different content"]
     return []
 

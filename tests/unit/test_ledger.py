@@ -343,3 +343,21 @@ def test_nodes_that_finish_with_different_weights_are_named(tmp_path: Path) -> N
     with events.open("a") as file:
         file.write(json.dumps({**finished, "weights_sha256": "0" * 64}) + "\n")
     assert "different weights" in verification.verify(first, second).violations[0]
+
+
+def test_nodes_may_have_computed_a_step_in_different_generations(tmp_path: Path) -> None:
+    """The one that told of it was lost before the others had its data."""
+    lines = [ledger_line(step) for step in range(10)]
+    first = write_run(tmp_path / "a", lines[:4], version=None)
+    again = {**lines[3], "generation": 2, "world_size": 1, "computed_by": [["m0", 0, SLOTS]]}
+    second = write_run(tmp_path / "b", [*lines[:3], again, *lines[4:]], version=10)
+    assert verification.verify(first, second).ok
+    twice = write_run(tmp_path / "c", [*lines[:4], again], version=None)
+    assert "recorded twice" in verification.verify(twice).violations[0]
+
+
+def test_a_node_that_was_away_when_the_others_trained_on_says_nothing_of_the_end(tmp_path: Path) -> None:
+    lines = [ledger_line(step) for step in range(10)]
+    first = write_run(tmp_path / "a", lines[:6], version=6)
+    verdict = verification.verify(first, write_run(tmp_path / "b", lines, version=10))
+    assert verdict.ok and verdict.steps == 10

@@ -260,6 +260,51 @@ def test_those_who_are_missing_do_not_cost_living_ones_their_place() -> None:
     assert last.members == ("c/w0",) and last.urgent and "2 lost" in last.reason
 
 
+def test_a_leader_that_comes_and_goes_is_not_waited_for() -> None:
+    """Seen by a node whose own claim is refused because of it: nothing else would tell that nobody leads."""
+    nodes = Nodes()
+    two(nodes)
+    nodes.cut.add("b")
+    b = nodes.nodes["b"]
+    nodes.remove("a")
+    claim = next(o for o in b.take(Saw(Change(90, node.LEADER, None)), 0.0) if isinstance(o, node.Write))
+    for revision, entry in ((91, Entry(node.LEADER, "run/node/c.0", 91)), (92, None)):
+        b.take(Saw(Change(revision, node.LEADER, entry)), 0.0)
+    assert node.Follow(everything=False) in b.take(node.Refused(claim.number), 0.0)
+
+
+def test_what_was_before_its_own_claim_does_not_unseat_a_leader() -> None:
+    nodes = Nodes()
+    two(nodes)
+    a = nodes.nodes["a"]
+    late = Change(1, node.LEADER, None)
+    nodes._do("a", a.take(Saw(late), 0.0))
+    assert a.leads
+
+
+def test_who_holds_the_leaders_key_leads() -> None:
+    nodes = Nodes()
+    two(nodes)
+    a, entry = nodes.nodes["a"], nodes.store.get(node.LEADER)
+    assert entry is not None
+    a._leading = None  # it stepped down, because a decision of its own was refused
+    nodes._do("a", a.take(Read((entry,)), 0.0))
+    assert a.leads
+
+
+def test_a_folder_of_another_run_is_turned_away() -> None:
+    nodes = Nodes()
+    two(nodes)
+    history = nodes.nodes["a"].history
+    assert history and nodes.nodes["b"].history == history
+    nodes.add("back", about={"seed": 1, "history": history})
+    nodes.add("old", about={"seed": 1, "history": "another"}, known=Known(9, True, 3, 0))
+    assert not [o for o in nodes.seen["back"] if isinstance(o, Excluded)]
+    (excluded,) = [o for o in nodes.seen["old"] if isinstance(o, Excluded)]
+    assert "run folder" in excluded.reason
+    assert nodes.nodes["a"].known.lineage == 0
+
+
 @pytest.mark.parametrize("value", [{"a": [1, "ü"]}, ["x" * PACKED_FROM, {"n": None}]], ids=["short", "packed"])
 def test_text_comes_back(value: Any) -> None:
     assert from_text(to_text(value)) == value

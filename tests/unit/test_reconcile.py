@@ -113,3 +113,14 @@ def test_donors_share_the_work(keepers: int, joiners: int) -> None:
     digest, _ = reconcile(Generation(3, members, False, ""), reports, born=True, lineage=0, from_step=0)
     loads = [sum(s.donor == m for s in digest.sources.values()) for m in members[:keepers]]
     assert max(loads) - min(loads) <= 1
+
+
+def test_a_checkpoint_that_a_later_lineage_superseded_is_not_offered() -> None:
+    """Node a went on from version 5 without b, which holds a newer one of before."""
+    reports = {
+        "a": Report(7, -1, checkpoints=(10, 5), lineages=(1, 0)),
+        "b": Report(7, -1, checkpoints=(14, 5), lineages=(0, 0)),
+    }
+    digest, _ = reconcile(Generation(7, ("a", "b"), True, ""), reports, born=True, lineage=1, from_step=5)
+    assert (digest.version, digest.lineage, digest.from_step) == (10, 2, 10)
+    assert digest.sources["a"].kind == "restore"

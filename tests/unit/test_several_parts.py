@@ -156,14 +156,18 @@ def test_a_history_that_is_gone_is_read_anew(link: StoreLink, trouble: Trouble) 
 
 
 def test_an_address_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hosts.own_address("127.0.0.1", "http://10.0.0.1:2379") == "127.0.0.1"
-    assert hosts.own_address("localhost", "http://10.0.0.1:2379") in ("127.0.0.1", "::1")
-    assert hosts.own_address("lo", "http://10.0.0.1:2379") == "127.0.0.1"
+    here = ["http://127.0.0.1:2379"]
+    assert hosts.own_address("127.0.0.1", here) == "127.0.0.1"
+    assert hosts.own_address("localhost", here) in ("127.0.0.1", "::1")
+    assert hosts.own_address("lo", here) == "127.0.0.1"
+    assert hosts.own_address(None, ["http://no-such-host.invalid:1", *here]) != ""
     monkeypatch.setattr(hosts, "_towards", lambda host, _: {"127.0.0.1": "127.0.0.1"}.get(host, "10.1.2.3"))
-    assert hosts.own_address(None, "http://127.0.0.1:2379") == "10.1.2.3", "others reach it otherwise than itself"
+    with pytest.raises(ConfigError, match="no other machine"):
+        hosts.own_address("lo", ["http://10.0.0.1:2379"])
+    assert hosts.own_address(None, ["http://127.0.0.1:2379"]) == "10.1.2.3", "others reach it otherwise than itself"
     for wrong in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigError, match=r"--host .*lo"):
-            hosts.own_address(wrong, "http://10.0.0.1:2379")
+            hosts.own_address(wrong, ["http://10.0.0.1:2379"])
 
 
 @pytest.mark.parametrize(

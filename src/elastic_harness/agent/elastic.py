@@ -42,7 +42,7 @@ class ElasticRun:
         self._limits = Limits(
             options.min_workers,
             options.max_workers,
-            max(options.min_workers, options.workers),
+            max(options.min_workers, min(options.workers, options.max_workers)),
             options.join_timeout_s,
             min_nodes=options.min_nodes,
         )
@@ -66,6 +66,7 @@ class ElasticRun:
         self._waiting_shown_at = 0.0
         self._ticked_at = 0.0
         self._done = False
+        self._max_steps: int | None = None  # that the workers here are to do
 
     # ---- what the agent reports
 
@@ -133,8 +134,13 @@ class ElasticRun:
     def _within_the_ledger(self, report: Report) -> Report:
         """Without snapshots that are ahead of the ledger, if there are others: those who took them died, and the agent
         before this one too, before it could be told of the last commits."""
-        known = tuple(v for v in report.checkpoints if v <= self.agent.records.committed + 1)
-        return replace(report, checkpoints=known) if known and self.agreement.born else report
+        lineages = report.lineages or (self.agent.records.lineage,) * len(report.checkpoints)
+        offered = list(zip(report.checkpoints, lineages, strict=True))
+        known = [(version, lineage) for version, lineage in offered if version <= self.agent.records.committed + 1]
+        if not known or not self.agreement.born:
+            return report
+        versions, lineages = zip(*known, strict=True)
+        return replace(report, checkpoints=versions, lineages=lineages)
 
     def on_gone(self, worker: Worker) -> None:
         self._admission.forget(worker.member)
@@ -186,7 +192,9 @@ class ElasticRun:
             return
         self.agent.leave(outcome)
         for worker in self.agent.workers.values():
-            if worker.member not in self._members:
+            if worker.member in self._members and not worker.lost:  # it saves when it leaves
+                self.agent.send(worker, {"type": "stop", "checkpoint": True, "reason": outcome.status})
+            else:
                 self.agent.stop_worker(worker, outcome.status, graceful=False)
 
     def stop_all(self, why: str) -> None:
@@ -398,13 +406,15 @@ class ElasticRun:
         worker.hello = True
         worker.beat_seen_at = time.monotonic()
         worker.restore_priority()
+        self._max_steps = message.get("max_steps")
         self._admission.ask(worker, message)
         self._admit()
 
     def _admit(self) -> None:
         admitted = self._admission.answer(self._places.target)
         if admitted:
-            self.agreement.describe(self.agent.folder.record.get("fingerprint") or {})
+            per_launch = {"training.max_steps": self._max_steps} if self._max_steps is not None else {}
+            self.agreement.describe({**(self.agent.folder.record.get("fingerprint") or {}), **per_launch})
         for member in admitted:
             if not self._done and self.agent.outcome is None:
                 waited_since = self._admission.began_at if self._generation is None else None
@@ -460,7 +470,7 @@ class ElasticRun:
             self._places.planned.clear()
         for index in self._places.due(self.agent.records.committed):
             environment = JobEnvironment(
-                run_id=self.agent.folder.record["run_id"],
+                run_id=self.agent.options.store_id or self.agent.folder.record["run_id"],
                 run_dir=self.agent.folder.path,
                 workers=self._places.target,
                 max_restarts=self.agent.options.api_restarts,

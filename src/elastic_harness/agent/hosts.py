@@ -7,17 +7,20 @@ import fcntl
 import ipaddress
 import socket
 import struct
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from elastic_harness.errors import ConfigError
+from elastic_harness.etcd.address import PORT
 
 _SIOCGIFADDR = 0x8915
 _ELSEWHERE = ("192.0.2.1", 9)  # an address for documentation: asking for the way there sends nothing
 
 
-def own_address(given: str | None, store_endpoint: str) -> str:
+def own_address(given: str | None, store: Sequence[str]) -> str:
     """`given`: an address, a name or a network interface of this machine; without, the address from which the store is
-    reached, or if that is on this machine, the one from which the rest of the world is. Raises ConfigError."""
+    reached, or if that is on this machine, the one from which the rest of the world is. `store`: its endpoints. Raises
+    ConfigError."""
     if given is not None:
         address = _of_interface(given) or _of_name(given)
         if not _is_ours(address):
@@ -25,14 +28,35 @@ def own_address(given: str | None, store_endpoint: str) -> str:
                 f"--host is {given!r} ({address}), which is no address of this machine; give an address, a name or a "
                 f"network interface ({_interfaces()}) of it"
             )
+        if _loopback(address) and not any(_loopback(_from_here_to(endpoint)) for endpoint in store):
+            raise ConfigError(
+                f"--host is {given!r} ({address}), where no other machine reaches this one; give an address of one of "
+                f"{_interfaces()}"
+            )
         return address
-    url = urlsplit(store_endpoint)
-    assert url.hostname is not None
-    address = _towards(url.hostname, url.port or 2379)
-    if ipaddress.ip_address(address).is_loopback:
+    address = ""
+    for number, endpoint in enumerate(store, 1):
+        try:
+            address = _from_here_to(endpoint)
+            break
+        except ConfigError:
+            if number == len(store):
+                raise
+    if _loopback(address):
         with contextlib.suppress(OSError):
             return _towards(*_ELSEWHERE)
     return address
+
+
+def _loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _from_here_to(endpoint: str) -> str:
+    """The address of this machine from which an endpoint of the store is reached."""
+    url = urlsplit(endpoint)
+    assert url.hostname is not None
+    return _towards(url.hostname, url.port or PORT)
 
 
 def _towards(host: str, port: int) -> str:

@@ -84,8 +84,7 @@ def _for_several_nodes(request: LaunchRequest) -> LaunchRequest:
     from elastic_harness.agent.hosts import own_address
     from elastic_harness.etcd import gateway
 
-    endpoint = gateway.Address.parse(options.store).endpoints[0]
-    host = own_address(options.host, endpoint)
+    host = own_address(options.host, gateway.Address.parse(options.store).endpoints)
     name = options.node_name or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
     return replace(request, options=replace(options, host=host, node_name=name))
 

@@ -102,7 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     option("--nproc-per-node", default="1", metavar="N", help="workers, or auto, cpu, gpu (default: 1)")
     option("--standalone", action="store_true", help="one machine, no outside store (the default with one node)")
     option("--min-workers", type=int, default=1, metavar="N", help="below this the job waits, alive (default: 1)")
-    option("--max-workers", type=int, metavar="N", help="limit for `scale` (default: the larger of 8 and N)")
+    option("--max-workers", type=int, metavar="N", help="limit (default: 8 or N; of several nodes MAX × N)")
     option("--spares", type=int, default=0, metavar="K", help="warm workers that wait for a place (default: 0)")
     option("--max-restarts", type=int, metavar="N", help="restarts of a worker at its place (see below)")
     option("--join-timeout", type=float, default=600.0, metavar="S", help="wait this long for all workers at the start")
@@ -126,7 +126,9 @@ def parse(argv: Sequence[str]) -> LaunchRequest:
     given = build_parser().parse_args(list(argv))
     min_nodes, max_nodes = _nodes(given)
     workers = _workers(given.nproc_per_node)
-    max_workers = given.max_workers if given.max_workers is not None else max(8, workers * max_nodes)
+    max_workers = given.max_workers
+    if max_workers is None:
+        max_workers = workers * max_nodes if given.store is not None else max(8, workers)
     for name, value, least in (
         ("--min-workers", given.min_workers, 1),
         ("--spares", given.spares, 0),

@@ -32,6 +32,7 @@ class Records:
         self.lineage: int = record.get("lineage", 0)
         self.from_step: int = record.get("from_step", 0)
         self.born: bool = record.get("born", False)
+        self.history: str = record.get("history", "")
         self.committed = -1
         if len(self._ledger):
             self._learn_from_ledger()

@@ -7,14 +7,13 @@ One thread makes the requests, one after the other; another one keeps the lease 
 from __future__ import annotations
 
 import contextlib
-import math
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
-from elastic_harness.errors import HarnessError
+from elastic_harness.errors import HarnessError, InfrastructureError
 from elastic_harness.etcd.once import Once
 from elastic_harness.membership import node
 from elastic_harness.membership.store import Put, Store, Watch
@@ -54,6 +53,8 @@ class StoreLink:
 
     def ask(self, asked: Asked) -> None:
         """What comes of it will be heard."""
+        if isinstance(asked, node.Follow):
+            self._following = asked
         self._asked.put(asked)
 
     def heard(self) -> list[node.Input]:
@@ -102,6 +103,12 @@ class StoreLink:
     # ---- the thread of requests
 
     def _request_all(self) -> None:
+        try:
+            self._make_requests()
+        except Exception as error:  # thread boundary: the agent would wait for ever
+            self._tell(InfrastructureError(f"the line to the store failed: {error!r}"))
+
+    def _make_requests(self) -> None:
         while not self._closed.is_set():
             asked = self._asked.get()
             while asked is not None and not self._closed.is_set():
@@ -123,11 +130,12 @@ class StoreLink:
         match asked:
             case node.Register():
                 self._lease = self._store.lease(self._ttl_s)
-                self._once = Once(self._store, ONCE, lambda: self._lease, math.inf)
+                self._once = Once(self._store, ONCE, lambda: self._lease, 0.0)
                 self._ever = True
                 self._tell(node.Registered())
             case node.Follow(everything):
-                self._following = asked
+                if asked is not self._following:
+                    return  # something else is to be followed by now
                 prefix = node.EVERYTHING if everything else node.HEAD
                 entries, revision = self._store.read(prefix)
                 self._tell((self._store.watch(prefix, revision + 1), node.Read(tuple(entries))))
@@ -142,6 +150,12 @@ class StoreLink:
     # ---- the thread of the lease
 
     def _keep_alive(self) -> None:
+        try:
+            self._keep_it_alive()
+        except Exception as error:  # thread boundary
+            self._tell(InfrastructureError(f"the line to the store failed: {error!r}"))
+
+    def _keep_it_alive(self) -> None:
         shown, ended = "", 0
         while not self._closed.wait(self._ttl_s / 3):
             lease = self._lease

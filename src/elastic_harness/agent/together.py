@@ -19,7 +19,7 @@ from elastic_harness.etcd.address import Address
 from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership import leader
-from elastic_harness.membership.leading import Known
+from elastic_harness.membership.leading import HISTORY, Known
 from elastic_harness.membership.node import (
     Carry,
     Described,
@@ -55,7 +55,9 @@ class Together:
         self._deliver = deliver
         self.node = f"{options.node_name}-{os.urandom(3).hex()}"
         self.least = 1
-        about = {"elastic_harness": __version__, "protocol": PROTOCOL}
+        about: dict[str, Any] = {"elastic_harness": __version__, "protocol": PROTOCOL}
+        if agent.records.history:
+            about[HISTORY] = agent.records.history
         self._node = Node(self.node, limits, options.workers, known, about)
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         address = Address.parse(options.store)
@@ -63,6 +65,7 @@ class Together:
         self._store = EtcdStore(Gateway(address), prefix, self._ring)
         ttl_s = max(1.0, options.node_timeout_s - EXPIRY_S)
         self._link = StoreLink(self._store, EtcdStore(Gateway(address, ttl_s / 2), prefix), ttl_s, self._ring)
+        self._ever = False  # a decision was carried out
         self._away_shown = False
         self._status_at = 0.0
 
@@ -126,9 +129,8 @@ class Together:
         }
 
     def close(self) -> None:
-        self._link.close()
         self._agent.listen(self._bell, 0, None)
-        os.close(self._bell)
+        self._link.close()  # the bell stays: a thread that waits for the store may still ring it
 
     # ---- between the node and the store
 
@@ -153,6 +155,7 @@ class Together:
         for output in outputs:
             match output:
                 case Carry(action):
+                    self._ever = True
                     self._carry_out(action)
                 case Delivered(values):
                     self._deliver(values)
@@ -160,6 +163,8 @@ class Together:
                     self._excluded(reason)
                 case _:
                     self._link.ask(output)
+        if self._node.history != self._agent.records.history:
+            self._agent.records.remember(history=self._node.history)
 
     def _excluded(self, reason: str) -> None:
         message = (
@@ -177,6 +182,7 @@ class Together:
         elif trouble is not None and not self._away_shown and time.monotonic() - trouble[0] > AWAY_NOTICE_S:
             self._away_shown = True
             self._agent.records.event("store_away", error=trouble[1])
-            self._agent.console.notice(
-                f"the store cannot be used ({trouble[1]}) Training goes on; what happens to workers meanwhile waits"
-            )
+            goes_on = "Training goes on; what happens to workers meanwhile waits"
+            if not self._ever:
+                goes_on = "Nothing is trained before it can be; `elastic-harness doctor --store …` says more"
+            self._agent.console.notice(f"the store cannot be used ({trouble[1]}) {goes_on}")

@@ -32,6 +32,7 @@ CONNECT_S_MAX = 1.0
 PAUSE_S_MAX = 0.2
 SILENCE_S = 5.0  # a stream without a word is opened anew: its member may be paused
 _DENIED, _EXHAUSTED, _UNAVAILABLE, _UNAUTHENTICATED = 7, 8, 14, 16  # gRPC's codes
+_USERS_CHANGED = "auth: revision in header is old"  # what a token says, after any change of users
 _TRANSIENT = (2, 4, 10, _UNAVAILABLE)  # unknown, deadline exceeded, aborted
 _NOT_TRIED = ("etcdserver: no leader", "etcdserver: too many requests")  # nothing was done
 _HEADERS = {"Content-Type": "application/json", "Grpc-Metadata-hasleader": "true"}  # a cut-off member says so at once
@@ -88,7 +89,8 @@ class Gateway:
                     self._leave(endpoint)
                     raise self._unknown(problem) from error
             except Refused as error:
-                if error.code == _UNAUTHENTICATED and self.address.user:  # the token has ended
+                stale = error.code == _UNAUTHENTICATED or _USERS_CHANGED in error.message
+                if stale and self.address.user:  # the token has ended
                     self._token = ""
                 elif error.code not in _TRANSIENT:
                     raise

@@ -25,18 +25,27 @@ class Once:
         self._lease = lease
         self._patience_s = patience_s
         self._number = 0
+        self._settled = True  # it is known what became of the last transaction
         self._revision = 0  # of the key; -1: to be read
 
     def txn(
         self, compare: Mapping[str, int], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
     ) -> tuple[bool, int]:
-        """As `Store.txn`. Raises Unavailable only after `patience_s`."""
-        self._number += 1
+        """As `Store.txn`. Raises Unavailable only after `patience_s`. After any error the next call must be for the
+        very same transaction: it goes on finding out what has become of it."""
+        if self._settled:
+            self._number += 1
+        self._settled = False
         mark = Put(self._key, str(self._number), self._lease())
         give_up_at = time.monotonic() + self._patience_s
         while True:
             try:
-                return self._try(compare, puts, deletes, mark)
+                outcome = self._try(compare, puts, deletes, mark)
+                self._settled = True
+                return outcome
+            except ValueError:  # the lease has ended, and with it every key that hung on it
+                self._settled = True
+                raise
             except Unavailable as error:
                 if error.maybe_applied:
                     self._revision = -1

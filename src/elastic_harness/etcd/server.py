@@ -13,6 +13,7 @@ docs/cluster.md.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -34,7 +35,7 @@ from elastic_harness.membership.store import Unavailable
 
 START_S = 30.0
 STOP_S = 10.0
-_RECORD, _LOG = "etcd.json", "etcd.log"
+_RECORD, _LOG, _DATA = "etcd.json", "etcd.log", "data"
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _spawn(folder: Path, port: int, listen: str) -> Record:
     clients = endpoint if listen.startswith("127.") else f"{endpoint},http://{listen}:{port}"
     if listen == "0.0.0.0":
         clients = f"http://0.0.0.0:{port}"
-    command = [program, "--name", "dev", "--data-dir", str(folder / "data")]
+    command = [program, "--name", "dev", "--data-dir", str(folder / _DATA)]
     command += ["--listen-client-urls", clients, "--advertise-client-urls", endpoint]
     command += ["--listen-peer-urls", "http://127.0.0.1:0", "--initial-advertise-peer-urls", "http://127.0.0.1:2380"]
     command += ["--initial-cluster", "dev=http://127.0.0.1:2380"]
@@ -196,5 +197,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     stopped = stop(folder)
     print(f"etcd on {stopped.endpoint} has stopped" if stopped else f"no etcd runs in {folder}")
     if given.remove:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not (folder / _DATA / "member").is_dir():
+            raise ConfigError(f"{folder} holds no data of an etcd that was started here; nothing was removed.")
+        shutil.rmtree(folder / _DATA, ignore_errors=True)
+        for name in (_RECORD, _LOG, "lock"):
+            (folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # something else is in it
+            folder.rmdir()
     return 0

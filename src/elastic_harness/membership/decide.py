@@ -81,7 +81,8 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     if view.current is None and len(wanted) < limits.target:
         left_s = view.first_ready_at + limits.join_timeout_s - now
         if left_s > 0:
-            return None, f"waiting: {len(wanted)} of {limits.target} workers are ready, {left_s:.0f} s left to join"
+            patience = f"the others have {limits.join_timeout_s:.0f} s to join"
+            return None, f"waiting: {len(wanted)} of {limits.target} workers are ready, {patience}"
 
     members = tuple(wanted)
     if view.current is not None and members == view.current.members and not view.reform:

@@ -331,7 +331,8 @@ def _take(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
                     draft.arrived[member] = None
             draft.state = replace(state, born=True)
         case SlotFailed(member, at_step, slot, killed):
-            draft.state = replace(state, failed_slots=(*state.failed_slots, (at_step, slot, member, killed)))
+            recent = tuple(failed for failed in state.failed_slots if failed[0] >= at_step - 1)
+            draft.state = replace(state, failed_slots=(*recent, (at_step, slot, member, killed)))
             return _poison(draft.state, at_step, slot)
         case Leaving(member):
             if member in draft.ready:

@@ -18,6 +18,8 @@ Values = Mapping[int, Mapping[str, str]]
 """What members have set for each other, by generation and key."""
 ACTIONS_KEPT = 32
 GENERATIONS_KEPT = 2  # each names all members, twice; who missed more hears of the newest as an urgent one
+HISTORY = "history"  # an entry of what nodes must have in common: made when a run begins, kept in their folders
+PER_LAUNCH = ("training.max_steps",)  # entries that may change when all nodes are launched again
 PATIENCE_S = 3.0  # so long other nodes may take to come, or to come back after an outage that ended all leases
 UNPUBLISHED_MAX = 64  # events of a record read since the last decision, which stay in it until there is another
 
@@ -67,7 +69,7 @@ class Leading:
         self._settled: leader.State | None = None  # in which nothing follows from time alone
         self._actions: list[tuple[int, Any]] = []  # encoded
         self._count = 0  # of all actions ever
-        self._published = (0, 0)  # count and number of the excluded of the last decision
+        self._published: tuple[int, dict[str, str]] = (0, {})  # count and excluded of the last decision
         self._published_taken: dict[str, int] = {}
         self._overdue = False  # whether a record holds many events that were read
         self._values: dict[int, dict[str, str]] = {}
@@ -81,7 +83,8 @@ class Leading:
     ) -> None:
         """All records as they are, and the last decision."""
         if self.state is None and decision is not None:
-            self._about = dict(decision["about"]) if decision["known"]["born"] else {}
+            kept = decision["about"] if decision["known"]["born"] or decision["formed"] else {}
+            self._about = {name: value for name, value in kept.items() if name not in PER_LAUNCH}
         for key in [key for key in (*self._records, *self._excluded) if key not in records]:
             self.ended(key)
         for key in sorted(records, key=lambda key: key != self._key):
@@ -108,6 +111,8 @@ class Leading:
             run = self._about.setdefault(name, value)
             if value != run:
                 self._excluded[key] = f"{name} is {value!r} on this node and {run!r} in the run"
+                if name == HISTORY:
+                    self._excluded[key] = "its run folder is that of another run, which was begun before or elsewhere"
                 self._forget(key)
                 return True
         return False
@@ -154,9 +159,9 @@ class Leading:
     def news(self, now: float) -> dict[str, Any] | None:
         """The decision to publish, if there is anything new."""
         self.step(now)
-        if self.state is None or (self._published == (self._count, len(self._excluded)) and not self._overdue):
+        if self.state is None or (self._published == (self._count, self._excluded) and not self._overdue):
             return None
-        self._published, self._overdue = (self._count, len(self._excluded)), False
+        self._published, self._overdue = (self._count, dict(self._excluded)), False
         self._published_taken = dict(self._taken)
         generation = self.state.generation
         return {
@@ -199,6 +204,7 @@ class Leading:
         """There is no decision: a run begins, or the store has lost everything. Others may know more than this node,
         and have had the time to come."""
         self.state = leader.State(self._limits)
+        self._about.setdefault(HISTORY, self._origin)
         self._follow(list(self._records))
 
     def _begin_another(self, known: Known, now: float) -> None:
@@ -213,10 +219,11 @@ class Leading:
     def _take_over(self, decision: Mapping[str, Any], now: float) -> None:
         """Go on where the last decision was."""
         self._origin, self._taken = decision["origin"], dict(decision["taken"])
+        self._about.setdefault(HISTORY, self._origin)
         self._published_taken = dict(self._taken)
         self._actions = [(number, action) for number, action in decision["actions"]]
         self._count = decision["count"]
-        self._published = (self._count, 0)
+        self._published = (self._count, {})
         state: leader.State = decode(decision["state"])
         if state.done:
             return self._begin_another(Known.of(_perhaps_born(state)), now)
@@ -234,7 +241,10 @@ class Leading:
         known = Known.of(self.state)
         for key in keys:
             record = self._records[key]
-            known = known.and_also(Known(**record["known"]))
+            more = Known(**record["known"])
+            if self.state.ever_formed:  # what is going on now is this run's history
+                more = replace(more, lineage=known.lineage, from_step=known.from_step)
+            known = known.and_also(more)
             for number, event in record["events"]:
                 if number > self._taken.get(key, 0):
                     self._taken[key] = number

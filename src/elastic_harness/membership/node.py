@@ -24,7 +24,7 @@ from typing import Any
 
 from elastic_harness.membership import leader
 from elastic_harness.membership.codec import decode, encode, from_text, to_text
-from elastic_harness.membership.leading import PATIENCE_S, Known, Leading, Values
+from elastic_harness.membership.leading import HISTORY, PATIENCE_S, Known, Leading, Values
 from elastic_harness.membership.store import Change, Entry, Put
 from elastic_harness.membership.types import Limits
 
@@ -203,6 +203,7 @@ class Node:
         self._decision: Entry | None = None
         self._deciding = ""  # the decision that is being written
         self._origin = ""
+        self.history = str(about.get(HISTORY, ""))  # which history of training this node has a part in
         self._heeded: int | None = None  # the last action that was carried out; None: no decision was ever read
         self._leading: Leading | None = None
 
@@ -259,7 +260,9 @@ class Node:
             case Read(entries):
                 outputs += self._read(entries, now)
             case Saw(change):
-                outputs += self._saw(change.key, change.entry, now)
+                late = self._leading is not None and change.revision < self._leading.revision
+                if not (late and change.key == LEADER):  # it was seen before this node's own claim
+                    outputs += self._saw(change.key, change.entry, now)
             case Wrote(number, revision):
                 outputs += self._wrote(self._asked.pop(number, ""), revision, now)
             case Refused(number):
@@ -348,6 +351,8 @@ class Node:
         if self._leading is not None:
             records = {key: from_text(entry.value) for key, entry in by_key.items() if key.startswith(NODES)}
             decision = None
+            if self._decision is not None and STATE not in by_key:
+                return [*outputs, Follow(everything=True)]  # this was asked for before the claim
             if self._decision is not None:
                 decision = from_text(self._decision.value) | {"state": from_text(by_key[STATE].value)}
             self._leading.read_all(records, decision, now)
@@ -359,6 +364,8 @@ class Node:
             self.leader = entry.value if entry is not None else ""
             if self._leading is not None and (entry is None or entry.revision != self._leading.revision):
                 return self._step_down()
+            if self._leading is None and entry is not None and self.leader == self.key and self.ended is None:
+                return self._lead(entry.revision)
         elif key == DECISION and entry is not None:
             if self._decision is None or entry.revision > self._decision.revision:
                 self._decision = entry
@@ -377,9 +384,7 @@ class Node:
             self._written, self._revision, self._writing = self._writing, revision, None
         elif key == LEADER:
             self.leader = self.key
-            patient_until = None if self._returned_at is None else self._returned_at + PATIENCE_S
-            self._leading = Leading(self.key, revision, self._limits, patient_until)
-            return [Follow(everything=True)]
+            return self._lead(revision)
         elif key == DECISION:
             return self._saw(DECISION, Entry(DECISION, self._deciding, revision), now)
         return []
@@ -388,7 +393,8 @@ class Node:
         if key == self.key:
             return self._begin_again(now)
         if key == LEADER:
-            self._leader_known = False  # it will be seen who leads
+            self._leader_known = False  # who leads may have come and gone meanwhile
+            return [Follow(everything=False)]
         if key in (DECISION, VALUES) and self._leading is not None:
             return self._step_down()
         return []
@@ -404,6 +410,8 @@ class Node:
                 return [Carry(self.ended)]
         if decision["origin"] != self._origin:  # the store had lost everything
             self._origin, self._heeded = decision["origin"], 0
+        if not self.history and HISTORY in decision["about"] and decision["formed"]:
+            self.history = self._about[HISTORY] = decision["about"][HISTORY]
         taken = decision["taken"].get(self.key, 0)
         self._events = [(number, event) for number, event in self._events if number > taken]
         self.known = self.known.and_also(Known(**decision["known"]))
@@ -443,6 +451,11 @@ class Node:
         self._events = [e for e in self._events if not (isinstance(e[1], leader.Ready) and e[1].member in gone)]
 
     # ---- leading
+
+    def _lead(self, revision: int) -> list[Output]:
+        patient_until = None if self._returned_at is None else self._returned_at + PATIENCE_S
+        self._leading = Leading(self.key, revision, self._limits, patient_until)
+        return [Follow(everything=True)]
 
     def _step_down(self) -> list[Output]:
         self._leading = None

@@ -75,12 +75,19 @@ def _finished(ahead: list[str], reports: Mapping[str, Report]) -> dict[str, Lane
     return kept
 
 
+def _offer(report: Report, lineage: int, from_step: int) -> int | None:
+    """The newest checkpoint that lies on the run's history: of an older lineage only what the newest one began with."""
+    lineages = report.lineages or (lineage,) * len(report.checkpoints)
+    offered = zip(report.checkpoints, lineages, strict=True)
+    return next((version for version, of in offered if of >= lineage or version <= from_step), None)
+
+
 def _from_nothing(
     generation: Generation, reports: Mapping[str, Report], *, born: bool, lineage: int, from_step: int
 ) -> tuple[Digest, str]:
     members = generation.members
     kind: SourceKind
-    offers = {m: reports[m].checkpoints[0] for m in members if reports[m].checkpoints}
+    offers = {m: offer for m in members if (offer := _offer(reports[m], lineage, from_step)) is not None}
     if offers:
         version = max(offers.values())
         source_member = next(m for m in members if offers.get(m) == version)

@@ -51,7 +51,8 @@ class Report:
 
     version: committed steps, -1 without (verified) state. record: the step whose reduced gradient is still held,
     or None. lanes: finished lanes of step `version`. checkpoints: versions that could be restored, newest first
-    (only looked up when version is -1). verified: this member's canary hash has already been compared.
+    (only looked up when version is -1). verified: this member's canary hash has already been compared. lineages: of the
+    checkpoints, if known.
     """
 
     generation: int
@@ -60,6 +61,7 @@ class Report:
     lanes: LaneRanges = ()
     checkpoints: tuple[int, ...] = ()
     verified: bool = False
+    lineages: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -69,6 +71,7 @@ class Report:
             "lanes": [list(r) for r in self.lanes],
             "checkpoints": list(self.checkpoints),
             "verified": self.verified,
+            "lineages": list(self.lineages),
         }
 
     @staticmethod
@@ -80,6 +83,7 @@ class Report:
             tuple((lo, hi) for lo, hi in data["lanes"]),
             tuple(data["checkpoints"]),
             data["verified"],
+            tuple(data["lineages"]),
         )
 
 

@@ -573,6 +573,9 @@ class Simulation(Workers):
             return
         host.up, host.paused, host.watch, host.polling, host.leaving = False, False, None, False, False
         host.addresses.clear()
+        if life is not None and self.store_up and host.reaches:  # it leaves in good order
+            self.store.revoke(host.lease)
+            self._pass_changes()
         host.life += 1
         host.inbox.clear()
         for who in host.workers:

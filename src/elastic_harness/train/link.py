@@ -37,7 +37,7 @@ class Link(Protocol):
     wake: Callable[[], None]
     stop_requested: dict[str, Any] | None
 
-    def hello(self, fingerprint: dict[str, Any]) -> None: ...
+    def hello(self, fingerprint: dict[str, Any], max_steps: int) -> None: ...
     def next_generation(self, after: int, *, planned: bool = False) -> Generation: ...
     def urgent(self, current: int) -> bool: ...
     def planned(self, current: int) -> int: ...
@@ -171,8 +171,15 @@ class AgentLink:
             except wire.Closed:
                 os._exit(0)
 
-    def hello(self, fingerprint: dict[str, Any]) -> None:
-        self.send("hello", protocol=wire.PROTOCOL, member=self.member, pid=os.getpid(), fingerprint=fingerprint)
+    def hello(self, fingerprint: dict[str, Any], max_steps: int) -> None:
+        self.send(
+            "hello",
+            protocol=wire.PROTOCOL,
+            member=self.member,
+            pid=os.getpid(),
+            fingerprint=fingerprint,
+            max_steps=max_steps,
+        )
 
     def report(self, report: Report) -> None:
         self.send("report", **report.to_json())
@@ -181,9 +188,12 @@ class AgentLink:
         self.send("kv_set", generation=generation, key=key, value=base64.b64encode(value).decode())
 
     def left_out(self, generation: Generation) -> None:
-        """This member is not part of a generation: it leaves, and says so, for the next one may want it again."""
+        """This member is not part of a generation: it leaves, and says so, for the next one may want it again. If its
+        node was asked to stop, it saves."""
         self.send("leaving", generation=generation.number)
-        raise Left(f"not a member of generation {generation.number} ({generation.reason})")
+        stop = self.stop_requested
+        reason = f"not a member of generation {generation.number} ({generation.reason})"
+        raise Left(reason, save=stop is not None and bool(stop.get("checkpoint")))
 
 
 class GenerationValues:

@@ -141,13 +141,15 @@ def _report(parts: Parts, progress: Progress, number: int) -> Report:
     """How far this worker is. Under relaxed exactness nobody offers a record: on another kind of hardware a replay
     would give other bits than its donor has, so laggards take the whole state."""
     strict = parts.config.elastic.exactness == "strict"
+    checkpoints = parts.saver.restorable() if progress.version < 0 else {}
     return Report(
         generation=number,
         version=progress.version,
         record=progress.record.step if progress.record and strict else None,
         lanes=_lanes(parts, progress),
-        checkpoints=parts.saver.restorable() if progress.version < 0 else (),
+        checkpoints=tuple(checkpoints),
         verified=progress.verified,
+        lineages=tuple(checkpoints.values()),
     )
 
 

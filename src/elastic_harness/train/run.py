@@ -286,7 +286,8 @@ def start(
         },
         tokens_per_sample=int(getattr(source, "seq_length", 1)),
     )
-    link.hello(fingerprint(config, model, optimizer, source.fingerprint(), layout, shape))
+    own = fingerprint(config, model, optimizer, source.fingerprint(), layout, shape)
+    link.hello(own, config.training.max_steps)
     try:
         progress = recover(parts, Progress(), None)
     except Left as left:

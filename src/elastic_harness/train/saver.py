@@ -182,15 +182,19 @@ class Saver:
 
     # ---- restoring
 
-    def restorable(self) -> tuple[int, ...]:
-        """Versions that could be restored, newest first; without those found corrupt. If there are none here, the
-        newest in object storage is fetched. Raises InfrastructureError if that fails."""
+    def restorable(self) -> dict[int, int]:
+        """Versions that could be restored, newest first, and their lineages; without those found corrupt. If there are
+        none here, the newest in object storage is fetched. Raises InfrastructureError if that fails."""
         found = self._tiers.stored()
         if not found and self._policy.upload is not None:
             with self._folder_locked():
                 self._tiers.fetch(self._policy.upload.url)
             found = self._tiers.stored()
-        return tuple(dict.fromkeys(stored.version for stored in found))
+        restorable: dict[int, int] = {}
+        for stored in found:
+            lineage = int(stored.meta.get("lineage", 0))
+            restorable[stored.version] = max(lineage, restorable.get(stored.version, lineage))
+        return restorable
 
     def restore(self, version: int) -> None:
         """Overwrite the whole state with a checkpoint's. Raises CheckpointCorrupt; it is not offered again then."""

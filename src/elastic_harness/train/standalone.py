@@ -66,11 +66,12 @@ class StandaloneLink:
 
     def digest(self, generation: int) -> Digest:
         reports = {m: Report.from_json(json.loads(self._get(f"report/{m}"))) for m in self._generation.members}
-        born, lineage = False, 0
+        born, lineage, from_step = False, 0, 0
         if (self._run_dir / FILE_NAME).exists():
             ledger = read_ledger(self._run_dir)
             born, lineage = bool(ledger.lines), ledger.lineage
-        digest, _ = reconcile(self._generation, reports, born=born, lineage=lineage, from_step=0)
+            from_step = min((line.from_step for line in ledger.lines if line.lineage == lineage), default=0)
+        digest, _ = reconcile(self._generation, reports, born=born, lineage=lineage, from_step=from_step)
         return digest
 
     def kv_set(self, generation: int, key: str, value: bytes) -> None:
@@ -87,7 +88,7 @@ class StandaloneLink:
 
     # ---- what the worker says
 
-    def hello(self, fingerprint: dict[str, Any]) -> None:
+    def hello(self, fingerprint: dict[str, Any], max_steps: int) -> None:
         if self._writes:
             self._held_lock = file_lock.take(self._run_dir / "lock", busy(self._run_dir))
             known = self._run_dir / "fingerprint.json"
