@@ -203,7 +203,8 @@ class Leading:
     def _begin(self) -> None:
         """There is no decision: a run begins, or the store has lost everything. Others may know more than this node,
         and have had the time to come."""
-        self.state = leader.State(self._limits)
+        lost = HISTORY in self._about  # somebody was in a generation: a step may have been committed
+        self.state = leader.State(self._limits, born=lost)
         self._about.setdefault(HISTORY, self._origin)
         self._follow(list(self._records))
 

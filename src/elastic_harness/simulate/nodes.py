@@ -17,7 +17,8 @@ from typing import Any
 
 from elastic_harness.membership import leader as core
 from elastic_harness.membership import node as nodes
-from elastic_harness.membership.node import Known, Node
+from elastic_harness.membership.leading import HISTORY, Known
+from elastic_harness.membership.node import Node
 from elastic_harness.membership.store import EmbeddedStore, Watch
 from elastic_harness.membership.types import Digest, Limits
 from elastic_harness.simulate.cluster import Size, index_of
@@ -92,7 +93,9 @@ class Host:
     watching: int = 0  # counts what it followed; what was before is not delivered any more
     read: int = 0  # the newest of them whose entries have arrived
     polling: bool = False
-    known: Known = field(default_factory=Known)
+    known: Known = field(default_factory=Known)  # what is in its folder
+    history: str = ""
+    excluded: bool = False
     workers: list[int] = field(default_factory=list)
     leaving: bool = False
     well_since: float = 0.0  # nothing keeps it from taking part since then
@@ -164,8 +167,8 @@ class Simulation(Workers):
 
     # ---- machines
 
-    def _new_node(self, number: int, life: int, known: Known) -> Node:
-        return Node(f"n{number}-{life}", self._limits, self.per_node, known, {})
+    def _new_node(self, number: int, life: int, known: Known, history: str = "") -> Node:
+        return Node(f"n{number}-{life}", self._limits, self.per_node, known, {HISTORY: history} if history else {})
 
     def _boot(self, number: int) -> None:
         host = self.hosts[number]
@@ -204,7 +207,7 @@ class Simulation(Workers):
                 self._note(number, "is told", each)
         clock = host.ahead_s + self.now * (1 + host.faster)
         self._carry_out(number, host.node.take_all(told, clock))
-        host.known = host.node.known
+        host.known, host.history = host.node.known, host.node.history
 
     @property
     def trace(self) -> list[str]:
@@ -293,8 +296,9 @@ class Simulation(Workers):
                 case nodes.Deliver(values):
                     for generation, by_key in values.items():
                         host.addresses.setdefault(generation, set()).update(by_key)
-                case nodes.Excluded(reason):
-                    raise Violation("excluded", reason)
+                case nodes.Excluded():  # its history is another: it is launched with a new folder
+                    host.excluded = True
+                    self.after(0.0, lambda life=host.life: self._kill(number, life))  # type: ignore[misc]
 
     def _register(self, number: int, life: int) -> None:
         host = self.hosts[number]
@@ -316,6 +320,8 @@ class Simulation(Workers):
         host = self.hosts[number]
 
         def arrive() -> None:
+            if host.watching != watching:
+                return  # something else is followed by now
             prefix = nodes.EVERYTHING if everything else nodes.HEAD
             entries = tuple(self.store.range(prefix))
             host.watch = self.store.watch(prefix, self.store.revision + 1)
@@ -588,7 +594,9 @@ class Simulation(Workers):
         host = self.hosts[number]
         host.well_since = max(host.well_since, self.now)
         host.up, host.reaches, host.hears, host.lease = True, True, True, 0
-        host.node = self._new_node(number, host.life, host.known)
+        if host.excluded:
+            host.known, host.history, host.excluded = Known(), "", False
+        host.node = self._new_node(number, host.life, host.known, host.history)
         self._boot(number)
 
     def _go_on(self, number: int) -> None:
