@@ -106,6 +106,9 @@ class CheckpointConfig(Section):
 
     Intervals are in steps; 0: never, except at the end. "auto" keeps a tier where saving costs as much as it saves,
     from its measured cost and the time between failures, between `interval_min_s` and `interval_max_s`.
+
+    `peer_copies` and `node_name` are for `CheckpointManager` in a process group on several nodes: what each rank has in
+    memory is copied to so many other nodes, which costs as much memory there again; see docs/checkpoints.md.
     """
 
     section: ClassVar[str] = "checkpoint"

@@ -1,8 +1,8 @@
 """One rank of a job on several nodes, which here are names: `peers_job.py save|load FOLDER RANK NODES DISK [TIERS]`.
 
 `save`: train, save to each of TIERS ("memory,memory"), and say so. `load`: in a new world, load into a state of this
-world, and say which step it is and its hash. Both then wait until their standard input ends, or they are killed. DISK: the
-folder of checkpoints, in which NODE stands for the node.
+world, and say which step it is and its hash. Both then wait until their standard input ends, or they are killed. DISK:
+the folder of checkpoints, in which NODE stands for the node.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def test_a_lost_node_s_shares_come_from_its_peer_in_any_world(folder: Path) -> N
 def test_of_a_copy_that_was_cut_off_nothing_is_used(folder: Path) -> None:
     job = Job(folder, "save", "a,a,b,b", "memory,memory", fail={2: "checkpoint.peer_copying step=6 hit=1 kill"})
     (saved, *_), cut = job.all_said(), job.all_said()
-    assert cut[2] == {} and "A peer was lost" in events(cut[:1], "peer_copy_failed")[0]["error"]
+    assert cut[2] == {} and "a peer is lost" in events(cut[:1], "peer_copy_failed")[0]["error"]
     job.lose("b")
     said = load(folder, "a,c")
     assert loaded(said) == (3, saved["digest"], "memory")
@@ -217,6 +218,25 @@ def test_a_copy_that_is_damaged_on_the_way_does_not_count(damage_at: int) -> Non
     here.close(), there.close()
     for descriptor in (*descriptors[0], *descriptors[1]):
         os.close(descriptor)
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["told", "alone"])
+def test_a_keeper_gives_what_it_has_until_told_or_alone(ended: bool) -> None:
+    key, descriptors = keeper.key_of(Path("/here"), f"{os.getpid()}"), create()
+    os.write(descriptors[1], b"kept")
+    with keeper.listen(key) as listening:
+        alone_s = 60.0 if ended else 0.2
+        thread = threading.Thread(target=keeper.keep, args=(listening, descriptors, alone_s))
+        thread.start()
+        first, second = *keeper.find(key), *keeper.find(key)
+        assert [os.pread(kept.descriptors[1], 9, 0) for kept in (first, second)] == [b"kept"] * 2
+        first.close(needed=True)
+        second.close(needed=not ended)
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+    for descriptor in descriptors:
+        os.close(descriptor)
+    assert keeper.find(key) == []
 
 
 def test_copies_go_round_the_nodes() -> None:

@@ -2,9 +2,9 @@
 
     python -m elastic_harness.checkpoint.keeper --socket 5 --slots 6,7,8,9
 
-The rank's writer listens on an abstract socket, whose name says which job's folder and node it is; when the rank has died
-and everything is on disk, it hands the socket and the slots to this process and ends. Whoever connects is given the
-slots' descriptors. It ends when one of them says so, or when for `ALONE_S` nobody has been connected.
+The rank's writer listens on an abstract socket, whose name says which job's folder and node it is; when the rank has
+died and everything is on disk, it hands the socket and the slots to this process and ends. Whoever connects is given
+the slots' descriptors. It ends when one of them says so, or when for `ALONE_S` nobody has been connected.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ def _ask(name: str) -> list[Kept]:
         connection.connect(f"\0{name[1:]}")
         if _same_user(connection):
             _, descriptors, _, _ = socket.recv_fds(connection, 1, _DESCRIPTORS_MAX)
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, False)
             if descriptors:
                 return [Kept(connection, descriptors)]
     except OSError:  # it has ended, or is not done in time
@@ -99,23 +101,32 @@ def _same_user(connection: socket.socket) -> bool:
 
 def keep(listening: socket.socket, descriptors: Sequence[int], alone_s: float = ALONE_S) -> None:
     """Give the descriptors to whoever asks, until one says that is enough or nobody has been there for `alone_s`."""
-    connected: list[socket.socket] = []
-    while ready := select.select([listening, *connected], [], [], None if connected else alone_s)[0]:
-        for one in ready:
-            if one is listening:
-                connection, _ = listening.accept()
+    connected: set[socket.socket] = set()
+    try:
+        while ready := select.select([listening, *connected], [], [], None if connected else alone_s)[0]:
+            for one in ready:
+                if one is listening:
+                    connected.add(_welcome(one.accept()[0], descriptors))
+                    continue
+                said = b""
                 with contextlib.suppress(OSError):
-                    if _same_user(connection):
-                        socket.send_fds(connection, [b"k"], descriptors)
-                        connected.append(connection)
-                continue
-            said = b""
-            with contextlib.suppress(OSError):
-                said = one.recv(16)
-            if said:
-                return
-            connected.remove(one)
-            one.close()
+                    said = one.recv(16)
+                if said:
+                    return
+                connected.remove(one)
+                one.close()
+    finally:
+        for connection in connected:
+            connection.close()
+
+
+def _welcome(connection: socket.socket, descriptors: Sequence[int]) -> socket.socket:
+    with contextlib.suppress(OSError):
+        if _same_user(connection):
+            socket.send_fds(connection, [b"k"], descriptors)
+        else:
+            connection.shutdown(socket.SHUT_RDWR)
+    return connection
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -50,9 +50,9 @@ class CheckpointManager:
     is told what happens, in any thread; by default failures are printed.
 
     Memory: two copies of what this process saves. A process of its own writes them to disk; when this one dies, that
-    one first brings the newest to disk. In a process group on several nodes each rank's copies have copies on another
-    node, and outlive the ranks. Use `with`, or call `close`. Collective in a process group. Raises ConfigError if another
-    job uses the folder.
+    one first brings the newest to disk. In a process group on several nodes what a rank has in memory is also copied to
+    another node, and outlives the ranks. Use `with`, or call `close`. Collective in a process group. Raises ConfigError
+    if another job uses the folder.
     """
 
     def __init__(self, config: CheckpointConfig | None = None, report: Report | None = None) -> None:
@@ -133,10 +133,9 @@ class CheckpointManager:
     ) -> None:
         """Copy a state to shared memory, from where it is taken on: with NVME to local disk, with S3 to object storage
         as well. Returns once it is copied (see `attach`), or with `wait` once it is on disk and, in a process group,
-        all parts of it are. Blocks while two earlier ones still wait for the disk, and while the last one is still being
-        copied to another node. Collective in a process group.
-        Raises ConfigError for what cannot be stored, InfrastructureError if that failed, also for an earlier one if
-        async_save_policy is fail."""
+        all parts of it are. Blocks while two earlier ones still wait for the disk, and while the last one is still on
+        its way to another node. Collective in a process group. Raises ConfigError for what cannot be stored,
+        InfrastructureError if that failed, also for an earlier one if async_save_policy is fail."""
         self._writer.check()
         if tier == CheckpointTier.S3 and self._policy.upload is None:
             raise ConfigError("tier is S3, but s3_bucket is not set; name a bucket in the CheckpointConfig.")

@@ -1,4 +1,4 @@
-"""Copies of a process group's snapshots in the memory of other nodes, so that a node can be lost with all that is in it.
+"""Copies of a process group's snapshots in the memory of other nodes, so that a node can be lost with all it holds.
 
     save:  a snapshot is sealed  →  its image goes to a rank on the next node  →  checked there  →  all ranks agree
     load:  who holds what  →  the newest of which every share is somewhere  →  everybody is sent the pieces it needs
@@ -8,6 +8,7 @@ What a rank holds is in its own slots, in those for copies, and with the keepers
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -42,7 +43,10 @@ Image = tuple[memoryview, memoryview]
 
 def this_machine() -> str:
     """What tells this machine from others, as long as it runs."""
-    return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    boot_id = ""
+    with contextlib.suppress(OSError):
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}/{boot_id}"
 
 
 class Peers:
@@ -106,7 +110,7 @@ class Peers:
             self._copying.start()
 
     def join(self) -> None:
-        """Block until it is copied, or that has failed and was reported: as long as peers go on, or `PEER_TIMEOUT_S`."""
+        """Block until it is copied, or that has failed and was reported: while peers go on, or `PEER_TIMEOUT_S`."""
         if self._copying is not None:
             self._copying.join()
             self._copying = None
@@ -123,8 +127,8 @@ class Peers:
                 "peer_copy_failed",
                 {
                     "step": step,
-                    "error": f"A peer was lost while snapshots were copied to other nodes: {error}. No more are copied "
-                    "until the next load_checkpoint; this node's own snapshots are whole.",
+                    "error": f"Copying snapshots to other nodes has ended, a peer is lost: {error}. None are copied until "
+                    "the next load_checkpoint; this node's own are whole.",
                 },
             )
             return
@@ -141,7 +145,7 @@ class Peers:
         peer is lost."""
         wrong = ""
         give_up_at = time.monotonic() + SEAL_S
-        while not snapshot.sealed and time.monotonic() < give_up_at:
+        while snapshot.here and not snapshot.sealed and time.monotonic() < give_up_at:
             time.sleep(POLL_S)
         size = snapshot.control.nbytes if snapshot.sealed else 0
         if not size:
@@ -197,8 +201,8 @@ class Peers:
 
     def load_newest(self, step: int | None, least: int, into: Into | None) -> tuple[int, Loaded] | None:
         """The newest state of step `step`, if given, and of `least` or later that is whole in the nodes' memory, every
-        piece checked, and its step; None if there is none, which is reported, with the reason. Raises ConfigError if `into` is of
-        another state, InfrastructureError if a peer is lost."""
+        piece checked, and its step; None if there is none, which is reported, with the reason. Raises ConfigError if
+        `into` is of another state, InfrastructureError if a peer is lost."""
         self.join()
         if not self._ranks.all(not self._lost):
             self._hang_up()

@@ -33,8 +33,8 @@ class Whole(NamedTuple):
 
 
 def links(nodes: Sequence[str], copies: int) -> list[tuple[int, int]]:
-    """From which rank to which copies go, given every rank's node: from each node to the `copies` nodes after it, in the
-    order of their first ranks, to the rank of the same place there."""
+    """From which rank to which copies go, given every rank's node: from each node to the `copies` nodes after it, in
+    the order of their first ranks, to the rank of the same place there."""
     members: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         members.setdefault(node, []).append(rank)
@@ -64,7 +64,7 @@ def newest_whole(
             return Whole(version, token, tuple(have)), reason
         missing = ", ".join(str(index) for index, ranks in enumerate(have) if not ranks)
         reason = reason or (
-            f"Of the snapshot of step {version} the shares of ranks {missing} (of {count}) are in no node's memory: their "
-            "nodes are lost, and so are those with the copies, or it was still being copied."
+            f"Of the snapshot of step {version} the shares of ranks {missing} (of {count}) are in no node's memory: "
+            "their nodes are lost, and so are those with the copies, or it was still being copied."
         )
     return None, reason or "No node has a snapshot of it in memory."

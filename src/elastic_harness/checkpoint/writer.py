@@ -244,7 +244,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.eventfd_read(arguments.wake)
     writer.finish()
     if listening is not None:
-        keeper.start(listening, [*from_text(arguments.slots), *from_text(arguments.copies)])
+        try:
+            keeper.start(listening, [*from_text(arguments.slots), *from_text(arguments.copies)])
+        except OSError as error:
+            tell("keeper_failed", error=f"The snapshots in memory end with this job: {error}")
     if arguments.lock is not None:
         os.close(arguments.lock)
     writer.wait_for_uploads()
