@@ -28,6 +28,13 @@ from elastic_harness.memory_slots import create
 JOB = Path(__file__).with_name("peers_job.py")
 
 
+def forget(folder: Path, node: str) -> None:
+    """End what is kept on a node."""
+    for disk in (node, "disk"):
+        for kept in keeper.find(keeper.key_of(folder / disk, node)):
+            kept.close(needed=False)
+
+
 class Job:
     """Ranks on named nodes. `disk`: the folder of checkpoints. `fail`: a failpoint for some ranks."""
 
@@ -69,12 +76,14 @@ class Job:
 
     def lose(self, *nodes: str) -> None:
         """All ranks die, and with these nodes everything that is on them."""
-        self.kill()
         for rank, node in enumerate(self.nodes):
-            if node in nodes:
+            if node in nodes:  # the writers first, which else would hand their memory on
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.writers[rank], signal.SIGKILL)
-                shutil.rmtree(self.folder / node, ignore_errors=True)
+        self.kill()
+        for node in nodes:
+            forget(self.folder, node)
+            shutil.rmtree(self.folder / node, ignore_errors=True)
 
     def kill(self) -> None:
         for process in self.ranks:
@@ -93,8 +102,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """Where the nodes' folders are; nothing is kept of them after the test."""
     yield tmp_path
     for node in "abcd":
-        for kept in keeper.find(keeper.key_of(tmp_path / node, node)):
-            kept.close(needed=False)
+        forget(tmp_path, node)
 
 
 def events(said: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:

@@ -127,8 +127,8 @@ class Peers:
                 "peer_copy_failed",
                 {
                     "step": step,
-                    "error": f"Copying snapshots to other nodes has ended, a peer is lost: {error}. None are copied until "
-                    "the next load_checkpoint; this node's own are whole.",
+                    "error": f"Copying snapshots to other nodes has ended, a peer is lost: {error}. None are copied "
+                    "until the next load_checkpoint; this node's own are whole.",
                 },
             )
             return
