@@ -106,6 +106,9 @@ class CheckpointConfig(Section):
 
     Intervals are in steps; 0: never, except at the end. "auto" keeps a tier where saving costs as much as it saves,
     from its measured cost and the time between failures, between `interval_min_s` and `interval_max_s`.
+
+    `peer_copies` and `node_name` are for `CheckpointManager` in a process group on several nodes: what each rank has in
+    memory is copied to so many other nodes, which costs as much memory there again; see docs/checkpoints.md.
     """
 
     section: ClassVar[str] = "checkpoint"
@@ -127,6 +130,8 @@ class CheckpointConfig(Section):
     mtbf_hours: float | None = None  # mean time between failures, for "auto"; null: as observed
     interval_min_s: float = 1.0
     interval_max_s: float = 3600.0
+    peer_copies: int = 1  # of a process group's snapshots in memory, on so many other nodes; 0: none
+    node_name: str | None = None  # what tells this rank's machine from the others'; null: its host name and boot id
     nonfinite_window: int = 0  # when the loss is not finite, checkpoints of so many steps before are set aside; 0: none
 
     def check(self) -> None:
@@ -135,7 +140,8 @@ class CheckpointConfig(Section):
             self._require(value == "auto" or value >= 0, name, 'must be "auto" or at least 0')
         self._at_least(1, "keep_last", "upload_interval")
         self._at_least(0, "keep_every", "keep_best", "s3_keep_last", "full_every", "upload_mbps_max")
-        self._at_least(0, "nonfinite_window")
+        self._at_least(0, "nonfinite_window", "peer_copies")
+        self._require(self.node_name != "", "node_name", "must name this machine", "or leave it out")
         self._positive("mtbf_hours", "interval_min_s")
         self._require(self.nvme_path != "", "nvme_path", "must name a folder", "or leave it out")
         self._require(self.s3_bucket != "", "s3_bucket", "must name a bucket", "or leave it out")

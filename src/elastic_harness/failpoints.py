@@ -44,6 +44,7 @@ PLACES = (
     "checkpoint.copied",
     "checkpoint.hashing",
     "checkpoint.sealed",
+    "checkpoint.peer_copying",
     "checkpoint.writing",
     "checkpoint.syncing",
     "checkpoint.described",

@@ -76,10 +76,13 @@ IN_KILLS = (
     "checkpoint.uploading",
     "checkpoint.uploaded",
 )
+# Passed while snapshots are copied to other nodes: tests/unit/test_checkpoint_peers.py.
+IN_COPIES = ("checkpoint.peer_copying",)
 
 
 def test_the_lists_name_every_place() -> None:
-    known = {p for p, _ in IN_STEP} | {*IN_RECOVERY, *BETWEEN_NODES, *ELSEWHERE, *IN_WRITER, *IN_KILLS}
+    known = {p for p, _ in IN_STEP}
+    known |= {*IN_RECOVERY, *BETWEEN_NODES, *ELSEWHERE, *IN_WRITER, *IN_KILLS, *IN_COPIES}
     assert known == set(failpoints.PLACES)
 
 

@@ -23,20 +23,21 @@ import torch
 from torch import Tensor
 
 from elastic_harness import file_lock
-from elastic_harness.checkpoint import local, parts, sharding
+from elastic_harness.checkpoint import keeper, local, parts, ring, sharding
 from elastic_harness.checkpoint.interval import Timing
 from elastic_harness.checkpoint.layout import Slice
 from elastic_harness.checkpoint.manifest import newest
 from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.packages import packages
 from elastic_harness.checkpoint.parts import Part
+from elastic_harness.checkpoint.peers import Peers, this_machine
 from elastic_harness.checkpoint.policy import policy_of
 from elastic_harness.checkpoint.ranks import Ranks
 from elastic_harness.checkpoint.snapshot import Outcome, Snapshot
 from elastic_harness.checkpoint.state import STATES, CheckpointState
 from elastic_harness.checkpoint.structure import decode, encode
 from elastic_harness.checkpoint.tensors import content_of
-from elastic_harness.checkpoint.tiers import POLL_S, CheckpointTier, Report, Stored, Tiers
+from elastic_harness.checkpoint.tiers import POLL_S, CheckpointTier, Loaded, Report, Stored, Tiers
 from elastic_harness.config import CheckpointConfig
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, HarnessError, InfrastructureError
 
@@ -49,7 +50,9 @@ class CheckpointManager:
     is told what happens, in any thread; by default failures are printed.
 
     Memory: two copies of what this process saves. A process of its own writes them to disk; when this one dies, that
-    one first brings the newest to disk. Use `with`, or call `close`. Raises ConfigError if another job uses the folder.
+    one first brings the newest to disk. In a process group on several nodes what a rank has in memory is also copied to
+    another node, and outlives the ranks. Use `with`, or call `close`. Collective in a process group. Raises ConfigError
+    if another job uses the folder.
     """
 
     def __init__(self, config: CheckpointConfig | None = None, report: Report | None = None) -> None:
@@ -67,25 +70,38 @@ class CheckpointManager:
         self.preempted = False
         lock = self._lock()
         self._token = self._ranks.token()
-        if self._ranks.rank == 0:
+        nodes = self._nodes()
+        rank, links = self._ranks.rank, ring.links(nodes, self.config.peer_copies)
+        if rank == 0 or (links and rank == nodes.index(nodes[rank])):
             parts.clean(self.folder)
-        self._writer = OwnWriter(self.folder, self._tell, lock)
+        key = keeper.key_of(self.folder, nodes[rank])
+        kept = keeper.find(key) if self.config.peer_copies else []
+        copies = sum(to == rank for _, to in links)
+        self._writer = OwnWriter(self.folder, self._tell, lock, keep=key if links else None, copies=copies)
         self._tiers = Tiers(self._writer.slots, self.folder, self._writer, self._tell)
+        self._peers = None
+        if links or self._ranks.greatest(len(kept)):
+            self._peers = Peers(self._ranks, nodes, links, kept, self._writer, self._tiers, self._tell)
 
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close(needed=kind is not None)
 
     def close(self) -> None:
         """Wait for what is being copied, written and uploaded, and let go of everything."""
+        self._close(needed=False)
+
+    def _close(self, *, needed: bool) -> None:
         with contextlib.suppress(BaseException):
             self._tiers.join()
+        if self._peers is not None:
+            self._peers.close(needed=needed)
         if self._previous is not None:
             signal.signal(signal.SIGTERM, self._previous)
             self._previous = None
-        self._writer.close()
+        self._writer.close(keep=needed)
 
     # ---- saving
 
@@ -117,15 +133,17 @@ class CheckpointManager:
     ) -> None:
         """Copy a state to shared memory, from where it is taken on: with NVME to local disk, with S3 to object storage
         as well. Returns once it is copied (see `attach`), or with `wait` once it is on disk and, in a process group,
-        all parts of it are. Blocks while two earlier ones still wait for the disk. Collective in a process group.
-        Raises ConfigError for what cannot be stored, InfrastructureError if that failed, also for an earlier one if
-        async_save_policy is fail."""
+        all parts of it are. Blocks while two earlier ones still wait for the disk, and while the last one is still on
+        its way to another node. Collective in a process group. Raises ConfigError for what cannot be stored,
+        InfrastructureError if that failed, also for an earlier one if async_save_policy is fail."""
         self._writer.check()
         if tier == CheckpointTier.S3 and self._policy.upload is None:
             raise ConfigError("tier is S3, but s3_bucket is not set; name a bucket in the CheckpointConfig.")
         policy = self._policy.uploading_next() if tier == CheckpointTier.S3 else self._policy
         began = time.perf_counter()
         self._tiers.join()
+        if self._peers is not None:
+            self._peers.join()
         tensors: dict[str, Tensor] = {}
         skeleton = {name: encode(getattr(state, name), name, tensors) for name in STATES}
         meta = {"lineage": 0, **{name: getattr(state, name) for name in _META}, "packages": packages()}
@@ -156,6 +174,8 @@ class CheckpointManager:
         if not owned:
             self._tiers.join()
         self._snapshot = snapshot
+        if self._peers is not None:
+            self._peers.begin(snapshot)
         to_disk = tier != CheckpointTier.MEMORY
         self._timing.saved(to_disk=to_disk)
         for each in (CheckpointTier.MEMORY, CheckpointTier.NVME) if to_disk else (CheckpointTier.MEMORY,):
@@ -167,11 +187,13 @@ class CheckpointManager:
             self.wait()
 
     def wait(self) -> None:
-        """Block until the last state that was to go to disk is there. Raises InfrastructureError if it failed.
-        Collective in a process group."""
+        """Block until the last state is copied to other nodes and, if it was to go there, on disk. Raises
+        InfrastructureError if the disk failed. Collective in a process group."""
         outcome, failed = Outcome.DURABLE, None
         try:
             self._tiers.join()
+            if self._peers is not None:
+                self._peers.join()
             if self._snapshot is not None and self._snapshot.control.to_disk:
                 outcome = self._tiers.wait(self._snapshot)
         except (HarnessError, RuntimeError) as error:
@@ -213,6 +235,12 @@ class CheckpointManager:
         all ranks load the same step. Raises ConfigError if the step that was asked for is not there or `into`
         differs."""
         self._tiers.join()
+        if self._peers is not None:
+            target = None if into is None else _Target(into)
+            on_disk = self._agree(step)
+            found = self._peers.load_newest(step, -1 if on_disk is None else on_disk, target.memory if target else None)
+            if found is not None:
+                return self._state(*found, target)
         self._fetch()
         while True:
             version = self._agree(step)
@@ -230,6 +258,9 @@ class CheckpointManager:
     def _load(self, version: int, into: CheckpointState | None) -> CheckpointState:
         target = None if into is None else _Target(into)
         loaded = self._tiers.load(version, target.memory if target else None, from_memory=self._ranks.world == 1)
+        return self._state(version, loaded, target)
+
+    def _state(self, version: int, loaded: Loaded, target: _Target | None) -> CheckpointState:
         skeleton, tensors, meta, tier, _ = loaded
         if target is not None:
             tensors = target.filled()
@@ -266,6 +297,11 @@ class CheckpointManager:
         self._ranks.barrier()
 
     # ---- the rest
+
+    def _nodes(self) -> list[str]:
+        """Every rank's node. Collective; returns when the writers of all ranks' predecessors are done."""
+        name = self.config.node_name or this_machine()
+        return [said.decode() for said in self._ranks.gather(name.encode())]
 
     def _lock(self) -> int:
         """Take this rank's place in the folder. Rank 0 waits for the writers of all ranks of an earlier job."""
@@ -342,5 +378,5 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _print_failures(event: str, told: dict[str, Any]) -> None:
-    if event.endswith(("_failed", "_corrupt", "_repaired")):
+    if event.endswith(("_failed", "_corrupt", "_repaired", "_passed_over")):
         print(f"elastic-harness: {event}: {told.get('error') or told.get('repaired')}", flush=True)

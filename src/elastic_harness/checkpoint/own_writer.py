@@ -21,10 +21,18 @@ DEATHS_MAX = 5  # in a row
 
 class OwnWriter:
     """Shared memory and a writer for it. `report(event, fields)` is called in a thread of its own. `lock`: a descriptor
-    that the writer holds until everything is on disk, longer than this process lives if need be."""
+    that the writer holds until everything is on disk, longer than this process lives if need be. `keep`: the key under
+    which the memory is kept for the next job if this process dies. `copies`: for how many other ranks' snapshots there
+    are slots too, which the writer does not touch."""
 
     def __init__(
-        self, folder: Path, report: Callable[[str, dict[str, Any]], None], lock: int | None = None
+        self,
+        folder: Path,
+        report: Callable[[str, dict[str, Any]], None],
+        lock: int | None = None,
+        *,
+        keep: str | None = None,
+        copies: int = 0,
     ) -> None:
         self._folder = folder
         self._report = report
@@ -32,11 +40,14 @@ class OwnWriter:
         self._descriptors = memory_slots.create()
         self._wake = memory_slots.wake_descriptor()
         self.slots = Slots(self._descriptors, self._wake)
+        self._keep = keep
+        self._of_copies = [memory_slots.create() for _ in range(copies)]
+        self.copies = [Slots(descriptors) for descriptors in self._of_copies]
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
         self._deaths = 0
         self._fatal: str | None = None
-        atexit.register(self.close)
+        atexit.register(self.close, keep=True)
 
     def keep_alive(self) -> None:
         """Start the writer if it does not run. Raises InfrastructureError if it keeps dying."""
@@ -51,7 +62,10 @@ class OwnWriter:
                 "run `dmesg` for the kernel's reasons. Training state is unharmed."
             )
         name = f"writer-{self._deaths + 1}"
-        self._process = memory_slots.start_writer(self._folder, self._descriptors, self._wake, self._lock, name)
+        copies = [descriptor for descriptors in self._of_copies for descriptor in descriptors]
+        self._process = memory_slots.start_writer(
+            self._folder, self._descriptors, self._wake, self._lock, name, keep=self._keep, copies=copies
+        )
         self._reader = threading.Thread(target=self._read, args=(self._process,), name="checkpoint-events", daemon=True)
         self._reader.start()
 
@@ -71,13 +85,20 @@ class OwnWriter:
         if self._fatal is not None:
             raise InfrastructureError(self._fatal)
 
-    def close(self) -> None:
-        """Have the writer finish, and wait for it; blocks until what is newest is on disk and uploads are done."""
+    def close(self, *, keep: bool = False) -> None:
+        """Have the writer finish, and wait for it; blocks until what is newest is on disk and uploads are done. `keep`:
+        as if this process had died, what is in memory is kept for the next job."""
         atexit.unregister(self.close)
+        if not keep and self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._process.stdin.fileno(), b"done\n")
         self._let_go()
-        self.slots.close()
-        for descriptor in (*self._descriptors, self._wake, *([] if self._lock is None else [self._lock])):
+        for slots in (self.slots, *self.copies):
+            slots.close()
+        of_copies = [descriptor for descriptors in self._of_copies for descriptor in descriptors]
+        for descriptor in (*self._descriptors, *of_copies, self._wake, *([] if self._lock is None else [self._lock])):
             os.close(descriptor)
+        self._of_copies, self.copies = [], []
         self._descriptors, self._wake, self._lock = [], -1, None
 
     def _let_go(self) -> None:

@@ -44,3 +44,17 @@ class Ranks:
     def barrier(self) -> None:
         """Block until all ranks are here. Collective."""
         self.least(0)
+
+    def gather(self, content: bytes) -> list[bytes]:
+        """What each rank gives. Collective."""
+        if self.world == 1:
+            return [content]
+        sizes = torch.zeros(self.world, dtype=torch.int64, device=self._device)
+        sizes[self.rank] = len(content)
+        torch.distributed.all_reduce(sizes)
+        padded = bytearray(content).ljust(max(1, int(sizes.max())), b"\0")
+        mine = torch.frombuffer(padded, dtype=torch.uint8).to(self._device)
+        everybody = [torch.empty_like(mine) for _ in range(self.world)]
+        torch.distributed.all_gather(everybody, mine)
+        found = zip(everybody, sizes.tolist(), strict=True)
+        return [theirs.cpu().numpy()[:size].tobytes() for theirs, size in found]

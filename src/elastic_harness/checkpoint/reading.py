@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -61,9 +61,7 @@ class Folder:
                 except OSError as error:
                     raise CheckpointCorrupt(f"{path / name} cannot be read: {error.strerror}.") from error
                 if tensor_file.hash_of(start) != file["header_xxh3"]:
-                    raise CheckpointCorrupt(
-                        f"The header of {path / name} does not have the hash in its manifest."
-                    )
+                    raise CheckpointCorrupt(f"The header of {path / name} does not have the hash in its manifest.")
                 self._descriptors[name] = descriptor
             self._open = opened.pop_all()
         return self
@@ -74,6 +72,23 @@ class Folder:
     def read(self, piece: Piece, into: memoryview) -> None:
         block = self._blocks[piece]
         tensor_file.read(self._descriptors[block.file], block.begin, into)
+
+
+def needed(stored: Iterable[Piece], targets: Iterable[Slice]) -> list[Piece]:
+    """The pieces, of those that are stored, that `fill` reads for these targets."""
+    of: dict[str, list[Slice]] = {}
+    for target in targets:
+        of.setdefault(target.tensor, []).append(target)
+
+    def wanted(piece: Piece, target: Slice) -> bool:
+        if piece.slice == target:
+            return True
+        if not piece.nbytes or piece.slice.shape != target.shape or overlap(piece.slice, target) is None:
+            return False
+        low, high = _rows(piece.slice, target)
+        return piece.low < high and low < piece.high
+
+    return [piece for piece in stored if any(wanted(piece, target) for target in of.get(piece.slice.tensor, []))]
 
 
 def fill(sources: Sequence[Source], targets: Mapping[Slice, memoryview]) -> list[str]:

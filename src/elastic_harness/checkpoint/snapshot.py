@@ -141,6 +141,11 @@ class Slots:
         found = [snapshot for slot in self._slots if (snapshot := slot.snapshot()) is not None and snapshot.complete]
         return sorted(found, key=lambda snapshot: -snapshot.control.attempt)
 
+    def room(self, nbytes: int) -> Room | None:
+        """Room for a copy of another node's snapshot, where it replaces the older one; None if there is no memory."""
+        slot = min(self._slots, key=_Slot.attempt)
+        return None if slot.shortage(nbytes) else Room(slot, nbytes)
+
     def provide(self) -> None:
         """Have memory provided for the slots that are smaller than the newest snapshot, before they are needed."""
         for newest in self.complete()[:1]:
@@ -238,6 +243,10 @@ class Snapshot:
         begins = {piece.slice: at for piece, at in self.positions.items() if piece.low == 0}
         return {of: self._slot.view[at : at + of.nbytes] for of, at in begins.items()}
 
+    def image(self) -> tuple[memoryview, memoryview]:
+        """All of it as it is in the slot, as two runs of bytes, for a `Room` elsewhere."""
+        return self._slot.view[:_SHARES_AT], self._slot.view[_SHARES_AT : self.control.nbytes]
+
     def populate(self, mine: Sequence[Piece]) -> None:
         """Have the kernel provide the memory of these pieces in one go, which is faster than page by page."""
         if mine:
@@ -282,6 +291,40 @@ class Snapshot:
         into[:] = self.view(piece)
 
 
+class Room:
+    """A slot while a sealed snapshot of another node is copied into it. Until it is accepted it is none here."""
+
+    def __init__(self, slot: _Slot, nbytes: int) -> None:
+        slot.invalidate()
+        slot.grow(nbytes)
+        self._slot = slot
+        self._nbytes = nbytes
+        self._page = bytearray(_SHARES_AT)
+
+    def image(self) -> tuple[memoryview, memoryview]:
+        """What to fill with the two runs of bytes of the snapshot's `image`."""
+        return memoryview(self._page), self._slot.view[_SHARES_AT : self._nbytes]
+
+    def accept(self) -> Snapshot:
+        """Check every piece, upon which it counts. Raises CheckpointCorrupt if it is not what was sealed."""
+        control = _control_in(self._page)
+        if control is None or control.nbytes != self._nbytes:
+            raise CheckpointCorrupt("What was copied from another node is no snapshot.")
+        self._slot.map[_OUTCOME_AT:_SHARES_AT] = self._page[_OUTCOME_AT:]
+        snapshot = Snapshot(self._slot, control)
+        if not snapshot.complete or not snapshot.sealed:
+            raise CheckpointCorrupt(f"The copy of another node's snapshot of version {control.version} is damaged.")
+        for piece, expected in snapshot.hashes.items():
+            if xxhash.xxh3_128_hexdigest(snapshot.view(piece)) != expected:
+                raise CheckpointCorrupt(
+                    f"In the copy of another node's snapshot of version {control.version}, bytes {piece.low} to "
+                    f"{piece.high} of {piece.slice.name} do not have the hash they were sealed with."
+                )
+        self._slot.map[:_CHECK_AT] = self._page[:_CHECK_AT]
+        self._slot.map[_CHECK_AT:_OUTCOME_AT] = self._page[_CHECK_AT:_OUTCOME_AT]
+        return snapshot
+
+
 class _Slot:
     """One memfd, opened once more, so that its lock is this process's own; mapped anew when it has grown."""
 
@@ -315,12 +358,8 @@ class _Slot:
         mapped = self.map
         if len(mapped) < _HEADER_AT:
             return None
-        packed = mapped[: _CONTROL.size]
-        magic, *fields = _CONTROL.unpack(packed)
-        if magic != _MAGIC or mapped[_CHECK_AT : _CHECK_AT + 8] != xxhash.xxh3_64_digest(packed):
-            return None
-        control = Control(*fields)
-        return control if control.nbytes <= len(mapped) else None
+        control = _control_in(mapped[:_OUTCOME_AT])
+        return control if control is not None and control.nbytes <= len(mapped) else None
 
     def attempt(self) -> int:
         """The attempt it holds, 0 if none."""
@@ -333,21 +372,23 @@ class _Slot:
 
     def open(self, control: Control, header: bytes) -> None:
         """Make the slot hold an attempt of which nothing is copied yet."""
-        if self._size:
-            self.invalidate()
-        if self._size < control.nbytes:
-            try:
-                os.ftruncate(self._descriptor, control.nbytes)
-            except OSError as error:
-                raise InfrastructureError(
-                    f"A snapshot in memory cannot have {control.nbytes} bytes: {error.strerror}; see ulimit -a."
-                ) from error
+        self.invalidate()
+        self.grow(control.nbytes)
         mapped = self.map
         mapped[_SHARES_AT:_HEADER_AT] = bytes(_HEADER_AT - _SHARES_AT)
         mapped[_HEADER_AT : _HEADER_AT + len(header)] = header
         packed = _CONTROL.pack(_MAGIC, *control)
         mapped[: len(packed)] = packed
         mapped[_CHECK_AT : _CHECK_AT + 8] = xxhash.xxh3_64_digest(packed)
+
+    def grow(self, nbytes: int) -> None:
+        if self._size < nbytes:
+            try:
+                os.ftruncate(self._descriptor, nbytes)
+            except OSError as error:
+                raise InfrastructureError(
+                    f"A snapshot in memory cannot have {nbytes} bytes: {error.strerror}; see ulimit -a."
+                ) from error
 
     def provide(self, nbytes: int) -> None:
         """Grow to this size, with memory, if that is there."""
@@ -367,6 +408,8 @@ class _Slot:
         )
 
     def invalidate(self) -> None:
+        if not self._size:
+            return
         self.map[_CHECK_AT : _CHECK_AT + 8] = bytes(8)
         self.map[: _CONTROL.size] = bytes(_CONTROL.size)
 
@@ -401,6 +444,14 @@ class _Slot:
         self._populated.add((low, high))
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.map)) + low
         _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(high - low), _MADV_POPULATE_WRITE)  # or page by page
+
+
+def _control_in(page: bytes | bytearray) -> Control | None:
+    packed = page[: _CONTROL.size]
+    magic, *fields = _CONTROL.unpack(packed)
+    if magic != _MAGIC or page[_CHECK_AT : _CHECK_AT + 8] != xxhash.xxh3_64_digest(packed):
+        return None
+    return Control(*fields)
 
 
 def _memory_available() -> int:

@@ -190,7 +190,7 @@ class Tiers:
         damaged. Snapshots count once they are sealed."""
         found = [
             Stored(snapshot.version, CheckpointTier.MEMORY, _meta(snapshot))
-            for snapshot in self._sealed()
+            for snapshot in self.sealed()
             if (CheckpointTier.MEMORY, snapshot.version) not in self._corrupt
         ]
         found += [
@@ -223,7 +223,7 @@ class Tiers:
         return loaded
 
     def _load(self, version: int, into: Into | None, *, from_memory: bool) -> Loaded:
-        sealed = self._sealed() if from_memory and (CheckpointTier.MEMORY, version) not in self._corrupt else []
+        sealed = self.sealed() if from_memory and (CheckpointTier.MEMORY, version) not in self._corrupt else []
         snapshot = next((s for s in sealed if s.version == version), None)
         checkpoint = next((c for c in newest(self.folder) if c.step == version), None)
         errors = []
@@ -249,12 +249,12 @@ class Tiers:
             if checkpoint is not None:
                 with suppress(CheckpointCorrupt):
                     sources.append(opened.enter_context(Folder(checkpoint)))
-            tensors, targets = _targets(snapshot.positions, into)
+            tensors, targets = targets_of(snapshot.positions, into)
             repaired = fill(sources, targets)
             header = snapshot.header
             return Loaded(header["skeleton"], tensors, header["meta"], CheckpointTier.MEMORY, repaired)
 
-    def _sealed(self) -> list[Snapshot]:
+    def sealed(self) -> list[Snapshot]:
         """The snapshots that can be checked. One that is complete is waited for while its hashes are computed."""
         for snapshot in self._slots.complete():
             give_up_at = time.monotonic() + 1.0 + snapshot.control.nbytes / 1e8
@@ -282,12 +282,13 @@ def copy(snapshot: Snapshot, tensors: Mapping[Slice, Tensor], mine: Sequence[Pie
 
 def _load_folder(checkpoint: Checkpoint, into: Into | None) -> Loaded:
     with Folder(checkpoint) as source:
-        tensors, targets = _targets(checkpoint.blocks, into)
+        tensors, targets = targets_of(checkpoint.blocks, into)
         fill([source], targets)
     return Loaded(checkpoint.manifest["skeleton"], tensors, checkpoint.meta, CheckpointTier.NVME, [])
 
 
-def _targets(stored: Iterable[Piece], into: Into | None) -> tuple[dict[str, Tensor], Mapping[Slice, memoryview]]:
+def targets_of(stored: Iterable[Piece], into: Into | None) -> tuple[dict[str, Tensor], Mapping[Slice, memoryview]]:
+    """What to fill with the stored pieces: whole tensors, which come with it, or what `into` gives."""
     if into is None:
         return empty_whole(stored)
     return {}, into({piece.slice.tensor for piece in stored})

@@ -4,8 +4,9 @@ object storage, while training goes on.
     python -m elastic_harness.checkpoint.writer --slots 5,6 --wake 7 --folder RUN/checkpoints
 
 It ends when its standard input does: when whoever started it is done with it, or has died. Before that it brings the
-newest snapshot to disk that is not there, so that not even the end of all other processes loses it. What it has to say
-are lines of JSON on standard output.
+newest snapshot to disk that is not there, so that not even the end of all other processes loses it. With --keep, unless
+something was said on standard input before, a keeper then holds the slots for the next job. What it has to say are
+lines of JSON on standard output.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.checkpoint import local, parts, retention, transfer
+from elastic_harness.checkpoint import keeper, local, parts, retention, transfer
 from elastic_harness.checkpoint.manifest import newest, read
 from elastic_harness.checkpoint.policy import Policy, Upload
 from elastic_harness.checkpoint.snapshot import Outcome, Slots, Snapshot
@@ -221,7 +222,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--wake", type=int, required=True, help="the eventfd that says there is something to do")
     parser.add_argument("--folder", type=Path, required=True, help="where checkpoints go")
     parser.add_argument("--lock", type=int, help="a descriptor to be held until everything is on disk")
+    parser.add_argument("--keep", help="the key under which the slots are kept for the next job")
+    parser.add_argument("--copies", default="", help="descriptors of slots with copies, to be kept too")
     arguments = parser.parse_args(argv)
+    listening = keeper.listen(arguments.keep) if arguments.keep is not None else None
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     slots = Slots(from_text(arguments.slots))
@@ -230,11 +234,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         writer.drain()
         slots.provide()
         ready, _, _ = select.select([0, arguments.wake], [], [])
-        if 0 in ready and not os.read(0, 1024):
-            break
+        if 0 in ready:
+            if not os.read(0, 1024):
+                break
+            if listening is not None:  # nobody will need what is here
+                listening.close()
+                listening = None
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(arguments.wake)
     writer.finish()
+    if listening is not None:
+        try:
+            keeper.start(listening, [*from_text(arguments.slots), *from_text(arguments.copies)])
+        except OSError as error:
+            tell("keeper_failed", error=f"The snapshots in memory end with this job: {error}")
     if arguments.lock is not None:
         os.close(arguments.lock)
     writer.wait_for_uploads()

@@ -1,0 +1,143 @@
+"""Keeps the snapshots of a rank that has died, until the next job on its node has no more need of them. Without torch.
+
+    python -m elastic_harness.checkpoint.keeper --socket 5 --slots 6,7,8,9
+
+The rank's writer listens on an abstract socket, whose name says which job's folder and node it is; when the rank has
+died and everything is on disk, it hands the socket and the slots to this process and ends. Whoever connects is given
+the slots' descriptors. It ends when one of them says so, or when for `ALONE_S` nobody has been connected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+
+from elastic_harness.memory_slots import from_text, to_text
+
+ALONE_S = 900.0
+WAIT_S = 60.0  # for a writer that still brings something to disk
+_DESCRIPTORS_MAX = 250
+
+
+def key_of(folder: Path, node: str) -> str:
+    """What the sockets of this user's jobs in a folder, on one node, are named after."""
+    return xxhash.xxh3_128_hexdigest(f"{os.getuid()}\0{node}\0{folder}".encode())
+
+
+def listen(key: str) -> socket.socket:
+    """A socket at which the next job will find what is kept."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.bind(f"\0elastic-harness/{key}/{os.getpid()}")
+    listening.listen(128)
+    return listening
+
+
+def start(listening: socket.socket, slots: Sequence[int]) -> None:
+    """Hand socket and slots to a process of its own, which nothing of this one outlives."""
+    descriptors = [listening.fileno(), *slots]
+    command = [sys.executable, "-m", __name__, "--socket", str(descriptors[0]), "--slots", to_text(slots)]
+    nowhere = subprocess.DEVNULL
+    subprocess.Popen(
+        command, stdin=nowhere, stdout=nowhere, stderr=nowhere, pass_fds=descriptors, start_new_session=True
+    )
+
+
+class Kept:
+    """What the keeper of one dead rank has given: `descriptors` of slots, this process's own."""
+
+    def __init__(self, connection: socket.socket, descriptors: Sequence[int]) -> None:
+        self._connection = connection
+        self.descriptors = descriptors
+
+    def close(self, *, needed: bool) -> None:
+        """Let go. Unless it is still needed, the keeper ends."""
+        with contextlib.suppress(OSError):
+            if not needed:
+                self._connection.send(b"end")
+        self._connection.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+def find(key: str) -> list[Kept]:
+    """Everything that is kept under a key. Waits for writers that are not done yet, each at most `WAIT_S`."""
+    with contextlib.suppress(OSError):
+        names = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
+        return [kept for name in sorted(names) if name.startswith(f"@elastic-harness/{key}/") for kept in _ask(name)]
+    return []
+
+
+def _ask(name: str) -> list[Kept]:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(WAIT_S)
+    try:
+        connection.connect(f"\0{name[1:]}")
+        if _same_user(connection):
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, _DESCRIPTORS_MAX)
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, False)
+            if descriptors:
+                return [Kept(connection, descriptors)]
+    except OSError:  # it has ended, or is not done in time
+        pass
+    connection.close()
+    return []
+
+
+def _same_user(connection: socket.socket) -> bool:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", credentials)[1] == os.getuid())
+
+
+def keep(listening: socket.socket, descriptors: Sequence[int], alone_s: float = ALONE_S) -> None:
+    """Give the descriptors to whoever asks, until one says that is enough or nobody has been there for `alone_s`."""
+    connected: set[socket.socket] = set()
+    try:
+        while ready := select.select([listening, *connected], [], [], None if connected else alone_s)[0]:
+            for one in ready:
+                if one is listening:
+                    connected.add(_welcome(one.accept()[0], descriptors))
+                    continue
+                said = b""
+                with contextlib.suppress(OSError):
+                    said = one.recv(16)
+                if said:
+                    return
+                connected.remove(one)
+                one.close()
+    finally:
+        for connection in connected:
+            connection.close()
+
+
+def _welcome(connection: socket.socket, descriptors: Sequence[int]) -> socket.socket:
+    with contextlib.suppress(OSError):
+        if _same_user(connection):
+            socket.send_fds(connection, [b"k"], descriptors)
+        else:
+            connection.shutdown(socket.SHUT_RDWR)
+    return connection
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--socket", type=int, required=True, help="the listening socket")
+    parser.add_argument("--slots", required=True, help="descriptors of the shared memory")
+    arguments = parser.parse_args(argv)
+    with socket.socket(fileno=arguments.socket) as listening:
+        keep(listening, from_text(arguments.slots))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
