@@ -383,13 +383,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the verdict as one JSON object")
     arguments = parser.parse_args(argv)
+    one_of_several = len(arguments.run) == 1 and "@" in Path(arguments.run[0]).resolve().name
+    hint = "\n  this is the folder of one node: give those of all nodes of the run" if one_of_several else ""
     try:
         verdict = verify(*arguments.run)
     except HarnessError as error:
         if arguments.json:
             print(json.dumps({"ok": False, "run": " ".join(arguments.run), "violations": [str(error)]}))
         else:
-            print(f"elastic-harness verify: {error}", file=sys.stderr)
+            print(f"elastic-harness verify: {error}{hint}", file=sys.stderr)
         return error.exit_code
-    print(json.dumps(verdict.to_json()) if arguments.json else verdict)
+    print(json.dumps(verdict.to_json()) if arguments.json else f"{verdict}{'' if verdict.ok else hint}")
     return EXIT_SUCCESS if verdict.ok else EXIT_VIOLATED

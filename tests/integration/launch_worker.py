@@ -103,7 +103,7 @@ class Worker:
 
     def run(self) -> None:
         fingerprint = {"run.seed": self.options.seed, "exactness": "strict"}
-        self.send("hello", protocol=1, member=self.member, pid=os.getpid(), fingerprint=fingerprint)
+        self.send("hello", protocol=2, member=self.member, pid=os.getpid(), fingerprint=fingerprint)
         self.show(WAITING)
         switch = False
         while True:
@@ -143,6 +143,7 @@ class Worker:
             lanes=[],
             checkpoints=[self.checkpoint()] if self.version < 0 and self.checkpoint() else [],
             verified=True,
+            lineages=[],
         )
         while number not in self.digests:
             self.take()

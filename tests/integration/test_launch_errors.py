@@ -48,7 +48,7 @@ def _seconds(arguments: list[str]) -> float:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--nnodes", "2:4", "x.py"), "one node"),
+        (("--nnodes", "2:4", "x.py"), "--store"),
         (("--nproc-per-node", "0", "x.py"), "--nproc-per-node"),
         (("--nproc-per-node", "2", "--min-workers", "3", "x.py"), "--min-workers"),
         (("--spares", "-1", "x.py"), "--spares"),

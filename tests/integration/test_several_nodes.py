@@ -175,6 +175,7 @@ def test_the_store_is_away_returns_and_loses_everything(hosts: Hosts, undisturbe
     for number in range(2):
         hosts.launch(number)
     hosts.fill(2)
+    hosts.advance(1)  # all are connected
     (member,) = hosts.cluster.members
     member.stop()
     hosts.advance(2)  # training goes on

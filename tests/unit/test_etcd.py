@@ -339,6 +339,8 @@ def test_start_status_stop(tmp_path: Path) -> None:
     assert again.stdout == started.stdout, "the same server"
     taken = etcd("start", "--port", port, "--dir", tmp_path / "other")
     assert taken.returncode == 2 and "choose another --port" in taken.stderr
+    wider = etcd("start", "--port", port, "--listen", "0.0.0.0", *folder)
+    assert wider.returncode == 2 and "runs already" in wider.stderr, "it would not listen there"
     store = EtcdStore(Gateway(Address.parse(f"127.0.0.1:{port}")))
     store.txn({}, [Put("a", "kept")])
     record = server.read(tmp_path / "etcd")
@@ -352,6 +354,23 @@ def test_start_status_stop(tmp_path: Path) -> None:
     assert entry is not None and entry.value == "kept"
     assert etcd("stop", *folder, "--remove").returncode == 0
     assert not (tmp_path / "etcd").exists() and etcd("status", *folder).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "said"), [("--port=99999", "1 to 65535"), ("--listen=::", "IPv4"), ("--listen=192.0.2.1", "--listen")]
+)
+def test_an_address_that_cannot_be_had(tmp_path: Path, option: str, said: str) -> None:
+    (port,) = free_ports(1)
+    given = ["start", "--dir", str(tmp_path), option, *([] if "port" in option else ["--port", str(port)])]
+    with pytest.raises(ConfigError, match=said):
+        server.main(given)
+
+
+def test_only_the_data_of_an_etcd_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(ConfigError, match="nothing was removed"):
+        server.main(["stop", "--remove", "--dir", str(tmp_path)])
+    assert (tmp_path / "thesis.txt").exists()
 
 
 def test_without_an_etcd_it_says_where_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

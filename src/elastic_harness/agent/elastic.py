@@ -411,7 +411,7 @@ class ElasticRun:
         self._admit()
 
     def _admit(self) -> None:
-        admitted = self._admission.answer(self._places.target)
+        admitted = self._admission.answer(max(1, min(self._places.target, self._places.capacity)))
         if admitted:
             per_launch = {"training.max_steps": self._max_steps} if self._max_steps is not None else {}
             self.agreement.describe({**(self.agent.folder.record.get("fingerprint") or {}), **per_launch})

@@ -71,6 +71,7 @@ def status(address: str, run_id: str) -> dict[str, Any]:
         "leader": entries.get(node.LEADER, "").removeprefix(node.NODES).rpartition(".")[0],
         "lineage": decision.get("known", {}).get("lineage", 0),
         "step": told.get("step"),
+        "checkpoints": told.get("checkpoints", {}),
         "step_age_s": round(time.time() - told["at"], 1) if "at" in told else None,
         "nodes": nodes,
     }

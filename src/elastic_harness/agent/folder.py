@@ -80,10 +80,17 @@ def new_run_id() -> str:
 
 
 def resolve(name: str) -> Path:
-    """The folder of an existing run, given as a path or as an id under runs/."""
+    """The folder of an existing run, given as a path or as an id under runs/; of a run of several nodes that of the
+    node here."""
     for path in (Path(name), RUNS / name):
         if (path / RECORD).exists():
             return path.resolve()
+    nodes = sorted(RUNS.glob(f"{name}@*/{RECORD}")) if "/" not in name else []
+    if len(nodes) == 1:
+        return nodes[0].parent.resolve()
+    if nodes:
+        found = ", ".join(str(path.parent) for path in nodes)
+        raise ConfigError(f"the run {name!r} has the folders of {len(nodes)} nodes here: name one of {found}")
     raise ConfigError(
         f"there is no run {name!r}: neither {Path(name)} nor {RUNS / name} holds a {RECORD}; `elastic-harness ls` "
         f"lists the runs"

@@ -94,6 +94,7 @@ class Agent:
         self.console = console
         self.workers: dict[str, Worker] = {}
         self.outcome: Outcome | None = None
+        self.checkpoints: dict[str, int] = {}  # the newest that was saved to disk, and that was uploaded
         self.records = Records(folder)
         self.report = Reporter(self.records, console)
         if not self.records.born:
@@ -295,6 +296,8 @@ class Agent:
         """What the writer, or a worker that saves, says of checkpoints."""
         if event == "checkpoint_saved":
             self.records.sync()
+        if event in ("checkpoint_saved", "checkpoint_uploaded"):
+            self.checkpoints[event.removeprefix("checkpoint_")] = fields["step"]
         self.records.event(event, **fields)
         if event.endswith("_failed"):
             self.console.notice(f"{event.replace('_', ' ')}: {fields.get('error')}")

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def ls(argv: Sequence[str]) -> int:
             loss = "" if row["loss"] is None else f"{row['loss']:.4f}"
             step = "" if row["step"] is None else str(row["step"])
             created = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"])) if row["created"] else ""
-            print(f"{row['run']:<28} {row['status']:<12} {step:>6} {loss:>9}  {created}")
+            print(f"{Path(row['run_dir']).name:<28} {row['status']:<12} {step:>6} {loss:>9}  {created}")
     return EXIT_SUCCESS
 
 
@@ -208,12 +208,18 @@ def _print_nodes(shown: dict[str, Any]) -> None:
         print(f"generation {shown['generation']}: {len(shown['members'])} workers{forming}; lineage {shown['lineage']}")
     if shown["waiting"]:
         print(f"           {shown['waiting']}")
-    if shown["step"] is not None:
+    if shown["step"] is not None and shown["step"] >= 0:
         print(f"step       {shown['step']} ({shown['step_age_s']} s ago)")
+    if shown["checkpoints"]:
+        print(_checkpoints(shown["checkpoints"]))
     for name, row in sorted(shown["nodes"].items()):
         ranks = ", ".join(map(str, row["ranks"])) or "-"
         leads = ", leads" if name == shown["leader"] else ""
         print(f"node       {name}: {row['ready']} of {row['places']} workers ready, ranks {ranks}{leads}")
+
+
+def _checkpoints(newest: Mapping[str, int]) -> str:
+    return "checkpoint " + ", ".join(f"version {version} {what}" for what, version in newest.items())
 
 
 def _print_status(shown: dict[str, Any]) -> None:
@@ -224,6 +230,8 @@ def _print_status(shown: dict[str, Any]) -> None:
         print(f"node       {shown['node']}; {shown['leader'] or 'nobody'} leads")
     if shown.get("store"):
         print(f"store      {shown['store']}")
+    if shown.get("checkpoints"):
+        print(_checkpoints(shown["checkpoints"]))
     if shown.get("generation") is not None:
         wanted = "" if shown.get("node") else f" of {shown['target']}"
         print(f"generation {shown['generation']}: {len(shown['members'])}{wanted} workers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 from elastic_harness.agent.folder import RunFolder
@@ -33,7 +34,7 @@ class Records:
         self.from_step: int = record.get("from_step", 0)
         self.born: bool = record.get("born", False)
         self.history: str = record.get("history", "")
-        self.committed = -1
+        self.committed, self.committed_at = -1, 0.0  # the newest step, and when it was told of
         if len(self._ledger):
             self._learn_from_ledger()
 
@@ -116,7 +117,7 @@ class Records:
             raise self._disk(error, self.folder.path / LEDGER) from error
         fields = {k: v for k, v in message.items() if k not in ("type", "ledger")}
         self.event("step_committed", **fields)
-        self.committed = message["step"]
+        self.committed, self.committed_at = message["step"], time.time()
         if not self.born:
             self.remember(born=True)
         return True

@@ -57,6 +57,7 @@ def status(agent: Agent) -> dict[str, Any]:
         "status": agent.folder.record.get("status"),
         "agent_pid": os.getpid(),
         "workers": rows,
+        "checkpoints": agent.checkpoints,
         **agent.supervisor.status(),
     }
 

@@ -100,7 +100,9 @@ class Together:
         now = time.monotonic()
         if self._node.leads and now - self._status_at > STATUS_S:
             self._status_at = now
-            self._link.show_status(json.dumps({"step": self._agent.records.committed, "at": time.time()}))
+            records = self._agent.records
+            told = {"step": records.committed, "at": records.committed_at, "checkpoints": self._agent.checkpoints}
+            self._link.show_status(json.dumps(told))
 
     def stop(self, outcome: Outcome, members: tuple[str, ...]) -> bool:
         others = [m for m in members if node_of(m) != self.node]

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import importlib.util
+import ipaddress
 import json
 import os
 import shutil
@@ -40,11 +42,19 @@ _RECORD, _LOG, _DATA = "etcd.json", "etcd.log", "data"
 
 @dataclass(frozen=True)
 class Record:
-    """A server that was started: its process, when the kernel started that, and where it answers."""
+    """A server that was started: its process, when the kernel started that, where it answers on this machine, and the
+    address on which it listens."""
 
     pid: int
     started: str
     endpoint: str
+    listen: str = "127.0.0.1"
+
+    @property
+    def address(self) -> str:
+        """For a launch on this machine and, if it listens to others, on those."""
+        host = socket.gethostname() if self.listen == "0.0.0.0" else self.listen
+        return f"etcd://{host}:{self.endpoint.rpartition(':')[2]}"
 
     @property
     def lives(self) -> bool:
@@ -75,6 +85,11 @@ def start(folder: Path, port: int, listen: str) -> Record:
     try:
         running = read(folder)
         if running is not None:
+            if (running.listen, running.endpoint) != (listen, _endpoint(port)):
+                raise ConfigError(
+                    f"etcd runs already, on {running.address.removeprefix('etcd://')}; stop it first: elastic-harness "
+                    "etcd stop"
+                )
             return running
         record = _spawn(folder, port, listen)
         _wait(record, folder / _LOG)
@@ -121,7 +136,7 @@ def started_at(pid: int) -> str:
 def _spawn(folder: Path, port: int, listen: str) -> Record:
     program = find_etcd()
     _check_free(listen, port)
-    endpoint = f"http://127.0.0.1:{port}"
+    endpoint = _endpoint(port)
     clients = endpoint if listen.startswith("127.") else f"{endpoint},http://{listen}:{port}"
     if listen == "0.0.0.0":
         clients = f"http://0.0.0.0:{port}"
@@ -134,18 +149,30 @@ def _spawn(folder: Path, port: int, listen: str) -> Record:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=folder
         )
-    record = Record(process.pid, started_at(process.pid), endpoint)
+    record = Record(process.pid, started_at(process.pid), endpoint, listen)
     (folder / _RECORD).write_text(json.dumps(asdict(record)))
     return record
 
 
+def _endpoint(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
 def _check_free(listen: str, port: int) -> None:
-    with socket.socket(socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((listen, port))
-        except OSError as error:
-            raise ConfigError(f"{listen}:{port} cannot be had: {error.strerror}; choose another --port.") from error
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"--port is {port}; it must be 1 to 65535.")
+    try:
+        ipaddress.IPv4Address(listen)
+    except ValueError as error:
+        raise ConfigError(f"--listen is {listen!r}; it must be an IPv4 address, such as 0.0.0.0 for all.") from error
+    for host in dict.fromkeys((listen, "127.0.0.1")):
+        with socket.socket(socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                what = "--listen" if error.errno == errno.EADDRNOTAVAIL else "--port"
+                raise ConfigError(f"{host}:{port} cannot be had: {error.strerror}; choose another {what}.") from error
 
 
 def _wait(record: Record, log: Path) -> None:
@@ -186,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.command == "start":
         record = start(folder, given.port, given.listen)
         print(f"etcd runs on {record.endpoint} (process {record.pid}); give it to a launch with")
-        print(f"  --store {record.endpoint.replace('http', 'etcd', 1)}")
+        print(f"  --store {record.address}")
         if not given.listen.startswith("127."):
             print("Whoever reaches this port may change everything: only in a network that you trust.")
         return 0

@@ -90,7 +90,13 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     urgent = view.current is None or lost > 0 or view.reform
     joined = sum(m not in surviving for m in members)
     removed = len(survivors) - (len(members) - joined)
-    parts = [f"{lost} lost"] * (lost > 0) + [f"{joined} joined"] * (joined > 0) + [f"{removed} removed"] * (removed > 0)
+    gone = {node_of(m) for m in view.current.members} - {node_of(m) for m in view.ready} if view.current else set()
+    named = f" with {', '.join(sorted(gone))}" if gone - {""} else ""
+    parts = (
+        [f"{lost} lost{named}"] * (lost > 0)
+        + [f"{joined} joined"] * (joined > 0)
+        + [f"{removed} removed"] * (removed > 0)
+    )
     if view.reform and not lost:
         parts.append("the exchange broke")
     return Decision(members, urgent), ", ".join(parts) or "first generation"
