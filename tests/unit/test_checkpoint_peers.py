@@ -153,6 +153,7 @@ def test_a_lost_node_s_shares_come_from_its_peer_in_any_world(folder: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_of_a_copy_that_was_cut_off_nothing_is_used(folder: Path) -> None:
     job = Job(folder, "save", "a,a,b,b", "memory,memory", fail={2: "checkpoint.peer_copying step=6 hit=1 kill"})
     (saved, *_), cut = job.all_said(), job.all_said()
@@ -165,6 +166,7 @@ def test_of_a_copy_that_was_cut_off_nothing_is_used(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_when_neighbours_are_lost_the_next_tier_is_used_and_that_is_said(folder: Path) -> None:
     job = Job(folder, "save", "a,b,c", "nvme,memory", disk="disk")
     (saved, *_), _ = job.all_said(), job.all_said()

@@ -386,7 +386,8 @@ class Node:
             self.leader = self.key
             return self._lead(revision)
         elif key == DECISION:
-            return self._saw(DECISION, Entry(DECISION, self._deciding, revision), now)
+            outputs = self._saw(DECISION, Entry(DECISION, self._deciding, revision), now)
+            return [*outputs, *self._look_again()]
         return []
 
     def _refused(self, key: str, now: float) -> list[Output]:
@@ -397,7 +398,11 @@ class Node:
             return [Follow(everything=False)]
         if key in (DECISION, VALUES) and self._leading is not None:
             return self._step_down()
-        return []
+        return self._look_again() if key == DECISION else []
+
+    def _look_again(self) -> list[Output]:
+        """The last decision is known now: whoever holds the leader's key and does not lead yet may."""
+        return [Follow(everything=False)] if self._leading is None and self.leader == self.key else []
 
     def _heed(self, decision: dict[str, Any]) -> list[Output]:
         """Carry out what is new in a decision. A node that has just come to the run has missed nothing of what was
@@ -453,6 +458,10 @@ class Node:
     # ---- leading
 
     def _lead(self, revision: int) -> list[Output]:
+        """Begin to lead, once: that the claim took place is told and seen. Not before it is known what has become of a
+        decision of an earlier time."""
+        if self._leading is not None or DECISION in self._asked.values():
+            return []
         patient_until = None if self._returned_at is None else self._returned_at + PATIENCE_S
         self._leading = Leading(self.key, revision, self._limits, patient_until)
         return [Follow(everything=True)]
