@@ -6,9 +6,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from benchmarks import hosts
+from benchmarks.hosts import Network
 
 from integration.harness import TrainingJob
 from integration.launch_tools import Job
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> None:
+    """Skips where no hosts can be made of network namespaces, and says why; that counts as a missing program."""
+    reason = hosts.unavailable()
+    if reason:
+        pytest.skip(f"missing program or permission: {reason}")
+
+
+@pytest.fixture
+def network(namespaces: None) -> Iterator[Network]:
+    with Network(3) as network:
+        yield network
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 import socket
@@ -18,6 +17,7 @@ import pytest
 from benchmarks import hosts
 from benchmarks.hosts import Host, Network
 
+pytestmark = pytest.mark.usefixtures("namespaces")
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 7000
 PATIENCE_S = 20.0
@@ -71,21 +71,6 @@ with Network(2) as network:
     print(network.bridge, flush=True)
     time.sleep(1000)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def available() -> None:
-    reason = hosts.unavailable()
-    if reason and os.environ.get("ELASTIC_HARNESS_CI"):
-        pytest.fail(reason)
-    if reason:
-        pytest.skip(reason)
-
-
-@pytest.fixture
-def network() -> Iterator[Network]:
-    with Network(3) as network:
-        yield network
 
 
 def start(host: Host, program: str) -> subprocess.Popen[str]:

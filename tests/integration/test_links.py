@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,28 +15,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import hosts
 from benchmarks.hosts import Network
 
 from elastic_harness.comm.reach import Probe
 
 PEER = Path(__file__).with_name("link_peer.py")
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def available() -> None:
-    reason = hosts.unavailable()
-    if reason and os.environ.get("ELASTIC_HARNESS_CI"):
-        pytest.fail(reason)
-    if reason:
-        pytest.skip(reason)
-
-
-@pytest.fixture
-def network() -> Iterator[Network]:
-    with Network(3) as network:
-        yield network
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("namespaces")]
 
 
 Peer = subprocess.Popen[str]

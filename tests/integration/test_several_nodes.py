@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks import hosts as namespaces
 from benchmarks.hosts import Network
 
 from elastic_harness.errors import InfrastructureError
@@ -34,18 +33,9 @@ PLACES = [
 Weights = Callable[[int], str]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def available() -> None:
-    reason = namespaces.unavailable()
-    if reason and os.environ.get("ELASTIC_HARNESS_CI"):
-        pytest.fail(reason)
-    if reason:
-        pytest.skip(reason)
-
-
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    with Network(3) as network, serving(tmp_path, host=network.machine.address) as cluster:
+def hosts(tmp_path: Path, network: Network) -> Iterator[Hosts]:
+    with serving(tmp_path, host=network.machine.address) as cluster:
         job = Hosts(tmp_path, network, cluster, steps=STEPS)
         try:
             yield job
@@ -243,8 +233,10 @@ def test_workers_die_at_any_place(hosts: Hosts, undisturbed: Weights, place: str
     hosts.finish(undisturbed(STEPS), 0, 1)
 
 
-def test_an_agent_is_killed_and_a_member_of_etcd_with_it(tmp_path: Path, undisturbed: Weights) -> None:
-    with Network(3) as network, serving(tmp_path, members=3, host=network.machine.address) as cluster:
+def test_an_agent_is_killed_and_a_member_of_etcd_with_it(
+    tmp_path: Path, network: Network, undisturbed: Weights
+) -> None:
+    with serving(tmp_path, members=3, host=network.machine.address) as cluster:
         hosts = Hosts(tmp_path, network, cluster, steps=STEPS)
         try:
             for number in range(3):
@@ -277,9 +269,9 @@ def test_a_slow_network_that_loses_packets(hosts: Hosts, undisturbed: Weights) -
 
 
 @pytest.mark.soak
-def test_a_store_that_is_full_stops_nobody(tmp_path: Path, undisturbed: Weights) -> None:
+def test_a_store_that_is_full_stops_nobody(tmp_path: Path, network: Network, undisturbed: Weights) -> None:
     quota = ["--quota-backend-bytes", str(1 << 20)]
-    with Network(3) as network, serving(tmp_path, options=quota, host=network.machine.address) as cluster:
+    with serving(tmp_path, options=quota, host=network.machine.address) as cluster:
         hosts = Hosts(tmp_path, network, cluster, steps=STEPS)
         try:
             for number in range(2):
