@@ -32,9 +32,6 @@ from benchmarks.systems import (
     torchrun_settings,
 )
 from elastic_harness.agent import elsewhere
-from elastic_harness.etcd.address import Address
-from elastic_harness.etcd.gateway import Gateway
-from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership.node import NODES
 from elastic_harness.membership.store import Watch
 
@@ -166,7 +163,7 @@ class Ours(OnHosts):
         start = [*etcd, "start", "--dir", folder, "--port", str(port), "--listen", self.network.address]
         run(start, env=env, check=True, capture_output=True)
         self.url = f"etcd://{self.network.address}:{port}"
-        store = EtcdStore(Gateway(Address.parse(self.url)), elsewhere.prefix_of(RUN_ID))
+        store = elsewhere.store_of(self.url, RUN_ID)
         self._watch = store.watch(NODES, store.revision + 1)
         self._stack.callback(self._watch.close)
 

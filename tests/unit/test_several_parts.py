@@ -14,8 +14,6 @@ from elastic_harness.agent import elsewhere, hosts
 from elastic_harness.agent.options import parse
 from elastic_harness.agent.store_link import StoreLink
 from elastic_harness.errors import ConfigError, InfrastructureError
-from elastic_harness.etcd.gateway import Gateway
-from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership import node
 from elastic_harness.membership.decide import View, decide
 from elastic_harness.membership.store import EmbeddedStore, Put, Unavailable
@@ -205,7 +203,7 @@ def test_a_run_is_forgotten_unless_nodes_are_there(tmp_path: Path) -> None:
         assert "knows no such run" in elsewhere.forget(options)
         with pytest.raises(ConfigError, match="knows no run 'job'"):
             elsewhere.status(address, "job")
-        store = EtcdStore(Gateway(cluster.address), elsewhere.prefix_of("job"))
+        store = elsewhere.store_of(address, "job")
         record = '{"places":2,"members":[]}'
         store.txn({}, [Put(node.DECISION, "{}"), Put(node.STATE, "{}"), Put(f"{node.NODES}a-1.0", record)])
         assert "1 nodes are in the run" in elsewhere.forget(options)

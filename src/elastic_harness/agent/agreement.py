@@ -66,9 +66,7 @@ class Alone:
     def __init__(self, limits: Limits, known: Known, carry_out: CarryOut) -> None:
         self.least = limits.min_workers
         self._carry_out = carry_out
-        self._state = leader.State(
-            limits, number=known.number, born=known.born, lineage=known.lineage, from_step=known.from_step
-        )
+        self._state = leader.State(limits, **vars(known))
 
     @property
     def born(self) -> bool:

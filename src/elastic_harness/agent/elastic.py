@@ -84,12 +84,12 @@ class ElasticRun:
                 self._on_hello(worker, message)
             case "report":
                 report = self._within_the_ledger(Report.from_json(message))
-                self._feed(leader.Reported(worker.member, report))
+                self.agreement.tell(leader.Reported(worker.member, report))
             case "trouble":
                 peers, ways = tuple(message["peers"]), message["ways"]
                 self._cuts.tell(ways)
                 holds = message["version"] >= 0
-                self._feed(leader.Trouble(worker.member, message["generation"], peers, bool(ways), holds))
+                self.agreement.tell(leader.Trouble(worker.member, message["generation"], peers, bool(ways), holds))
             case "kv_set":
                 generation, key, value = message["generation"], message["key"], message["value"]
                 self._deliver({generation: {key: value}})
@@ -102,7 +102,7 @@ class ElasticRun:
             case "commit":
                 if self.agent.records.commit(message):
                     self._last_commit = {k: v for k, v in message.items() if k not in ("type", "ledger")}
-                self._feed(leader.Committed(message["step"]))
+                self.agreement.tell(leader.Committed(message["step"]))
             case "event":
                 fields = dict(message["fields"])
                 self.agent.records.event(message["event"], **fields)
@@ -114,20 +114,20 @@ class ElasticRun:
                 worker.slot_failed = True
                 worker.error = message
                 self._slot_errors[(message["step"], message["slot"])] = message
-                self._feed(leader.SlotFailed(worker.member, message["step"], message["slot"], killed=False))
+                self.agreement.tell(leader.SlotFailed(worker.member, message["step"], message["slot"], killed=False))
             case "error":
                 worker.error = message
             case "unfit":
-                self._feed(leader.Unfit(message["member"], message["reason"]))
+                self.agreement.tell(leader.Unfit(message["member"], message["reason"]))
             case "leaving":
                 worker.released = worker.released or f"{LEFT_OUT} {message['generation']}"
-                self._feed(leader.Lost(worker.member))
+                self.agreement.tell(leader.Lost(worker.member))
             case "unsaved":
                 self.agent.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", message["error"]), graceful=False)
             case "finished":
                 worker.finished = message
                 self._finished[worker.member] = message
-                self._feed(leader.Finished(worker.member, message["version"]))
+                self.agreement.tell(leader.Finished(worker.member, message["version"]))
             case other:
                 self.agent.console.notice(f"worker {worker.member} sent an unknown message {other!r}; it is ignored")
 
@@ -149,8 +149,8 @@ class ElasticRun:
             code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
             if not worker.released and not worker.error:
                 killed = bool(worker.hang) or code is None or code in (-9, -15)
-                self._feed(leader.SlotFailed(worker.member, reading.step, reading.slot, killed))
-        self._feed(leader.Lost(worker.member))
+                self.agreement.tell(leader.SlotFailed(worker.member, reading.step, reading.slot, killed))
+        self.agreement.tell(leader.Lost(worker.member))
 
     def on_exit(self, worker: Worker) -> None:
         cause, error = self._cause(worker)
@@ -418,10 +418,7 @@ class ElasticRun:
         for member in admitted:
             if not self._done and self.agent.outcome is None:
                 waited_since = self._admission.began_at if self._generation is None else None
-                self._feed(leader.Ready(member), waited_since)
-
-    def _feed(self, event: leader.Event, at: float | None = None) -> None:
-        self.agreement.tell(event, at)
+                self.agreement.tell(leader.Ready(member), waited_since)
 
     def _tell(self, member: str, message: wire.Message) -> None:
         worker = self.agent.workers.get(member)

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 from elastic_harness.agent.options import LaunchOptions
 from elastic_harness.agent.store_link import STATUS
 from elastic_harness.errors import ConfigError
 from elastic_harness.etcd.address import Address
-from elastic_harness.etcd.gateway import Gateway
+from elastic_harness.etcd.gateway import TIMEOUT_S, Gateway
 from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership import node
 from elastic_harness.membership.codec import from_text
 from elastic_harness.membership.types import node_of
 
+_RUNS = "elastic-harness/"
 
-def prefix_of(run_id: str) -> str:
-    """Where in the store a run's keys are."""
-    return f"elastic-harness/{run_id}/"
+
+def store_of(
+    address: str, run_id: str, timeout_s: float = TIMEOUT_S, wake: Callable[[], None] = lambda: None
+) -> EtcdStore:
+    """The part of a store in which a run's keys are."""
+    return EtcdStore(Gateway(Address.parse(address), timeout_s), f"{_RUNS}{run_id}/", wake)
 
 
 def forget(options: LaunchOptions) -> str:
     """Let a run begin anew, unless nodes of it are there; what was done, in words."""
     assert options.store is not None
-    store = EtcdStore(Gateway(Address.parse(options.store)), prefix_of(options.store_id))
+    store = store_of(options.store, options.store_id)
     entries = {entry.key: entry.revision for entry in store.range(node.EVERYTHING)}
     nodes = [key for key in entries if key.startswith(node.NODES)]
     if nodes:
@@ -41,13 +46,10 @@ def forget(options: LaunchOptions) -> str:
 
 def status(address: str, run_id: str) -> dict[str, Any]:
     """The run as the store has it: nodes, workers, generation. Raises ConfigError if there is none."""
-    store = EtcdStore(Gateway(Address.parse(address)), prefix_of(run_id))
-    entries = {entry.key: entry.value for entry in store.range("")}
+    entries = {entry.key: entry.value for entry in store_of(address, run_id).range("")}
     if node.DECISION not in entries and not any(key.startswith(node.NODES) for key in entries):
-        known = {
-            entry.key.split("/")[1]
-            for entry in EtcdStore(Gateway(Address.parse(address)), "").range("elastic-harness/")
-        }
+        everything = EtcdStore(Gateway(Address.parse(address)), _RUNS).range("")
+        known = {entry.key.partition("/")[0] for entry in everything}
         raise ConfigError(f"the store knows no run {run_id!r}; it knows {', '.join(sorted(known)) or 'none'}")
     decision = from_text(entries[node.DECISION]) if node.DECISION in entries else {}
     told = json.loads(entries.get(STATUS, "{}"))

@@ -45,8 +45,8 @@ class StoreLink:
         self._closed = threading.Event()
         self._status = ""
         self._threads = [
-            threading.Thread(target=self._request_all, name="store-requests", daemon=True),
-            threading.Thread(target=self._keep_alive, name="store-lease", daemon=True),
+            threading.Thread(target=self._guard, args=(self._make_requests,), name="store-requests", daemon=True),
+            threading.Thread(target=self._guard, args=(self._keep_alive,), name="store-lease", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -100,13 +100,13 @@ class StoreLink:
             self._watch.close()
             self._watch = None
 
-    # ---- the thread of requests
-
-    def _request_all(self) -> None:
+    def _guard(self, work: Callable[[], None]) -> None:
         try:
-            self._make_requests()
+            work()
         except Exception as error:  # thread boundary: the agent would wait for ever
             self._tell(InfrastructureError(f"the line to the store failed: {error!r}"))
+
+    # ---- the thread of requests
 
     def _make_requests(self) -> None:
         while not self._closed.is_set():
@@ -150,12 +150,6 @@ class StoreLink:
     # ---- the thread of the lease
 
     def _keep_alive(self) -> None:
-        try:
-            self._keep_it_alive()
-        except Exception as error:  # thread boundary
-            self._tell(InfrastructureError(f"the line to the store failed: {error!r}"))
-
-    def _keep_it_alive(self) -> None:
         shown, ended = "", 0
         while not self._closed.wait(self._ttl_s / 3):
             lease = self._lease

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -10,14 +11,11 @@ from typing import Any
 
 from elastic_harness import __version__
 from elastic_harness.agent.agreement import CarryOut, Deliver
-from elastic_harness.agent.elsewhere import prefix_of
+from elastic_harness.agent.elsewhere import store_of
 from elastic_harness.agent.fingerprint import HARDWARE_KEYS
 from elastic_harness.agent.loop import Agent, Outcome
 from elastic_harness.agent.store_link import StoreLink
 from elastic_harness.errors import EXIT_CONFIG, InfrastructureError
-from elastic_harness.etcd.address import Address
-from elastic_harness.etcd.gateway import Gateway
-from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership import leader
 from elastic_harness.membership.leading import HISTORY, Known
 from elastic_harness.membership.node import (
@@ -60,11 +58,10 @@ class Together:
             about[HISTORY] = agent.records.history
         self._node = Node(self.node, limits, options.workers, known, about)
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        address = Address.parse(options.store)
-        prefix = prefix_of(options.store_id)
-        self._store = EtcdStore(Gateway(address), prefix, self._ring)
         ttl_s = max(1.0, options.node_timeout_s - EXPIRY_S)
-        self._link = StoreLink(self._store, EtcdStore(Gateway(address, ttl_s / 2), prefix), ttl_s, self._ring)
+        store = store_of(options.store, options.store_id, wake=self._ring)
+        keeper = store_of(options.store, options.store_id, ttl_s / 2)
+        self._link = StoreLink(store, keeper, ttl_s, self._ring)
         self._ever = False  # a decision was carried out
         self._away_shown = False
         self._status_at = 0.0
@@ -137,16 +134,12 @@ class Together:
     # ---- between the node and the store
 
     def _ring(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):  # it rings already
             os.eventfd_write(self._bell, 1)
-        except (BlockingIOError, OSError):  # it rings already, or the agent has closed
-            pass
 
     def _hear(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
-        except BlockingIOError:
-            pass
         self._do(self._node.take_all(self._link.heard(), time.monotonic()))
         self._say_if_away()
 

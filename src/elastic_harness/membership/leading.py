@@ -210,9 +210,7 @@ class Leading:
 
     def _begin_another(self, known: Known, now: float) -> None:
         """The job had ended, and was launched again: nothing of it is left but what is known."""
-        self.state = leader.State(
-            self._limits, number=known.number, born=known.born, lineage=known.lineage, from_step=known.from_step
-        )
+        self.state = leader.State(self._limits, **vars(known))
         self._actions.clear()
         self._step([leader.Ready(m) for record in self._records.values() for m in record["members"]], now)
         self._follow(list(self._records))
