@@ -140,11 +140,6 @@ class Network:
         self.hosts: tuple[Host, ...] = ()
         self._keeper: subprocess.Popen[str] | None = None
 
-    @property
-    def address(self) -> str:
-        """Where the hosts reach this machine."""
-        return f"{_prefix(self.bridge)}.254"
-
     def __enter__(self) -> Network:
         command, pipe = [sys.executable, "-I", __file__, str(self.count)], subprocess.PIPE
         try:

@@ -160,9 +160,9 @@ class Ours(OnHosts):
         etcd = [*elastic_harness_argv(), "etcd"]
         run, env = subprocess.run, environment(**self._etcd)
         self._stack.callback(run, [*etcd, "stop", "--dir", folder], env=env, capture_output=True)
-        start = [*etcd, "start", "--dir", folder, "--port", str(port), "--listen", self.network.address]
+        start = [*etcd, "start", "--dir", folder, "--port", str(port), "--listen", self.network.machine.address]
         run(start, env=env, check=True, capture_output=True)
-        self.url = f"etcd://{self.network.address}:{port}"
+        self.url = f"etcd://{self.network.machine.address}:{port}"
         store = elsewhere.store_of(self.url, RUN_ID)
         self._watch = store.watch(NODES, store.revision + 1)
         self._stack.callback(self._watch.close)
@@ -213,7 +213,7 @@ class Torchft(OnHosts):
         self._stack.enter_context(child([*lighthouse, *self.settings["lighthouse"]], self.folder / "lighthouse.log"))
         for index, host in enumerate(self.network.hosts):
             env = self._environment(index) | {
-                "TORCHFT_LIGHTHOUSE": f"http://{self.network.address}:{port}",
+                "TORCHFT_LIGHTHOUSE": f"http://{self.network.machine.address}:{port}",
                 "BENCH_TORCHFT": json.dumps(self.settings),
                 "BENCH_WORKER": str(index),
                 "BENCH_HOST": host.address,

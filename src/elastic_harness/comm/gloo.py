@@ -276,9 +276,13 @@ def listening_address(blob: bytes) -> Address | None:
 def _links(own: Address | None, peers: Mapping[int, Address]) -> list[Link]:
     """This process's TCP connections to where a peer listens, or to where this process does. Of the latter only the
     host at the other end is known; between two hosts gloo connects in one direction. Duplicates of the descriptors."""
-    found: list[Link] = []
+    found: dict[int, Link] = {}  # by descriptor
+    at: dict[Address | str, tuple[int, ...]] = {}  # who listens at an address, and on a host
+    for rank, address in peers.items():
+        for place in (address, address[0]):
+            at[place] = (*at.get(place, ()), rank)
     for name in os.listdir("/proc/self/fd"):
-        if any(link.connection.fileno() == int(name) for link in found):
+        if int(name) in found:
             continue
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -286,16 +290,18 @@ def _links(own: Address | None, peers: Mapping[int, Address]) -> list[Link]:
             candidate = socket.socket(fileno=os.dup(int(name)))
         except OSError:
             continue
-        ranks = _leads_to(candidate, own, peers)
+        ranks = _leads_to(candidate, own, at)
         if ranks is None:
             candidate.close()
         else:
             ask_again_and_again(candidate)
-            found.append(Link(candidate, ranks))
-    return found
+            found[candidate.fileno()] = Link(candidate, ranks)
+    return list(found.values())
 
 
-def _leads_to(candidate: socket.socket, own: Address | None, peers: Mapping[int, Address]) -> tuple[int, ...] | None:
+def _leads_to(
+    candidate: socket.socket, own: Address | None, at: Mapping[Address | str, tuple[int, ...]]
+) -> tuple[int, ...] | None:
     """Who may be at the other end of a connection of the group; None if it is none."""
     if candidate.family not in (socket.AF_INET, socket.AF_INET6) or candidate.type != socket.SOCK_STREAM:
         return None
@@ -303,7 +309,7 @@ def _leads_to(candidate: socket.socket, own: Address | None, peers: Mapping[int,
         here, there = candidate.getsockname()[:2], candidate.getpeername()[:2]
     except OSError:
         return None
-    exactly = tuple(rank for rank, address in peers.items() if address == there)
+    exactly = at.get(there)
     if exactly or own is None or here[1] != own[1]:
-        return exactly or None
-    return tuple(rank for rank, address in peers.items() if address[0] == there[0])
+        return exactly
+    return at.get(there[0], ())
