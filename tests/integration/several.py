@@ -86,6 +86,12 @@ class Hosts:
         )
         return self.jobs[number]
 
+    def begin(self, count: int, *, nodes: str = "2:3", nproc: int = 1) -> None:
+        """Launch so many nodes, and wait until all of their workers are members."""
+        for number in range(count):
+            self.launch(number, nodes=nodes, nproc=nproc)
+        self.fill(count * nproc)
+
     def forget(self, number: int) -> None:
         """A node that had no part in the run."""
         self.jobs.pop(number).close()

@@ -44,9 +44,7 @@ def hosts(tmp_path: Path, network: Network) -> Iterator[Hosts]:
 
 
 def test_a_host_vanishes_and_comes_back(hosts: Hosts, undisturbed: Weights) -> None:
-    for number in range(3):
-        hosts.launch(number)
-    hosts.fill(3)
+    hosts.begin(3)
     hosts.advance(2)
     victim = (hosts.leader() + 1) % 3
     host = hosts.network.hosts[victim]
@@ -61,9 +59,7 @@ def test_a_host_vanishes_and_comes_back(hosts: Hosts, undisturbed: Weights) -> N
 
 
 def test_the_leader_vanishes_and_another_host_leaves(hosts: Hosts, undisturbed: Weights) -> None:
-    for number in range(3):
-        hosts.launch(number, nodes="1:3")
-    hosts.fill(3)
+    hosts.begin(3, nodes="1:3")
     victim = hosts.leader()
     hosts.network.hosts[victim].kill_all()
     hosts.advance(2)
@@ -78,9 +74,7 @@ def test_the_leader_vanishes_and_another_host_leaves(hosts: Hosts, undisturbed: 
 
 @pytest.mark.soak
 def test_all_hosts_leave_at_once_and_go_on_later(hosts: Hosts, undisturbed: Weights) -> None:
-    for number in range(2):
-        hosts.launch(number)
-    hosts.fill(2)
+    hosts.begin(2)
     hosts.advance(2)
     for number in range(2):
         hosts.jobs[number].send(signal.SIGTERM)
@@ -88,18 +82,14 @@ def test_all_hosts_leave_at_once_and_go_on_later(hosts: Hosts, undisturbed: Weig
     hosts.until_ended(0, 1, code=143)
     step = hosts.committed()
     assert not hosts.status()["nodes"]
-    for number in range(2):
-        hosts.launch(number)
-    hosts.fill(2)
+    hosts.begin(2)
     hosts.until(lambda: hosts.jobs[0].events("recovery")[-1]["version"] >= step, "the restored state")
     assert hosts.status()["lineage"] == 1
     hosts.finish(undisturbed(STEPS), 0, 1)
 
 
 def test_one_command_stops_all_hosts(hosts: Hosts, undisturbed: Weights) -> None:
-    for number in range(3):
-        hosts.launch(number)
-    hosts.fill(3)
+    hosts.begin(3)
     asked = hosts.do(1, "stop", hosts.jobs[1].run_dir, "--timeout", 0)
     assert "still ending" in asked.stderr
     hosts.allow(2)
@@ -113,9 +103,7 @@ def test_one_command_stops_all_hosts(hosts: Hosts, undisturbed: Weights) -> None
 
 
 def test_a_host_that_is_cut_off_pauses_and_comes_back(hosts: Hosts, undisturbed: Weights) -> None:
-    for number in range(3):
-        hosts.launch(number)
-    hosts.fill(3)
+    hosts.begin(3)
     hosts.advance(1)
     victim = (hosts.leader() + 1) % 3
     before = hosts.jobs[victim].committed()
@@ -130,9 +118,7 @@ def test_a_host_that_is_cut_off_pauses_and_comes_back(hosts: Hosts, undisturbed:
 
 
 def test_two_hosts_that_do_not_reach_each_other_do_not_block_the_job(hosts: Hosts, undisturbed: Weights) -> None:
-    for number in range(3):
-        hosts.launch(number)
-    hosts.fill(3)
+    hosts.begin(3)
     a, b, _ = hosts.network.hosts
     a.cut(to=b)
     b.cut(to=a)
@@ -148,9 +134,7 @@ def test_two_hosts_that_do_not_reach_each_other_do_not_block_the_job(hosts: Host
 
 @pytest.mark.soak
 def test_a_host_that_loses_the_store_alone_is_let_go(hosts: Hosts, undisturbed: Weights) -> None:
-    for number in range(3):
-        hosts.launch(number)
-    hosts.fill(3)
+    hosts.begin(3)
     victim = hosts.leader()
     hosts.network.hosts[victim].cut(to=hosts.network.machine)
     others = [number for number in range(3) if number != victim]
@@ -163,9 +147,7 @@ def test_a_host_that_loses_the_store_alone_is_let_go(hosts: Hosts, undisturbed: 
 
 
 def test_the_store_is_away_returns_and_loses_everything(hosts: Hosts, undisturbed: Weights) -> None:
-    for number in range(2):
-        hosts.launch(number)
-    hosts.fill(2)
+    hosts.begin(2)
     hosts.advance(1)  # all are connected
     (member,) = hosts.cluster.members
     member.stop()
@@ -188,9 +170,7 @@ def test_the_store_is_away_returns_and_loses_everything(hosts: Hosts, undisturbe
 
 @pytest.mark.soak
 def test_too_few_nodes_wait_alive(hosts: Hosts, undisturbed: Weights) -> None:
-    for number in range(2):
-        hosts.launch(number)
-    hosts.fill(2)
+    hosts.begin(2)
     hosts.network.hosts[1].kill_all()
     waiting = "waiting: workers of 1 of at least 2 nodes are ready"
     hosts.until(lambda: hosts.status().get("waiting") == waiting, "node 0 to wait")
@@ -222,9 +202,7 @@ def test_nodes_that_differ_are_turned_away(hosts: Hosts, tmp_path: Path, undistu
 
 @pytest.mark.parametrize("place", PLACES)
 def test_workers_die_at_any_place(hosts: Hosts, undisturbed: Weights, place: str) -> None:
-    for number in range(2):
-        hosts.launch(number, nproc=2)
-    hosts.fill(4)
+    hosts.begin(2, nproc=2)
     hosts.advance(1)
     hosts.order(1, place)
     hosts.order(2, "exchange.partial_sent")
@@ -239,9 +217,7 @@ def test_an_agent_is_killed_and_a_member_of_etcd_with_it(
     with serving(tmp_path, members=3, host=network.machine.address) as cluster:
         hosts = Hosts(tmp_path, network, cluster, steps=STEPS)
         try:
-            for number in range(3):
-                hosts.launch(number)
-            hosts.fill(3)
+            hosts.begin(3)
             os.kill(hosts.jobs[hosts.leader()].record()["agent_pid"], signal.SIGKILL)
             cluster.members[0].stop()
             hosts.advance(1)
@@ -259,9 +235,7 @@ def test_an_agent_is_killed_and_a_member_of_etcd_with_it(
 def test_a_slow_network_that_loses_packets(hosts: Hosts, undisturbed: Weights) -> None:
     """100 ms one way, 200 ms there and back, and 2 % of packets lost: between the hosts, and to the store."""
     with SlowLink(hosts.network, 0.1, 0.02):
-        for number in range(3):
-            hosts.launch(number)
-        hosts.fill(3)
+        hosts.begin(3)
         hosts.order(1, "slot.forward")
         hosts.advance(2)
         hosts.fill(3)
@@ -274,9 +248,7 @@ def test_a_store_that_is_full_stops_nobody(tmp_path: Path, network: Network, und
     with serving(tmp_path, options=quota, host=network.machine.address) as cluster:
         hosts = Hosts(tmp_path, network, cluster, steps=STEPS)
         try:
-            for number in range(2):
-                hosts.launch(number)
-            hosts.fill(2)
+            hosts.begin(2)
             gateway = Gateway(cluster.address)
             store = EtcdStore(gateway)
             with pytest.raises(InfrastructureError, match="no space left"):

@@ -228,8 +228,8 @@ def _connect(store: RendezvousStore, rank: int, world: int, hostname: str) -> Gl
         for link in links:
             link.connection.close()
         raise RuntimeError(
-            f"found {len(links)} of this group's {world - 1} connections; without them it could not be aborted. "
-            f"This PyTorch ({torch.__version__}) lays out gloo's address differently: see comm/gloo.py"
+            f"found {len(links)} of this group's {world - 1} connections: a peer has closed its own already. If every "
+            f"attempt says so, this PyTorch ({torch.__version__}) lays out gloo's address differently: see comm/gloo.py"
         )
     return GlooGroup(group, links, addresses, rank, world)
 
