@@ -1,16 +1,13 @@
-"""One rank of a job with FSDP2 or DTensors on gloo: `sharded_job.py FOLDER save|load WORLD KIND`, under torchrun.
+"""One rank of a job with FSDP2 or DTensors on gloo.
 
-It trains a few steps and saves, or builds the same model in this world, loads, and writes the hash of the whole state.
+It trains a few steps and saves, or builds the same model in this world, loads, and says the hash of the whole state.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elastic_harness.checkpoint import CheckpointConfig, CheckpointManager, CheckpointState
+
+if TYPE_CHECKING:
+    from unit.ranks import Here
 
 
 def model_of(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -77,27 +77,22 @@ def digest(state: CheckpointState) -> str:
     return found.hexdigest()
 
 
-def main(folder: str, what: str, kind: str, *rest: str) -> None:
-    dist.init_process_group("gloo")
+def main(here: Here, rank: int, world: int, folder: str, what: str, kind: str, dies: int | None = None) -> None:
+    """`what`: save or load. `dies`: the rank that ends instead of writing its part of the second checkpoint."""
+    dist.init_process_group("gloo", f"file://{folder}.{what}", rank=rank, world_size=world)
     model, optimizer = model_of(kind)
     with CheckpointManager(CheckpointConfig(nvme_path=folder), lambda event, told: None) as manager:
         if what == "save":
             for turn in range(2):
                 train(model, optimizer, kind)
                 state = state_of(model, optimizer, kind, 3 + 3 * turn)
-                if rest and int(rest[0]) == dist.get_rank() and turn == 1:
-                    os._exit(9)  # a rank dies instead of writing its part
-                manager.save_checkpoint(state, wait=not rest or turn == 0)
-            said = {"step": state.step, "digest": digest(state)}
+                if rank == dies and turn == 1:
+                    os._exit(9)
+                manager.save_checkpoint(state, wait=dies is None or turn == 0)
+            here.say(step=state.step, digest=digest(state))
         else:
             train(model, optimizer, kind)
             loaded = manager.load_checkpoint(into=state_of(model, optimizer, kind, 0))
             assert loaded is not None
-            said = {"step": loaded.step, "digest": digest(loaded)}
-    if dist.get_rank() == 0:
-        Path(folder, "..", f"{what}.json").write_text(json.dumps(said))
+            here.say(step=loaded.step, digest=digest(loaded))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

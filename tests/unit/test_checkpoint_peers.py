@@ -4,13 +4,10 @@ holds their memory, and the end of its folder."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +21,8 @@ from elastic_harness.checkpoint.ring import Share, Whole
 from elastic_harness.checkpoint.snapshot import Slots, Snapshot
 from elastic_harness.errors import CheckpointCorrupt
 from elastic_harness.memory_slots import create
-
-JOB = Path(__file__).with_name("peers_job.py")
+from unit import peers_job
+from unit.ranks import Rank
 
 
 def forget(folder: Path, node: str) -> None:
@@ -50,22 +47,12 @@ class Job:
         self.folder, self.nodes = folder, nodes.split(",")
         self.writers: dict[int, int] = {}
         (folder / f"{what}-store").unlink(missing_ok=True)
-        self.ranks = [
-            subprocess.Popen(
-                [sys.executable, str(JOB), what, str(folder), str(rank), nodes, str(folder / disk), tiers],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "ELASTIC_HARNESS_FAILPOINTS": (fail or {}).get(rank, "")},
-            )
-            for rank in range(len(self.nodes))
-        ]
+        told = what, folder, self.nodes, str(folder / disk), tiers
+        self.ranks = [Rank(peers_job.main, n, *told, fail=(fail or {}).get(n, "")) for n in range(len(self.nodes))]
 
     def said(self, rank: int) -> dict[str, Any]:
         """The next thing that a rank has done; nothing if it has died."""
-        output = self.ranks[rank].stdout
-        assert output is not None
-        said = json.loads(output.readline() or "{}")
+        said = self.ranks[rank].said()
         if "writer" in said:
             self.writers[rank] = said["writer"]
             return self.said(rank)
@@ -86,15 +73,14 @@ class Job:
             shutil.rmtree(self.folder / node, ignore_errors=True)
 
     def kill(self) -> None:
-        for process in self.ranks:
-            process.kill()
+        for rank in self.ranks:
+            rank.kill()
         self.end()
 
     def end(self) -> list[int]:
-        for process in self.ranks:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.close(), process.stdout.close()
-        return [process.wait() for process in self.ranks]
+        for rank in self.ranks:
+            rank.let_go()
+        return [rank.end() for rank in self.ranks]
 
 
 @pytest.fixture
@@ -153,7 +139,6 @@ def test_a_lost_node_s_shares_come_from_its_peer_in_any_world(folder: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.soak
 def test_of_a_copy_that_was_cut_off_nothing_is_used(folder: Path) -> None:
     job = Job(folder, "save", "a,a,b,b", "memory,memory", fail={2: "checkpoint.peer_copying step=6 hit=1 kill"})
     (saved, *_), cut = job.all_said(), job.all_said()
@@ -166,7 +151,6 @@ def test_of_a_copy_that_was_cut_off_nothing_is_used(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.soak
 def test_when_neighbours_are_lost_the_next_tier_is_used_and_that_is_said(folder: Path) -> None:
     job = Job(folder, "save", "a,b,c", "nvme,memory", disk="disk")
     (saved, *_), _ = job.all_said(), job.all_said()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +14,23 @@ from elastic_harness.checkpoint.manifest import newest
 from elastic_harness.checkpoint.parts import Part, save_part
 from elastic_harness.checkpoint.reading import Folder, fill
 from elastic_harness.checkpoint.tensors import content_of
+from unit import sharded_job
+from unit.ranks import Rank
 
-JOB = Path(__file__).with_name("sharded_job.py")
 
-
-def job(folder: Path, world: int, what: str, kind: str, *rest: object, code: int = 0) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    command += ["--log-dir", str(folder / "logs")]
-    done = subprocess.run(
-        [*command, str(JOB), str(folder / "checkpoints"), what, kind, *map(str, rest)],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert (done.returncode == 0) == (code == 0), done.stderr[-3000:]
-    said = folder / f"{what}.json"
-    return json.loads(said.read_text()) if said.exists() else {}
+def job(folder: Path, world: int, what: str, kind: str, dies: int | None = None) -> dict[str, Any]:
+    """What all ranks said, which is the same; nothing if one of them dies: the others are killed then."""
+    ranks = [Rank(sharded_job.main, n, world, str(folder / "checkpoints"), what, kind, dies) for n in range(world)]
+    if dies is not None:
+        assert ranks[dies].end() == 9
+        for rank in ranks:
+            rank.kill()
+            rank.end()
+        return {}
+    said = [rank.said() for rank in ranks]
+    assert [rank.end() for rank in ranks] == [0] * world
+    assert said == said[:1] * world
+    return said[0]
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_what_some_ranks_saved_others_load(tmp_path: Path, kind: str, save_in: i
 
 @pytest.mark.slow
 def test_without_one_rank_s_part_there_is_no_checkpoint(tmp_path: Path) -> None:
-    job(tmp_path, 3, "save", "fsdp", 1, code=1)
+    job(tmp_path, 3, "save", "fsdp", dies=1)
     assert [checkpoint.step for checkpoint in newest(tmp_path / "checkpoints")] == [3]
     assert job(tmp_path, 2, "load", "fsdp")["step"] == 3
     assert not list((tmp_path / "checkpoints").glob("*.parts-*"))
