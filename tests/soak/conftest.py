@@ -1,5 +1,5 @@
 """The storms use the training jobs of the integration tests."""
 
-from integration.conftest import train, undisturbed
+from integration.conftest import namespaces, train, undisturbed
 
-__all__ = ["train", "undisturbed"]
+__all__ = ["namespaces", "train", "undisturbed"]

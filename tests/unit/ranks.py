@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import reload
 from multiprocessing.connection import Connection
 from typing import Any
+
+import torch
 
 from elastic_harness import failpoints
 
@@ -25,8 +27,7 @@ class Rank:
 
     def __init__(self, main: Callable[..., None], *arguments: object, fail: str = "") -> None:
         self._line, theirs = CONTEXT.Pipe()
-        variables = {"OMP_NUM_THREADS": "1", failpoints.VARIABLE: fail}
-        self.process = CONTEXT.Process(target=_run, args=(main, theirs, variables, arguments))
+        self.process = CONTEXT.Process(target=_run, args=(main, theirs, fail, arguments))
         self.process.start()
         theirs.close()
 
@@ -73,7 +74,8 @@ class Here:
         self._line.poll(None)
 
 
-def _run(main: Callable[..., None], line: Connection, variables: Mapping[str, str], arguments: tuple[Any, ...]) -> None:
-    os.environ.update(variables)
-    reload(failpoints)  # which reads them once
+def _run(main: Callable[..., None], line: Connection, fail: str, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ[failpoints.VARIABLE] = fail
+    reload(failpoints)  # which reads it once
     main(Here(line), *arguments)
