@@ -31,6 +31,7 @@ def broken(train: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
     return begin
 
 
+@pytest.mark.soak
 def test_plain_ddp_depends_on_the_number_of_workers(tmp_path: Path) -> None:
     hashes = {}
     for name, workers in (("one", 1), ("again", 1), ("three", 3)):

@@ -18,13 +18,19 @@ REJOIN_AT = 4
 @pytest.mark.parametrize(
     ("case", "first", "second"),
     [
-        ("plain", "slot.backward member=w1-1 step=1 kill", "exchange.gathered_sent member=w0-1 step=6 kill"),
+        pytest.param(
+            "plain", "slot.backward member=w1-1 step=1 kill", "exchange.gathered_sent member=w0-1 step=6 kill",
+            marks=pytest.mark.soak,
+        ),
         ("convolution", "slot.backward member=w1-1 step=1 kill", "apply.optimizer member=w0-1 step=6 kill"),
-        ("text", "exchange.posted member=w0-1 step=1 kill", "exchange.gathered_sent member=w1-1 step=6 kill"),
+        pytest.param(
+            "text", "exchange.posted member=w0-1 step=1 kill", "exchange.gathered_sent member=w1-1 step=6 kill",
+            marks=pytest.mark.soak,
+        ),
         ("scaled", "slot.backward member=w1-1 step=1 kill", "exchange.gathered_sent member=w0-1 step=6 kill"),
         ("mixed", "slot.backward member=w1-1 step=2 kill", "apply.gradients member=w0-1 step=6 kill"),
     ],
-)
+)  # fmt: skip
 def test_state_after_kills_and_joins_is_that_of_one_worker(
     tmp_path: Path, case: str, first: str, second: str
 ) -> None:

@@ -66,7 +66,7 @@ def damage(job: TrainingJob, step: int) -> None:
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_taken(train: Train, undisturbed: Weights) -> None:
-    job = train(3, steps=STEPS, settings=["checkpoint.checkpoint_interval=2"])
+    job = train(2, steps=STEPS, settings=["checkpoint.checkpoint_interval=2"])
     job.fill()
     job.advance(5)
     job.until_event("checkpoint_saved", 2)
@@ -75,7 +75,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_taken(train: Train, 
     assert job.wait() == 143
     newest = max(c.step for c in checkpoints(job.run_dir / "checkpoints"))
     damage(job, newest)
-    job.relaunch(3)
+    job.relaunch(2)
     job.finish(expected=undisturbed(STEPS))
     assert job.events("checkpoint_loaded")[0]["step"] < newest
     assert [e["step"] for e in job.events("checkpoint_corrupt")] == [newest]
@@ -83,12 +83,12 @@ def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_taken(train: Train, 
 
 
 def test_damage_on_disk_does_not_matter_while_memory_has_it(train: Train, undisturbed: Weights) -> None:
-    job = train(3, steps=STEPS, settings=["checkpoint.checkpoint_interval=2"])
+    job = train(2, steps=STEPS, settings=["checkpoint.checkpoint_interval=2"])
     job.fill()
     job.advance(5)
     job.until_event("checkpoint_saved", 2)
     damage(job, max(e["step"] for e in job.events("checkpoint_saved")))
-    for rank in range(3):
+    for rank in range(2):
         job.order(rank, "slot.backward", hit=rank + 1)
     job.play()
     job.finish(expected=undisturbed(STEPS))
