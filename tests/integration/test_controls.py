@@ -41,6 +41,7 @@ def test_plain_ddp_depends_on_the_number_of_workers(tmp_path: Path) -> None:
     assert hashes["one"] == hashes["again"] != hashes["three"]
 
 
+@pytest.mark.soak
 def test_another_order_of_additions_gives_other_weights(broken: Start, undisturbed: Weights) -> None:
     job = broken("order_of_additions_depends_on_the_number_of_workers", 3)
     job.fill()
@@ -107,6 +108,7 @@ def test_other_samples_are_noticed(broken: Start) -> None:
     assert not verdict.ok and "slot" in verdict.violations[0]
 
 
+@pytest.mark.soak
 def test_messages_keyed_by_position_give_other_weights(broken: Start, undisturbed: Weights) -> None:
     """After a loss the survivors send what they had finished before the lanes that were dealt to them anew."""
     job = broken("messages_keyed_by_position", 3)

@@ -41,7 +41,7 @@ def test_plain_python_resumes_where_the_last_checkpoint_was(tmp_path: Path, alon
     assert killed.returncode == -9, said(killed)
     again = python(OWN_LOOP, *STEPS, "--run-dir", tmp_path)
     assert again.returncode == 0, said(again)
-    loaded, = [e for e in read_events(tmp_path / "events.jsonl") if e["event"] == "checkpoint_loaded"]
+    (loaded,) = [e for e in read_events(tmp_path / "events.jsonl") if e["event"] == "checkpoint_loaded"]
     assert loaded["step"] in (10, 20), "the checkpoint of step 20 may not have been durable yet"
     assert finished(tmp_path)["weights_sha256"] == alone["weights_sha256"]
     verdict = verify(tmp_path)
@@ -81,7 +81,7 @@ def test_all_workers_at_once_begin_again_at_the_checkpoint(tmp_path: Path, alone
     assert verdict.ok and verdict.lineage == 1, verdict
 
 
-@pytest.mark.parametrize("place", ["slot.backward", "apply.finished"])
+@pytest.mark.parametrize("place", ["slot.backward", pytest.param("apply.finished", marks=pytest.mark.soak)])
 def test_torchrun_restarts_and_resumes(tmp_path: Path, alone: dict[str, Any], place: str) -> None:
     torchrun = Path(sys.executable).with_name("torchrun")
     assert torchrun.exists()

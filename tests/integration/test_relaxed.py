@@ -19,7 +19,10 @@ def losses(job: TrainingJob) -> list[float]:
     return [e["loss"] for e in sorted(job.events("step_committed"), key=lambda e: e["step"])]
 
 
-@pytest.mark.parametrize("place", ["slot.backward", "exchange.header_sent", "apply.optimizer"])
+@pytest.mark.parametrize(
+    "place",
+    ["exchange.header_sent", *(pytest.param(p, marks=pytest.mark.soak) for p in ("slot.backward", "apply.optimizer"))],
+)
 def test_a_loss_in_mid_step_costs_no_step_and_no_sample(train: Train, place: str) -> None:
     strict = train(1, steps=STEPS)
     strict.finish()
