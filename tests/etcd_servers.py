@@ -54,6 +54,25 @@ def polled(watch: Watch, count: int) -> list[Change]:
     return changes + watch.poll()
 
 
+def certificates(folder: Path, host: str) -> tuple[list[str], str]:
+    """Certificates for an etcd on `host` and for its clients, below `folder`: the options of the one, and what follows
+    the `?` in the address for the others. Skips without openssl."""
+    made = [
+        "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -days 2 -subj /CN=ca",
+        "req -newkey rsa:2048 -nodes -keyout {0}.key -out {0}.csr -subj /CN={0}"
+        f" -addext subjectAltName=IP:{host}",
+        "x509 -req -in {0}.csr -CA ca.pem -CAkey ca.key -CAcreateserial -out {0}.pem -days 2 -copy_extensions copy",
+    ]
+    for command in (made[0], *(line.format(who) for who in ("server", "client") for line in made[1:])):
+        try:
+            subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
+        except FileNotFoundError:
+            pytest.skip("missing program openssl")
+    options = ["--cert-file", f"{folder}/server.pem", "--key-file", f"{folder}/server.key"]
+    options += ["--trusted-ca-file", f"{folder}/ca.pem", "--client-cert-auth"]
+    return options, f"ca={folder}/ca.pem&cert={folder}/client.pem&key={folder}/client.key"
+
+
 class Member:
     def __init__(self, command: Sequence[str], endpoint: str, log: Path) -> None:
         self.endpoint = endpoint
@@ -79,7 +98,7 @@ class Member:
 
 class Cluster:
     """`members` of one etcd. Leases of 1 s and more are possible. `options`: of each, TLS for its clients for example.
-    `host`: the address on which they listen to clients."""
+    `host`: the address on which they listen to clients. `query`: what follows the `?` in their address."""
 
     def __init__(
         self,
@@ -88,8 +107,10 @@ class Cluster:
         members: int = 1,
         options: Sequence[str] = (),
         host: str = "127.0.0.1",
+        query: str = "",
     ) -> None:
         self.folder = folder
+        self._query = query
         tls = any(option.startswith("--cert-file") for option in options)
         ports = free_ports(2 * members, host)
         scheme = "https" if tls else "http"
@@ -109,8 +130,14 @@ class Cluster:
         return tuple(member.endpoint for member in self.members)
 
     @property
+    def url(self) -> str:
+        scheme = self.endpoints[0].partition("://")[0].replace("http", "etcd")
+        hosts = ",".join(endpoint.partition("//")[2] for endpoint in self.endpoints)
+        return f"{scheme}://{hosts}" + (f"?{self._query}" if self._query else "")
+
+    @property
     def address(self) -> Address:
-        return Address(self.endpoints)
+        return Address.parse(self.url)
 
     def start(self) -> None:
         for member in self.members:
@@ -139,10 +166,15 @@ class Cluster:
 
 @contextmanager
 def serving(
-    folder: Path, version: str = "3.5", members: int = 1, options: Sequence[str] = (), host: str = "127.0.0.1"
+    folder: Path,
+    version: str = "3.5",
+    members: int = 1,
+    options: Sequence[str] = (),
+    host: str = "127.0.0.1",
+    query: str = "",
 ) -> Iterator[Cluster]:
     """A cluster that answers."""
-    cluster = Cluster(folder, version, members, options, host)
+    cluster = Cluster(folder, version, members, options, host, query)
     try:
         cluster.start()
         cluster.wait()

@@ -60,7 +60,7 @@ class Hosts:
 
     def __init__(self, folder: Path, network: Network, cluster: Cluster, *, steps: int) -> None:
         self.folder, self.network, self.cluster, self.steps = folder, network, cluster, steps
-        self.store = "etcd://" + ",".join(e.partition("//")[2] for e in cluster.endpoints)
+        self.store = cluster.url
         self.jobs: dict[int, NodeJob] = {}
         self.limit = 0
         self.orders = folder / "orders"

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from elastic_harness.etcd.gateway import Gateway, encode
 from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership.store import Put
 from elastic_harness.membership.types import node_of
-from etcd_servers import serving
+from etcd_servers import certificates, serving
 from integration.launch_tools import SOURCE
 from integration.several import Hosts
 from integration.slow_link import SlowLink
@@ -229,6 +230,33 @@ def test_an_agent_is_killed_and_a_member_of_etcd_with_it(
             hosts.finish(undisturbed(STEPS), 0, 1, 2)
         finally:
             hosts.close()
+
+
+@pytest.mark.soak
+def test_a_store_with_certificates_and_a_password(tmp_path: Path, network: Network, undisturbed: Weights) -> None:
+    """Neither the password nor what is in the key is in a log, in the folders or in the list of processes."""
+    options, query = certificates(tmp_path, network.machine.address)
+    (tmp_path / "secret").write_text("xyzzy-plugh")
+    with serving(tmp_path, options=options, host=network.machine.address, query=query) as cluster:
+        root = Gateway(cluster.address)
+        root.call("auth/role/add", {"name": "root"})
+        root.call("auth/user/add", {"name": "root", "password": "xyzzy-plugh"})
+        root.call("auth/user/grant", {"user": "root", "role": "root"})
+        root.call("auth/enable", {})
+        hosts = Hosts(tmp_path, network, cluster, steps=STEPS)
+        hosts.store += f"&user=root&password_file={tmp_path}/secret"
+        try:
+            hosts.begin(2)
+            os.kill(hosts.jobs[1].events("worker_started")[-1]["pid"], signal.SIGKILL)
+            hosts.advance(2)
+            hosts.fill(2)
+            shown = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True, check=True).stdout
+            assert f"{tmp_path}/secret" in shown
+            hosts.finish(undisturbed(STEPS), 0, 1)
+        finally:
+            hosts.close()
+        kept = [path for number in range(2) for path in (tmp_path / f"run@n{number}").rglob("*") if path.is_file()]
+        assert "xyzzy" not in shown + "".join(path.read_text(errors="ignore") for path in kept) + hosts.shown()
 
 
 @pytest.mark.soak

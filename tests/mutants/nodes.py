@@ -78,8 +78,8 @@ PATCHES = [
     ),
     Patch(
         "what was not read is forgotten with the lease",
-        "for event in [*map(leader.Ready, self._members), *unread]:",
-        "for event in [*map(leader.Ready, self._members)]:",
+        "for event in [*map(leader.Ready, self._members), *leaving, *unread]:",
+        "for event in [*map(leader.Ready, self._members), *leaving]:",
         ("cut all from store", "kill worker"),
     ),
     Patch(
@@ -100,7 +100,7 @@ PATCHES = [
     ),
     Patch(
         "a node that comes back forgets its workers",
-        "for event in [*map(leader.Ready, self._members), *unread]:",
+        "for event in [*map(leader.Ready, self._members), *leaving, *unread]:",
         "for event in unread:",
     ),
 ]

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import s3_server
 
 _NUMBERS = itertools.count()
-ONE_PROCESS = pytest.mark.xdist_group("radosgw")  # a whole cluster on fixed ports: started once
+ONE_PROCESS = pytest.mark.xdist_group("radosgw")  # a whole cluster, better started once; pytest 9.2 ignores it
 
 
 @pytest.fixture(scope="session")

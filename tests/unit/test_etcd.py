@@ -26,7 +26,7 @@ from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.once import Once
 from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership.store import EmbeddedStore, Entry, Put, Unavailable, Watch
-from etcd_servers import PATIENCE_S, VERSIONS, Cluster, free_ports, polled, serving
+from etcd_servers import PATIENCE_S, VERSIONS, certificates, free_ports, polled, serving
 
 # ---- addresses
 
@@ -282,32 +282,13 @@ def test_a_user_with_a_password(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_tls_on_both_sides(tmp_path: Path) -> None:
-    made = [
-        "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -days 2 -subj /CN=ca",
-        "req -newkey rsa:2048 -nodes -keyout {0}.key -out {0}.csr -subj /CN={0} -addext subjectAltName=IP:127.0.0.1",
-        "x509 -req -in {0}.csr -CA ca.pem -CAkey ca.key -CAcreateserial -out {0}.pem -days 2 -copy_extensions copy",
-    ]
-    for command in (made[0], *(line.format(who) for who in ("server", "client") for line in made[1:])):
-        try:
-            subprocess.run(["openssl", *command.split()], cwd=tmp_path, check=True, capture_output=True)
-        except FileNotFoundError:
-            pytest.skip("missing program openssl")
-    tls = ["--cert-file", f"{tmp_path}/server.pem", "--key-file", f"{tmp_path}/server.key"]
-    tls += ["--trusted-ca-file", f"{tmp_path}/ca.pem", "--client-cert-auth"]
-    cluster = Cluster(tmp_path, options=tls)
-    host = cluster.endpoints[0].removeprefix("https://")
-    try:
-        cluster.start()
-        whole = Address.parse(
-            f"etcds://{host}?ca={tmp_path}/ca.pem&cert={tmp_path}/client.pem&key={tmp_path}/client.key"
-        )
-        cluster.wait(whole)
-        assert EtcdStore(Gateway(whole)).txn({"a": 0}, [Put("a", "")])[0]
+    options, query = certificates(tmp_path, "127.0.0.1")
+    with serving(tmp_path, options=options, query=query) as cluster:
+        host = cluster.endpoints[0].removeprefix("https://")
+        assert EtcdStore(Gateway(cluster.address)).txn({"a": 0}, [Put("a", "")])[0]
         for wrong in (f"etcds://{host}", f"etcds://{host}?ca={tmp_path}/ca.pem", f"etcd://{host}"):
             with pytest.raises(Unavailable):
                 EtcdStore(Gateway(Address.parse(wrong), timeout_s=0.5)).get("a")
-    finally:
-        cluster.stop()
 
 
 def test_what_is_no_etcd_is_named() -> None:

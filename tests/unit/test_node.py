@@ -178,6 +178,18 @@ def test_a_node_that_leaves_disturbs_nobody() -> None:
     assert not nodes.actions("a", leader.Stop)
 
 
+def test_a_node_that_leaves_still_leaves_when_the_store_has_lost_everything() -> None:
+    nodes = Nodes()
+    two(nodes)
+    nodes.tell("a", node.Leave())
+    nodes.store = EmbeddedStore(lambda: nodes.now)
+    for name in "ab":
+        nodes.tell(name, node.LeaseEnded())
+    nodes.tick(4.0)
+    report(nodes)
+    assert members(nodes, "b") == ("b/w0",)
+
+
 def test_if_all_leave_the_job_stops() -> None:
     nodes = Nodes()
     two(nodes)

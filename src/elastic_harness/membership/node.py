@@ -186,6 +186,7 @@ class Node:
         self._about = dict(about)
         self._members: dict[str, None] = {}  # living ones, in order of age
         self._session = 0
+        self._leaves = False
         self._registered = False
         self._has_read = False  # what is decided; before that, nobody hears of this node
         self._events: list[tuple[int, leader.Event]] = []
@@ -245,6 +246,7 @@ class Node:
                 self._places = places
                 self._changes += 1
             case Leave():
+                self._leaves = True
                 self._places = 0
                 self._changes += 1
                 for member in self._members:
@@ -306,7 +308,8 @@ class Node:
         self._events, self._last, self._written, self._writing, self._revision = [], 0, -1, None, 0
         self._leading, self._leader_known, self._decision = None, False, None
         self._asked.clear()
-        for event in [*map(leader.Ready, self._members), *unread]:
+        leaving = map(leader.Leaving, self._members if self._leaves else ())
+        for event in [*map(leader.Ready, self._members), *leaving, *unread]:
             self._happened(event)
         return [Register()]
 
