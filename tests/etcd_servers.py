@@ -54,16 +54,16 @@ def polled(watch: Watch, count: int) -> list[Change]:
     return changes + watch.poll()
 
 
-def certificates(folder: Path, host: str) -> tuple[list[str], str]:
+def certificates(folder: Path, host: str, client: str = "/O=client") -> tuple[list[str], str]:
     """Certificates for an etcd on `host` and for its clients, below `folder`: the options of the one, and what follows
-    the `?` in the address for the others. Skips without openssl."""
+    the `?` in the address for the others. `client`: the subject of the latter. Skips without openssl."""
     made = [
         "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -days 2 -subj /CN=ca",
-        "req -newkey rsa:2048 -nodes -keyout {0}.key -out {0}.csr -subj /CN={0}"
-        f" -addext subjectAltName=IP:{host}",
+        f"req -newkey rsa:2048 -nodes -keyout {{0}}.key -out {{0}}.csr -subj {{1}} -addext subjectAltName=IP:{host}",
         "x509 -req -in {0}.csr -CA ca.pem -CAkey ca.key -CAcreateserial -out {0}.pem -days 2 -copy_extensions copy",
     ]
-    for command in (made[0], *(line.format(who) for who in ("server", "client") for line in made[1:])):
+    each = [line.format(*who) for who in (("server", "/CN=server"), ("client", client)) for line in made[1:]]
+    for command in (made[0], *each):
         try:
             subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
         except FileNotFoundError:
@@ -71,6 +71,15 @@ def certificates(folder: Path, host: str) -> tuple[list[str], str]:
     options = ["--cert-file", f"{folder}/server.pem", "--key-file", f"{folder}/server.key"]
     options += ["--trusted-ca-file", f"{folder}/ca.pem", "--client-cert-auth"]
     return options, f"ca={folder}/ca.pem&cert={folder}/client.pem&key={folder}/client.key"
+
+
+def want_password(cluster: Cluster, password: str) -> None:
+    """From now on nobody is let in but the user root with this password."""
+    root = Gateway(cluster.address)
+    root.call("auth/role/add", {"name": "root"})
+    root.call("auth/user/add", {"name": "root", "password": password})
+    root.call("auth/user/grant", {"user": "root", "role": "root"})
+    root.call("auth/enable", {})
 
 
 class Member:

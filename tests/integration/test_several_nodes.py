@@ -20,7 +20,7 @@ from elastic_harness.etcd.gateway import Gateway, encode
 from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership.store import Put
 from elastic_harness.membership.types import node_of
-from etcd_servers import certificates, serving
+from etcd_servers import certificates, serving, want_password
 from integration.launch_tools import SOURCE
 from integration.several import Hosts
 from integration.slow_link import SlowLink
@@ -238,11 +238,7 @@ def test_a_store_with_certificates_and_a_password(tmp_path: Path, network: Netwo
     options, query = certificates(tmp_path, network.machine.address)
     (tmp_path / "secret").write_text("xyzzy-plugh")
     with serving(tmp_path, options=options, host=network.machine.address, query=query) as cluster:
-        root = Gateway(cluster.address)
-        root.call("auth/role/add", {"name": "root"})
-        root.call("auth/user/add", {"name": "root", "password": "xyzzy-plugh"})
-        root.call("auth/user/grant", {"user": "root", "role": "root"})
-        root.call("auth/enable", {})
+        want_password(cluster, "xyzzy-plugh")
         hosts = Hosts(tmp_path, network, cluster, steps=STEPS)
         hosts.store += f"&user=root&password_file={tmp_path}/secret"
         try:

@@ -26,7 +26,7 @@ from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.once import Once
 from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership.store import EmbeddedStore, Entry, Put, Unavailable, Watch
-from etcd_servers import PATIENCE_S, VERSIONS, certificates, free_ports, polled, serving
+from etcd_servers import PATIENCE_S, VERSIONS, certificates, free_ports, polled, serving, want_password
 
 # ---- addresses
 
@@ -258,11 +258,7 @@ def test_threads_end_with_the_watch(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_user_with_a_password(tmp_path: Path) -> None:
     with serving(tmp_path) as cluster:
-        root = Gateway(cluster.address)
-        root.call("auth/role/add", {"name": "root"})
-        root.call("auth/user/add", {"name": "root", "password": "xyzzy"})
-        root.call("auth/user/grant", {"user": "root", "role": "root"})
-        root.call("auth/enable", {})
+        want_password(cluster, "xyzzy")
         (endpoint,) = cluster.endpoints
         host = endpoint.removeprefix("http://")
         store = EtcdStore(Gateway(Address.parse(f"{host}?user=root", {PASSWORD_VARIABLE: "xyzzy"}), timeout_s=10.0))
@@ -289,6 +285,15 @@ def test_tls_on_both_sides(tmp_path: Path) -> None:
         for wrong in (f"etcds://{host}", f"etcds://{host}?ca={tmp_path}/ca.pem", f"etcd://{host}"):
             with pytest.raises(Unavailable):
                 EtcdStore(Gateway(Address.parse(wrong), timeout_s=0.5)).get("a")
+
+
+@pytest.mark.slow
+def test_a_client_s_certificate_with_a_common_name_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    options, query = certificates(tmp_path, "127.0.0.1", client="/CN=client")
+    with serving(tmp_path, options=options, query=query) as cluster:
+        want_password(cluster, "xyzzy")
+        with pytest.raises(ConfigError, match="without"):
+            EtcdStore(Gateway(Address.parse(f"{cluster.url}&user=root", {PASSWORD_VARIABLE: "xyzzy"}))).get("a")
 
 
 def test_what_is_no_etcd_is_named() -> None:

@@ -173,7 +173,13 @@ class Gateway:
         except (ValueError, KeyError, TypeError):
             if response.status == 404:
                 return ConfigError(f"{self._named()} does not speak the v3 API of etcd 3.4 or later (404 for /v3).")
-            return Refused(_UNAVAILABLE, f"HTTP {response.status}")
+            said = content[:200].decode(errors="replace").strip()
+            if "CommonName" in said:
+                return ConfigError(
+                    f"{self._named()} has users, and then refuses a client's certificate with a CommonName: make one "
+                    "without (a subject such as /O=training), and name the user in the address."
+                )
+            return Refused(_UNAVAILABLE, f"HTTP {response.status} {said}".strip())
         if "user name is empty" in message or (code == _UNAUTHENTICATED and not self.address.user):
             return ConfigError(
                 f"{self._named()} wants to know who we are: add ?user=NAME to its address, and put the password into "
