@@ -161,8 +161,10 @@ class Storm:
         if not self.hosts.jobs[number].alive:
             self.hosts.launch(number, nodes="1:3", nproc=self.nproc)
 
-    def _signal(self, pid: int, number: int) -> None:
+    def _signal(self, pid: int | None, number: int) -> None:
+        """None: there is no agent just now."""
         try:
-            os.kill(pid, number)
+            if pid is not None:
+                os.kill(pid, number)
         except ProcessLookupError:
             self.say("(gone)")

@@ -393,6 +393,8 @@ class Simulation(Workers):
         return super().mail(world, target, message)
 
     def failing(self, world: World, who: int, w: Worker) -> list[int]:
+        if not self._cuts:
+            return super().failing(world, who, w)
         cut = [m for m in w.members if self._is_cut(who, m)]
         return sorted({*super().failing(world, who, w), *cut})
 
@@ -404,16 +406,13 @@ class Simulation(Workers):
         return super().report_trouble(world, who, event)
 
     def _is_cut(self, a: int, b: int) -> bool:
-        return frozenset((self._home[a], self._home[b])) in self._cuts
+        return bool(self._cuts) and frozenset((self._home[a], self._home[b])) in self._cuts
 
     def _work(self) -> None:
         """One thing that some worker can do."""
         self.after(self.rng.expovariate(1.0 / WORK_S), self._work)
-        able = [
-            who
-            for who, w in enumerate(self.world.workers)
-            if w.up and not (self.hosts[self._home[who]].paused or not self.hosts[self._home[who]].up)
-        ]
+        workers = self.world.workers
+        able = sorted(w for host in self.hosts if host.up and not host.paused for w in host.workers if workers[w].up)
         self.rng.shuffle(able)
         for who in able:
             if self.world.down[who] and not self._cannot_connect(who):

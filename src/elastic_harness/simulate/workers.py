@@ -52,6 +52,8 @@ class Workers(Cluster):
 
     def failing(self, world: World, who: int, w: Worker) -> list[int]:
         """Peers to whom the connection is broken."""
+        if not (world.links or self.size.resets):
+            return []
         broken = {b if a == who else a for g, a, b in world.links if g in (-1, w.gen) and who in (a, b)}
         dead = {m for m in w.members if self.size.resets and not world.workers[m].up}
         return sorted((broken | dead) & set(w.members))
