@@ -201,6 +201,8 @@ class CheckpointManager:
         self._ranks.barrier()
         if failed is not None:
             raise failed
+        if outcome == Outcome.FAILED and self._snapshot is not None:
+            self._writer.hear_why(self._snapshot.version)
         self._writer.check()
         if outcome == Outcome.FAILED:
             raise InfrastructureError(

@@ -17,6 +17,7 @@ from elastic_harness.checkpoint.snapshot import Slots
 from elastic_harness.errors import InfrastructureError
 
 DEATHS_MAX = 5  # in a row
+WORD_S = 5.0  # so long after a failure its reason may take to get here
 
 
 class OwnWriter:
@@ -47,6 +48,8 @@ class OwnWriter:
         self._reader: threading.Thread | None = None
         self._deaths = 0
         self._fatal: str | None = None
+        self._failed: set[int] = set()  # steps whose failure was reported
+        self._heard = threading.Condition()
         atexit.register(self.close, keep=True)
 
     def keep_alive(self) -> None:
@@ -79,6 +82,15 @@ class OwnWriter:
                 if said["fields"].get("fatal"):
                     self._fatal = str(said["fields"]["error"])
                 self._report(said["event"], said["fields"])
+                if said["event"] == "checkpoint_failed" and said["fields"]["final"]:
+                    with self._heard:
+                        self._failed.add(said["fields"]["step"])
+                        self._heard.notify_all()
+
+    def hear_why(self, step: int) -> None:
+        """Block until it was reported why a checkpoint failed, at most WORD_S: memory tells sooner that it did."""
+        with self._heard:
+            self._heard.wait_for(lambda: step in self._failed, WORD_S)
 
     def check(self) -> None:
         """Raises InfrastructureError if the writer has failed, and the policy is that this ends the job."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness.checkpoint import keeper, local, parts, retention, transfer
-from elastic_harness.checkpoint.manifest import newest, read
+from elastic_harness.checkpoint.manifest import Checkpoint, newest, read
 from elastic_harness.checkpoint.policy import Policy, Upload
 from elastic_harness.checkpoint.snapshot import Outcome, Slots, Snapshot
 from elastic_harness.errors import ConfigError, HarnessError
@@ -65,7 +65,9 @@ class Writer:
         """Bring to disk what is newer than anything there, and do what a writer that died has left undone: remove what
         need not stay, upload the newest."""
         self.drain()
-        found = newest(self._folder)
+        found: list[Checkpoint] = []
+        with contextlib.suppress(OSError):  # a folder that is gone; what could not be written was told
+            found = newest(self._folder)
         for snapshot in self._slots.complete()[:1]:
             if snapshot.version > max((c.step for c in found), default=-1) and snapshot.outcome != Outcome.FAILED:
                 self.write(snapshot)
