@@ -8,8 +8,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -106,8 +106,9 @@ class Member:
 
 
 class Cluster:
-    """`members` of one etcd. Leases of 1 s and more are possible. `options`: of each, TLS for its clients for example.
-    `host`: the address on which they listen to clients. `query`: what follows the `?` in their address."""
+    """`members` of one etcd; a context in which it answers. Leases of 1 s and more are possible. `options`: of each,
+    TLS for its clients for example. `host`: the address on which they listen to clients. `query`: what follows the `?`
+    in their address."""
 
     def __init__(
         self,
@@ -148,6 +149,18 @@ class Cluster:
     def address(self) -> Address:
         return Address.parse(self.url)
 
+    def __enter__(self) -> Cluster:
+        try:
+            self.start()
+            self.wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def start(self) -> None:
         for member in self.members:
             member.start()
@@ -171,22 +184,3 @@ class Cluster:
     def lose_data(self) -> None:
         for number in range(len(self.members)):
             shutil.rmtree(self.folder / f"m{number}")
-
-
-@contextmanager
-def serving(
-    folder: Path,
-    version: str = "3.5",
-    members: int = 1,
-    options: Sequence[str] = (),
-    host: str = "127.0.0.1",
-    query: str = "",
-) -> Iterator[Cluster]:
-    """A cluster that answers."""
-    cluster = Cluster(folder, version, members, options, host, query)
-    try:
-        cluster.start()
-        cluster.wait()
-        yield cluster
-    finally:
-        cluster.stop()

@@ -67,6 +67,13 @@ class Hosts:
         self.orders.mkdir()
         self._write("limit", "0")
 
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for job in self.jobs.values():
+            job.close()
+
     def launch(
         self,
         number: int,
@@ -121,6 +128,10 @@ class Hosts:
         except HarnessError:
             return {}
 
+    def ready(self) -> int:
+        """Workers that are, or could be, members."""
+        return sum(row["ready"] for row in self.status().get("nodes", {}).values())
+
     def _status(self) -> str:
         return json.dumps(self.status(), indent=1)
 
@@ -139,11 +150,7 @@ class Hosts:
 
     def fill(self, world: int) -> None:
         """Do steps until there are so many members, from all nodes that are up."""
-
-        def ready() -> int:
-            return sum(row["ready"] for row in self.status().get("nodes", {}).values())
-
-        self.until(lambda: ready() >= world, f"{world} ready workers")
+        self.until(lambda: self.ready() >= world, f"{world} ready workers")
         self.until(lambda: self.status().get("generation"), "the first generation")
         while True:
             if self.happens(lambda: self._complete(world), 1.0):  # as far as it needs no step
@@ -204,7 +211,3 @@ class Hosts:
         folders = [job.run_dir for job in self.jobs.values()]
         verdict = verify(*folders)
         assert verdict.ok and verdict.steps == self.steps, f"{verdict}\n{self.shown()}"
-
-    def close(self) -> None:
-        for job in self.jobs.values():
-            job.close()

@@ -107,10 +107,11 @@ def test_ctrl_c_says_that_the_parts_are_kept(corpus: Path, tmp_path: Path) -> No
     assert build.returncode == 130 and "goes on there" in said, said
 
 
-def kill_twice(job: TrainingJob) -> None:
+def kill_three_times(job: TrainingJob) -> None:
     job.fill()
-    job.fault(1, "exchange.partial_sent")
-    job.fault(0, "slot.backward")
+    for place in ("slot.backward", "exchange.partial_sent", "apply.optimizer"):
+        job.fault(1, place)
+        job.fill()
 
 
 def test_training_on_an_index_survives_kills_to_the_same_weights(
@@ -127,7 +128,7 @@ def test_training_on_an_index_survives_kills_to_the_same_weights(
     verdict = verify(alone.run_dir)
     assert verdict.ok and verdict.epochs_complete > 1, verdict
     job = train(3, steps=24, settings=settings)
-    kill_twice(job)
+    kill_three_times(job)
     job.finish(expected=expected)
     said = run("generate", job.run_dir, "--prompt", "word", "--tokens", 5)
     assert said.returncode == 0 and said.stdout.startswith("word"), said
@@ -159,7 +160,7 @@ def test_training_on_a_mixture_of_separate_documents_survives_kills_to_the_same_
     alone = train(1, steps=24, settings=settings)
     expected = alone.finish()["weights_sha256"]
     job = train(3, steps=24, settings=settings)
-    kill_twice(job)
+    kill_three_times(job)
     job.finish(expected=expected)
     verdict = verify(job.run_dir)
     assert verdict.ok, verdict

@@ -20,7 +20,7 @@ from elastic_harness.etcd.gateway import Gateway, encode
 from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership.store import Put
 from elastic_harness.membership.types import node_of
-from etcd_servers import certificates, serving, want_password
+from etcd_servers import Cluster, certificates, want_password
 from integration.launch_tools import SOURCE
 from integration.several import Hosts
 from integration.slow_link import SlowLink
@@ -36,12 +36,11 @@ Weights = Callable[[int], str]
 
 @pytest.fixture
 def hosts(tmp_path: Path, network: Network) -> Iterator[Hosts]:
-    with serving(tmp_path, host=network.machine.address) as cluster:
-        job = Hosts(tmp_path, network, cluster, steps=STEPS)
-        try:
-            yield job
-        finally:
-            job.close()
+    with (
+        Cluster(tmp_path, host=network.machine.address) as cluster,
+        Hosts(tmp_path, network, cluster, steps=STEPS) as job,
+    ):
+        yield job
 
 
 def test_a_host_vanishes_and_comes_back(hosts: Hosts, undisturbed: Weights) -> None:
@@ -113,7 +112,7 @@ def test_a_host_that_is_cut_off_pauses_and_comes_back(hosts: Hosts, undisturbed:
     assert hosts.jobs[victim].committed() <= before + 1, "the minority trained on"
     assert hosts.jobs[victim].alive
     hosts.network.hosts[victim].heal()  # it is tried again within a minute
-    hosts.until(lambda: sum(row["ready"] for row in hosts.status().get("nodes", {}).values()) == 3, "it to be ready")
+    hosts.until(lambda: hosts.ready() == 3, "it to be ready")
     hosts.finish(undisturbed(STEPS), *(number for number in range(3) if number != victim))
     hosts.until_ended(victim, code=0)
 
@@ -215,21 +214,20 @@ def test_workers_die_at_any_place(hosts: Hosts, undisturbed: Weights, place: str
 def test_an_agent_is_killed_and_a_member_of_etcd_with_it(
     tmp_path: Path, network: Network, undisturbed: Weights
 ) -> None:
-    with serving(tmp_path, members=3, host=network.machine.address) as cluster:
-        hosts = Hosts(tmp_path, network, cluster, steps=STEPS)
-        try:
-            hosts.begin(3)
-            os.kill(hosts.jobs[hosts.leader()].record()["agent_pid"], signal.SIGKILL)
-            cluster.members[0].stop()
-            hosts.advance(1)
-            hosts.fill(3)
-            cluster.members[1].send(signal.SIGSTOP)
-            cluster.members[0].start()
-            hosts.advance(1)
-            cluster.members[1].send(signal.SIGCONT)
-            hosts.finish(undisturbed(STEPS), 0, 1, 2)
-        finally:
-            hosts.close()
+    with (
+        Cluster(tmp_path, members=3, host=network.machine.address) as cluster,
+        Hosts(tmp_path, network, cluster, steps=STEPS) as hosts,
+    ):
+        hosts.begin(3)
+        os.kill(hosts.jobs[hosts.leader()].record()["agent_pid"], signal.SIGKILL)
+        cluster.members[0].stop()
+        hosts.advance(1)
+        hosts.fill(3)
+        cluster.members[1].send(signal.SIGSTOP)
+        cluster.members[0].start()
+        hosts.advance(1)
+        cluster.members[1].send(signal.SIGCONT)
+        hosts.finish(undisturbed(STEPS), 0, 1, 2)
 
 
 @pytest.mark.soak
@@ -237,20 +235,19 @@ def test_a_store_with_certificates_and_a_password(tmp_path: Path, network: Netwo
     """Neither the password nor what is in the key is in a log, in the folders or in the list of processes."""
     options, query = certificates(tmp_path, network.machine.address)
     (tmp_path / "secret").write_text("xyzzy-plugh")
-    with serving(tmp_path, options=options, host=network.machine.address, query=query) as cluster:
+    with (
+        Cluster(tmp_path, options=options, host=network.machine.address, query=query) as cluster,
+        Hosts(tmp_path, network, cluster, steps=STEPS) as hosts,
+    ):
         want_password(cluster, "xyzzy-plugh")
-        hosts = Hosts(tmp_path, network, cluster, steps=STEPS)
         hosts.store += f"&user=root&password_file={tmp_path}/secret"
-        try:
-            hosts.begin(2)
-            os.kill(hosts.jobs[1].events("worker_started")[-1]["pid"], signal.SIGKILL)
-            hosts.advance(2)
-            hosts.fill(2)
-            shown = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True, check=True).stdout
-            assert f"{tmp_path}/secret" in shown
-            hosts.finish(undisturbed(STEPS), 0, 1)
-        finally:
-            hosts.close()
+        hosts.begin(2)
+        os.kill(hosts.jobs[1].events("worker_started")[-1]["pid"], signal.SIGKILL)
+        hosts.advance(2)
+        hosts.fill(2)
+        shown = subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True, check=True).stdout
+        assert f"{tmp_path}/secret" in shown
+        hosts.finish(undisturbed(STEPS), 0, 1)
         kept = [path for number in range(2) for path in (tmp_path / f"run@n{number}").rglob("*") if path.is_file()]
         assert "xyzzy" not in shown + "".join(path.read_text(errors="ignore") for path in kept) + hosts.shown()
 
@@ -269,25 +266,24 @@ def test_a_slow_network_that_loses_packets(hosts: Hosts, undisturbed: Weights) -
 @pytest.mark.soak
 def test_a_store_that_is_full_stops_nobody(tmp_path: Path, network: Network, undisturbed: Weights) -> None:
     quota = ["--quota-backend-bytes", str(1 << 20)]
-    with serving(tmp_path, options=quota, host=network.machine.address) as cluster:
-        hosts = Hosts(tmp_path, network, cluster, steps=STEPS)
-        try:
-            hosts.begin(2)
-            gateway = Gateway(cluster.address)
-            store = EtcdStore(gateway)
-            with pytest.raises(InfrastructureError, match="no space left"):
-                for number in range(1000):
-                    store.txn({}, [Put(f"junk/{number}", "x" * 100_000)])
-            os.kill(hosts.jobs[1].events("worker_started")[-1]["pid"], signal.SIGKILL)
-            hosts.until(lambda: "no space left" in hosts.jobs[1].shown(), "word of it")
-            assert hosts.jobs[0].alive and hosts.jobs[1].alive
-            gateway.call("kv/deleterange", {"key": encode("junk/"), "range_end": encode("junk0")})
-            store.compact(store.revision)
-            gateway.call("maintenance/defragment", {})
-            for alarm in gateway.call("maintenance/alarm", {"action": "GET"})["alarms"]:
-                gateway.call("maintenance/alarm", {"action": "DEACTIVATE", **alarm})
-            hosts.until(lambda: "the store is back" in hosts.jobs[1].shown(), "the store")
-            hosts.fill(2)
-            hosts.finish(undisturbed(STEPS), 0, 1)
-        finally:
-            hosts.close()
+    with (
+        Cluster(tmp_path, options=quota, host=network.machine.address) as cluster,
+        Hosts(tmp_path, network, cluster, steps=STEPS) as hosts,
+    ):
+        hosts.begin(2)
+        gateway = Gateway(cluster.address)
+        store = EtcdStore(gateway)
+        with pytest.raises(InfrastructureError, match="no space left"):
+            for number in range(1000):
+                store.txn({}, [Put(f"junk/{number}", "x" * 100_000)])
+        os.kill(hosts.jobs[1].events("worker_started")[-1]["pid"], signal.SIGKILL)
+        hosts.until(lambda: "no space left" in hosts.jobs[1].shown(), "word of it")
+        assert hosts.jobs[0].alive and hosts.jobs[1].alive
+        gateway.call("kv/deleterange", {"key": encode("junk/"), "range_end": encode("junk0")})
+        store.compact(store.revision)
+        gateway.call("maintenance/defragment", {})
+        for alarm in gateway.call("maintenance/alarm", {"action": "GET"})["alarms"]:
+            gateway.call("maintenance/alarm", {"action": "DEACTIVATE", **alarm})
+        hosts.until(lambda: "the store is back" in hosts.jobs[1].shown(), "the store")
+        hosts.fill(2)
+        hosts.finish(undisturbed(STEPS), 0, 1)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.torchrun import EtcdTensorStore
-from etcd_servers import VERSIONS, Cluster, serving
+from etcd_servers import VERSIONS, Cluster
 from integration.launch_tools import environment
 from integration.script_tools import SCRIPTS
 
@@ -84,7 +84,7 @@ def running(cluster: Cluster, tmp_path: Path, count: int, **options: object) -> 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_plain_scripts_meet(tmp_path: Path, version: str) -> None:
-    with serving(tmp_path, version) as cluster, running(cluster, tmp_path, 2, nodes="2", steps=3, step_s=0.0) as nodes:
+    with Cluster(tmp_path, version) as cluster, running(cluster, tmp_path, 2, nodes="2", steps=3, step_s=0.0) as nodes:
         for node in nodes:
             assert node.process.wait(PATIENCE_S) == 0, node.output[-3000:]
             assert "finished with 2" in node.output
@@ -92,7 +92,7 @@ def test_plain_scripts_meet(tmp_path: Path, version: str) -> None:
 
 def test_the_loss_of_any_node_leaves_the_others_training(tmp_path: Path) -> None:
     """The first one to come is the first to be lost; one etcd member is lost as well, and comes back."""
-    with serving(tmp_path, members=3) as cluster:
+    with Cluster(tmp_path, members=3) as cluster:
         with running(cluster, tmp_path, 3, nodes="1:3", steps=100, step_s=0.1) as nodes:
             for node in nodes:
                 give_up_at = time.monotonic() + PATIENCE_S
@@ -116,7 +116,7 @@ def test_the_loss_of_any_node_leaves_the_others_training(tmp_path: Path) -> None
 def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[dist.Store, dist.Store]]:
     """Two clients of one store, as C++ uses them."""
     if request.param == "etcd":
-        with serving(tmp_path) as cluster:
+        with Cluster(tmp_path) as cluster:
             first, second = (EtcdTensorStore(Gateway(cluster.address), "test/") for _ in range(2))
             yield dist.PrefixStore("p", first), dist.PrefixStore("p", second)
     else:

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.hosts import Network
 
 from elastic_harness import failpoints
-from etcd_servers import serving
+from etcd_servers import Cluster
 from integration.harness import FOREVER
 from integration.several import Hosts
 
@@ -32,16 +32,18 @@ def test_storm_of_hosts(tmp_path: Path, undisturbed: Callable[[int], str], capsy
     while rounds == 0 or time.monotonic() < end:
         folder = tmp_path / str(rounds)
         folder.mkdir()
-        with Network(3) as network, serving(folder, host=network.machine.address) as cluster:
-            hosts = Hosts(folder, network, cluster, steps=STEPS)
+        with (
+            Network(3) as network,
+            Cluster(folder, host=network.machine.address) as cluster,
+            Hosts(folder, network, cluster, steps=STEPS) as hosts,
+        ):
+            storm = Storm(hosts, rng)
             try:
-                storm = Storm(hosts, rng)
                 storm.rage()
                 storm.end(undisturbed(STEPS))
             finally:
                 with capsys.disabled():
                     print(f"\nstorm of hosts: SOAK_SEED={seed}, round {rounds}: {', '.join(storm.done)}")
-                hosts.close()
         rounds += 1
 
 

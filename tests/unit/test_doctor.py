@@ -12,7 +12,7 @@ import pytest
 
 from elastic_harness import doctor
 from elastic_harness.errors import ConfigError
-from etcd_servers import serving
+from etcd_servers import Cluster
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, tuple[str, str]]]:
@@ -58,7 +58,7 @@ def test_a_slow_disk_and_little_room_are_worth_a_look(tmp_path: Path, monkeypatc
 
 @pytest.mark.slow
 def test_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(tmp_path) as cluster:
+    with Cluster(tmp_path) as cluster:
         (endpoint,) = cluster.endpoints
         host = endpoint.removeprefix("http://")
         code, findings = told(capsys, "--run-dir", tmp_path, "--store", f"etcd://{host},127.0.0.1:9")

@@ -26,7 +26,7 @@ from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.once import Once
 from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership.store import EmbeddedStore, Entry, Put, Unavailable, Watch
-from etcd_servers import PATIENCE_S, VERSIONS, certificates, free_ports, polled, serving, want_password
+from etcd_servers import PATIENCE_S, VERSIONS, Cluster, certificates, free_ports, polled, want_password
 
 # ---- addresses
 
@@ -66,7 +66,7 @@ def test_a_wrong_address_says_what_is_allowed(text: str, named: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_two_of_three_members_are_enough(tmp_path: Path, version: str) -> None:
-    with serving(tmp_path, version, members=3) as cluster:
+    with Cluster(tmp_path, version, members=3) as cluster:
         gateway = Gateway(cluster.address, timeout_s=10.0)
         store = EtcdStore(gateway)
         lease = store.lease(60.0)
@@ -96,7 +96,7 @@ def test_two_of_three_members_are_enough(tmp_path: Path, version: str) -> None:
 @pytest.mark.slow
 def test_a_member_that_is_paused_is_left(tmp_path: Path) -> None:
     """Its connections stay open: nothing but silence tells that it is gone."""
-    with serving(tmp_path, members=3) as cluster:
+    with Cluster(tmp_path, members=3) as cluster:
         gateway = Gateway(cluster.address, timeout_s=8.0)
         store = EtcdStore(gateway)
         for member in cluster.members:
@@ -115,7 +115,7 @@ def test_a_member_that_is_paused_is_left(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_restart_of_the_only_member_loses_nothing(tmp_path: Path, version: str) -> None:
-    with serving(tmp_path, version) as cluster:
+    with Cluster(tmp_path, version) as cluster:
         store = EtcdStore(Gateway(cluster.address, timeout_s=15.0))
         lease = store.lease(30.0)
         store.txn({}, [Put("mine", "", lease)])
@@ -134,7 +134,7 @@ def test_a_restart_of_the_only_member_loses_nothing(tmp_path: Path, version: str
 
 @pytest.mark.slow
 def test_a_store_whose_data_is_gone_knows_nothing(tmp_path: Path) -> None:
-    with serving(tmp_path) as cluster:
+    with Cluster(tmp_path) as cluster:
         store = EtcdStore(Gateway(cluster.address, timeout_s=10.0))
         lease = store.lease(30.0)
         store.txn({}, [Put("mine", "", lease)])
@@ -148,7 +148,7 @@ def test_a_store_whose_data_is_gone_knows_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_transaction_whose_answer_is_lost_is_not_sent_twice(tmp_path: Path) -> None:
-    with serving(tmp_path) as cluster, cutting(cluster.endpoints[0]) as (endpoint, cut):
+    with Cluster(tmp_path) as cluster, cutting(cluster.endpoints[0]) as (endpoint, cut):
         store, direct = EtcdStore(Gateway(Address((endpoint,)))), EtcdStore(Gateway(cluster.address))
         assert store.txn({"a": 0}, [Put("a", "1")])[0]
         time.sleep(0.2)  # the last of its answer has passed
@@ -214,7 +214,7 @@ def test_with_once_a_change_happens_once_whatever_is_lost(fates: list[str]) -> N
 
 @pytest.mark.slow
 def test_a_forked_process_has_connections_of_its_own(tmp_path: Path) -> None:
-    with serving(tmp_path) as cluster:
+    with Cluster(tmp_path) as cluster:
         store = EtcdStore(Gateway(cluster.address))
         watch = store.watch("", store.revision + 1)
         put(store, 0)
@@ -257,7 +257,7 @@ def test_threads_end_with_the_watch(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_user_with_a_password(tmp_path: Path) -> None:
-    with serving(tmp_path) as cluster:
+    with Cluster(tmp_path) as cluster:
         want_password(cluster, "xyzzy")
         (endpoint,) = cluster.endpoints
         host = endpoint.removeprefix("http://")
@@ -279,7 +279,7 @@ def test_a_user_with_a_password(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_tls_on_both_sides(tmp_path: Path) -> None:
     options, query = certificates(tmp_path, "127.0.0.1")
-    with serving(tmp_path, options=options, query=query) as cluster:
+    with Cluster(tmp_path, options=options, query=query) as cluster:
         host = cluster.endpoints[0].removeprefix("https://")
         assert EtcdStore(Gateway(cluster.address)).txn({"a": 0}, [Put("a", "")])[0]
         for wrong in (f"etcds://{host}", f"etcds://{host}?ca={tmp_path}/ca.pem", f"etcd://{host}"):
@@ -290,7 +290,7 @@ def test_tls_on_both_sides(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_client_s_certificate_with_a_common_name_is_refused_with_the_remedy(tmp_path: Path) -> None:
     options, query = certificates(tmp_path, "127.0.0.1", client="/CN=client")
-    with serving(tmp_path, options=options, query=query) as cluster:
+    with Cluster(tmp_path, options=options, query=query) as cluster:
         want_password(cluster, "xyzzy")
         with pytest.raises(ConfigError, match="without"):
             EtcdStore(Gateway(Address.parse(f"{cluster.url}&user=root", {PASSWORD_VARIABLE: "xyzzy"}))).get("a")

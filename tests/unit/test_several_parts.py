@@ -19,7 +19,7 @@ from elastic_harness.membership.decide import View, decide
 from elastic_harness.membership.store import EmbeddedStore, Put, Unavailable
 from elastic_harness.membership.types import Generation, Limits, node_of
 from elastic_harness.train.progress import Formed
-from etcd_servers import serving
+from etcd_servers import Cluster
 
 PATIENCE_S = 10.0
 
@@ -197,7 +197,7 @@ def test_options_of_several_nodes() -> None:
 
 
 def test_a_run_is_forgotten_unless_nodes_are_there(tmp_path: Path) -> None:
-    with serving(tmp_path) as cluster:
+    with Cluster(tmp_path) as cluster:
         address = "etcd://" + cluster.endpoints[0].partition("//")[2]
         options = parse(f"--store {address} --run-id job train.py".split()).options
         assert "knows no such run" in elsewhere.forget(options)

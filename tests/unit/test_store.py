@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership.store import Change, Compacted, EmbeddedStore, Put, Store
-from etcd_servers import VERSIONS, Cluster, polled, serving
+from etcd_servers import VERSIONS, Cluster, polled
 
 SLACK_S = 1.5  # etcd looks for leases that have ended twice a second
 _NUMBERS = itertools.count()
@@ -61,7 +61,7 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
 
         @cache
         def of(version: str) -> Cluster:
-            return running.enter_context(serving(tmp_path_factory.mktemp("etcd"), version))
+            return running.enter_context(Cluster(tmp_path_factory.mktemp("etcd"), version))
 
         yield of
 

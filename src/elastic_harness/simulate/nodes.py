@@ -406,7 +406,7 @@ class Simulation(Workers):
         return super().report_trouble(world, who, event)
 
     def _is_cut(self, a: int, b: int) -> bool:
-        return bool(self._cuts) and frozenset((self._home[a], self._home[b])) in self._cuts
+        return frozenset((self._home[a], self._home[b])) in self._cuts
 
     def _work(self) -> None:
         """One thing that some worker can do."""
