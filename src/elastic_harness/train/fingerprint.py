@@ -36,10 +36,10 @@ def fingerprint(
         "run.micro_batch_samples": shape.micro_batch,
         "run.clip_norm": config.training.clip_norm,
         "exactness": config.elastic.exactness,
-        "model.layout": _digest([(e.name, list(e.shape), str(e.dtype), e.lo) for e in layout.entries]),
+        "model.layout": _layout(layout),
         "model.class": f"{type(model).__module__}.{type(model).__qualname__}",
         "model.optimizer": type(optimizer).__name__,
-        "model.optimizer_settings": _digest(_settings(optimizer)),
+        **{f"optimizer.{name}": value for name, value in _settings(optimizer).items()},
         "run.precision": config.training.precision,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -54,12 +54,22 @@ def fingerprint(
     return entries
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The optimizer's settings as they are before training (a scheduler changes the learning rate later)."""
-    return [
-        {k: repr(v) for k, v in sorted(group.items()) if k != "params" and k != "lr"}
-        for group in optimizer.param_groups
-    ]
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's settings as they are before training, each as text, in a list where the parameter groups differ.
+    A scheduler changes the learning rate later and keeps what it was in `initial_lr`."""
+    groups = [{k: repr(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    for group in groups:
+        group["lr"] = group.pop("initial_lr", group.get("lr", ""))
+    names = sorted({name for group in groups for name in group})
+    values = {name: [group.get(name, "") for group in groups] for name in names}
+    return {name: value[0] if len(set(value)) == 1 else value for name, value in values.items()}
+
+
+def _layout(layout: Layout) -> str:
+    """The trained tensors in a line: how many, of how many elements, and a hash over their names, shapes and types."""
+    entries = [(e.name, list(e.shape), str(e.dtype), e.lo) for e in layout.entries]
+    elements = sum(e.hi - e.lo for e in layout.entries)
+    return f"{len(entries)} tensors of {elements:,} elements, sha256 {_digest(entries)}"
 
 
 def _digest(value: Any) -> str:
