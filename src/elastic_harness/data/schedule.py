@@ -29,26 +29,43 @@ class Span:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Cuts every epoch into steps of ``global_batch`` samples; an epoch's last step may be shorter."""
+    """Cuts every epoch into steps of ``global_batch`` samples; an epoch's last step may be shorter. A run that goes on
+    from another begins at ``first_step`` with ``first_position``, which may lie within an epoch."""
 
     n_samples: int
     global_batch: int
+    first_step: int = 0
+    first_position: int = 0
 
     def __post_init__(self) -> None:
         for name in ("n_samples", "global_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        for name in ("first_step", "first_position"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 0.")
 
     @property
     def steps_per_epoch(self) -> int:
         return -(-self.n_samples // self.global_batch)
 
+    def last_step_of(self, epoch: int) -> int:
+        """The step that ends an epoch, which is not over before the first step."""
+        begun_in, begun = divmod(self.first_position, self.n_samples)
+        left = -(-(self.n_samples - begun) // self.global_batch)
+        return self.first_step + left - 1 + (epoch - begun_in) * self.steps_per_epoch
+
     def at(self, step: int) -> Span:
         """The positions that step ``step`` (from 0) consumes."""
-        if step < 0:
-            raise ValueError(f"step is {step}, but steps count from 0.")
-        epoch, index = divmod(step, self.steps_per_epoch)
-        first = index * self.global_batch
+        if step < self.first_step:
+            raise ValueError(f"step is {step}, but steps count from {self.first_step}.")
+        epoch, begun = divmod(self.first_position, self.n_samples)
+        index = step - self.first_step
+        after = step - self.last_step_of(epoch) - 1  # steps since the epoch that the run began in
+        if after >= 0:
+            more, index = divmod(after, self.steps_per_epoch)
+            epoch, begun = epoch + 1 + more, 0
+        first = begun + index * self.global_batch
         count = min(self.global_batch, self.n_samples - first)
         return Span(epoch, first, count, epoch * self.n_samples + first)
 
