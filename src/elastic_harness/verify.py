@@ -19,20 +19,24 @@ from typing import Any
 
 import numpy as np
 
+from elastic_harness import origin as origins
 from elastic_harness.data.mixture import order_of
 from elastic_harness.data.order import EpochOrder, Order, Places, ids_of
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError, HarnessError
 from elastic_harness.events import read_events
 from elastic_harness.ledger import FILE_NAME, Ledger, LedgerLine, lanes_covered_once, read_ledger
+from elastic_harness.origin import Origin
 
 EXIT_VIOLATED = 1
 _IDENTITY = ("seed", "n_samples", "slots", "lanes", "micro_batch_samples", "global_batch_samples")
+_BEGINNING = ("first_step", "first_position")  # 0 where an event does not have them
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What fixes which sample each slot of each step reads: the numbers of the `run_configured` event."""
+    """What fixes which sample each slot of each step reads: the numbers of the `run_configured` event. A run that goes
+    on from another begins at `first_step` with `first_position`."""
 
     seed: int
     n_samples: int
@@ -40,7 +44,13 @@ class RunIdentity:
     lanes: int
     micro_batch_samples: int
     global_batch_samples: int
+    first_step: int
+    first_position: int
     order: Order
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.n_samples, self.global_batch_samples, self.first_step, self.first_position)
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,8 @@ class Verdict:
     finished: bool = False
     weights_sha256: str | None = None
     violations: tuple[str, ...] = field(default=())
+    origin: str | None = None  # RUN@VERSION that it began from
+    before: Verdict | None = None  # on what that run had done by then; None if its folder is not at hand
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -91,6 +103,10 @@ class Verdict:
             lines.append(f"  weights_sha256 {self.weights_sha256}")
         if not self.finished:
             lines.append("  the run has not finished; this covers what is committed so far")
+        if self.before is not None:
+            lines += [f"began from {self.origin}:", *(f"  {line}" for line in str(self.before).splitlines())]
+        elif self.origin is not None:
+            lines.append(f"  began from {self.origin}, whose folder is not at hand: what it did is not judged here")
         return "\n".join(lines)
 
 
@@ -101,8 +117,39 @@ def slot_digest(sample_ids: np.ndarray) -> str:
 
 def verify(*run_dirs: str | Path, max_violations: int = 20) -> Verdict:
     """The verdict on a run's folder, or on those of all its nodes together: what one of them did not see is in another,
-    and what several saw must be the same. Reads only; raises a HarnessError only if there is nothing to judge."""
+    and what several saw must be the same. A run that began from another is followed back into that one. Reads only;
+    raises a HarnessError only if there is nothing to judge."""
     folders = [Path(run_dir) for run_dir in run_dirs]
+    ledger, events = _records(folders)
+    verdict = judge(" ".join(map(str, folders)), ledger, *events, max_violations=max_violations)
+    origin = next((found for folder in folders if folder.is_dir() and (found := origins.read(folder))), None)
+    return verdict if origin is None else _with_origin(verdict, origin, max_violations)
+
+
+def _with_origin(verdict: Verdict, origin: Origin, max_violations: int) -> Verdict:
+    """The verdict with that on the run it began from, as far as that had come by then."""
+    folder = Path(origin.run)
+    if not (folder / FILE_NAME).exists():
+        return replace(verdict, origin=str(origin))
+    ledger, events = _records([folder])
+    lines = tuple(line for line in ledger.lines if line.lineage <= origin.lineage)
+    until = Ledger(ledger.path, tuple(line for line in lines if line.step < origin.version), ledger.torn)
+    before = judge(str(folder), until, *events, max_violations=max_violations, until=origin.version)
+    earlier = origins.read(folder)
+    if earlier is not None:
+        before = _with_origin(before, earlier, max_violations)
+    violations = verdict.violations + tuple(f"in {folder}: {text}" for text in before.violations)
+    return replace(
+        verdict,
+        ok=verdict.ok and before.ok,
+        violations=violations,
+        origin=str(origin),
+        before=before if before.ok else None,
+    )
+
+
+def _records(folders: Sequence[Path]) -> tuple[Ledger, list[list[dict[str, Any]]]]:
+    """The ledgers of a run's folders as one, and the events of each."""
     with_ledger = [folder for folder in folders if (folder / FILE_NAME).exists() or folder.is_file()]
     ledgers = [read_ledger(folder) for folder in with_ledger or folders]
     ledger = Ledger(
@@ -111,11 +158,14 @@ def verify(*run_dirs: str | Path, max_violations: int = 20) -> Verdict:
     events = [
         list(read_events(folder / "events.jsonl")) if (folder / "events.jsonl").exists() else [] for folder in folders
     ]
-    return judge(" ".join(map(str, folders)), ledger, *events, max_violations=max_violations)
+    return ledger, events
 
 
-def judge(run: str, ledger: Ledger, *nodes: Iterable[Mapping[str, Any]], max_violations: int = 20) -> Verdict:
-    """The verdict on a ledger and the events beside it, of each node; pure, apart from what it is given."""
+def judge(
+    run: str, ledger: Ledger, *nodes: Iterable[Mapping[str, Any]], max_violations: int = 20, until: int | None = None
+) -> Verdict:
+    """The verdict on a ledger and the events beside it, of each node; pure, apart from what it is given. `until`: the
+    steps before this one are to be there, and nothing is asked of what came later."""
     by_node = [list(events) for events in nodes]
     identity, violations = _identity(run, [event for events in by_node for event in events])
     violations += _conflicting_lines(ledger, several=len(by_node) > 1)
@@ -129,7 +179,9 @@ def judge(run: str, ledger: Ledger, *nodes: Iterable[Mapping[str, Any]], max_vio
         violations += [f"step {step}: {text}" for text in found]
         samples += line.count
     if len(violations) < max_violations:
-        violations += replay.gaps() + replay.incomplete_epochs()
+        violations += replay.gaps(until) + replay.incomplete_epochs()
+    if until is not None:
+        by_node = []
     ends = _newest_ends([end for events in by_node if (end := _finish(events)) is not None], lines)
     finished = ends[0] if ends else None
     if finished is not None and not violations:
@@ -146,7 +198,7 @@ def judge(run: str, ledger: Ledger, *nodes: Iterable[Mapping[str, Any]], max_vio
         superseded=len({line.key for line in ledger.lines}) - len(lines),
         members=len({member for line in lines.values() for member, _, _ in line.computed_by}),
         torn_line=ledger.torn,
-        finished=finished is not None,
+        finished=finished is not None or until is not None,
         weights_sha256=None if finished is None else finished.get("weights_sha256"),
         violations=tuple(_in_step_order(violations)),
     )
@@ -158,11 +210,18 @@ class _Replay:
     def __init__(self, identity: RunIdentity, lines: Mapping[int, LedgerLine]) -> None:
         self.identity = identity
         self.lines = lines
-        self.schedule = Schedule(identity.n_samples, identity.global_batch_samples)
-        self.steps_per_epoch = self.schedule.steps_per_epoch
+        self.schedule = identity.schedule
         self.epochs_complete = 0
         self._used: dict[tuple[int, int], np.ndarray] = {}  # of a source and its pass: which samples
         self._owner_of_digest: dict[str, tuple[int, int]] | None = None
+        self._book_before(identity.first_position)
+
+    def _book_before(self, position: int) -> None:
+        """Count the samples of all positions before this one as used: by the run that this one began from."""
+        order = self.identity.order
+        for epoch in range(-(-position // self.identity.n_samples)):
+            count = min(self.identity.n_samples, position - epoch * self.identity.n_samples)
+            self._book(order.places(epoch, np.arange(count, dtype=np.int64)), slot=0)
 
     def violations_of(self, line: LedgerLine) -> list[str]:
         """Everything wrong with one committed step; also books its samples as used."""
@@ -207,11 +266,12 @@ class _Replay:
             Places(*(column[low - span.first : high - span.first] for column in step_places)) for low, high in ranges
         ]
 
-    def gaps(self) -> list[str]:
-        """Steps between 0 and the last one that no line covers."""
+    def gaps(self, until: int | None = None) -> list[str]:
+        """Steps between the first and the last one (or `until`) that no line covers."""
+        first, end = self.identity.first_step, until if until is not None else max(self.lines, default=-1) + 1
+        missing = sorted(set(range(first, end)) - set(self.lines))
         if not self.lines:
-            return []
-        missing = sorted(set(range(max(self.lines) + 1)) - set(self.lines))
+            return [f"step {first}: and all up to {end - 1} are missing from the ledger"] if missing else []
         if not missing:
             return []
         start = min(self.lines)
@@ -220,8 +280,9 @@ class _Replay:
                 f"step 0: is missing from the ledger: this folder began at step {start}, with a checkpoint from "
                 "elsewhere; the steps before are in the ledger of the folder where they were computed"
             ]
+        there = f"step {end - 1}" if until is None else f"a checkpoint of version {until}"
         return [
-            f"step {missing[0]}: is missing from the ledger, though step {max(self.lines)} is there"
+            f"step {missing[0]}: is missing from the ledger, though {there} is there"
             + (f" ({len(missing)} steps are missing in all)" if len(missing) > 1 else "")
         ]
 
@@ -241,7 +302,7 @@ class _Replay:
                     self.epochs_complete += 1
                     continue
                 sample = 0 if used is None else int(np.flatnonzero(~used)[0])
-                where = last if order.names else (turn + 1) * self.steps_per_epoch - 1
+                where = last if order.names else self.schedule.last_step_of(turn)
                 found.append(
                     f"step {where}: ends {self._pass(source, turn)}, in which {size - count} samples were never used, "
                     f"sample {sample} among them"
@@ -303,12 +364,12 @@ def _identity(run: str, events: list[Mapping[str, Any]]) -> tuple[RunIdentity, l
         missing = [name for name in _IDENTITY if name not in event]
         if missing:
             raise ConfigError(f"{run}: the run_configured event lacks {missing[0]!r}; it has {sorted(event)}")
-        numbers = {name: int(event[name]) for name in _IDENTITY}
+        numbers = {name: int(event[name]) for name in _IDENTITY} | {n: int(event.get(n, 0)) for n in _BEGINNING}
         identities.append(RunIdentity(**numbers, order=_order(numbers, event.get("order"))))
     changed = [
         f"{name} was {getattr(identities[0], name)} when the run began and {getattr(later, name)} when it resumed"
         for later in identities[1:]
-        for name in _IDENTITY
+        for name in (*_IDENTITY, *_BEGINNING)
         if getattr(later, name) != getattr(identities[0], name)
     ]
     data_sets = {json.dumps([event.get("dataset"), event.get("order")], sort_keys=True) for event in configured}

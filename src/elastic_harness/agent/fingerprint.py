@@ -33,7 +33,10 @@ def difference(run: Mapping[str, Any], worker: Mapping[str, Any]) -> str:
     if not keys:
         return ""
     named = "; ".join(f"{k}: the run has {run.get(k)!r}, this worker {worker.get(k)!r}" for k in keys)
-    advice = "use the run's values, or another --run-dir, or --fresh to start anew"
+    advice = (
+        "use the run's values; or begin a new run from its state with these: `launch --from RUN --run-dir NEW …`; or "
+        "start anew with --fresh"
+    )
     if set(keys) <= HARDWARE_KEYS:
         advice += "; elastic.exactness=relaxed admits such a worker, without bit-exactness"
     return f"its fingerprint differs ({named}); {advice}"

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from elastic_harness import memory_slots
+from elastic_harness import origin as origins
 from elastic_harness.agent import folder as folders
 from elastic_harness.agent.options import LaunchRequest, parse
 from elastic_harness.agent.worker import die_with_parent
@@ -57,6 +58,9 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
             from elastic_harness.agent.elsewhere import forget
 
             print(f"[launch] {forget(request.options)}", flush=True)
+        if request.origin is not None:
+            origin = origins.claim(path, request.origin, weights_only=request.weights_only)
+            print(f"[launch] {'the weights' if origin.weights_only else 'the state'} of {origin}", flush=True)
         folder = folders.RunFolder(path)
         resumed = bool(folder.record)
         if folder.record.get("options", {}).get("command") != list(request.options.command):

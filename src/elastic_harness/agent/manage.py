@@ -15,7 +15,7 @@ from typing import Any
 from elastic_harness.agent import folder as folders
 from elastic_harness.agent.control import request
 from elastic_harness.agent.records import EVENTS
-from elastic_harness.errors import EXIT_SUCCESS, ConfigError, InfrastructureError
+from elastic_harness.errors import EXIT_CONFIG, EXIT_SUCCESS, ConfigError, InfrastructureError
 from elastic_harness.events import read_events
 
 _FOLLOW_S = 0.2
@@ -118,6 +118,13 @@ def resume(argv: Sequence[str]) -> int:
     """Launch a run again as it was launched, in the folder it was launched from."""
     parser = _parser("resume", "Launch a run again with the command line it was launched with.")
     parser.add_argument("run", metavar="RUN")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="arguments that are added to the script's; of the built-in trainer settings that replace earlier ones. "
+        "What changes the result (batch, model) is refused: `launch --from RUN` begins a new run with it",
+    )
     given = parser.parse_args(list(argv))
     path = folders.resolve(given.run)
     record = folders.read_record(path) or {}
@@ -133,8 +140,12 @@ def resume(argv: Sequence[str]) -> int:
             f"the run was launched in {record['cwd']}, which cannot be entered ({error.strerror}); launch it there "
             f"or from another folder with --run-dir {path}"
         ) from error
-    again = replace(parse(record["argv"]), run_dir=str(path), run_id=record.get("run_id"), fresh=False)
-    return launch(again, record["argv"])
+    argv = [*record["argv"], *given.overrides]
+    again = replace(parse(argv), run_dir=str(path), run_id=record.get("run_id"), fresh=False, origin=None)
+    code = launch(again, argv)
+    if code == EXIT_CONFIG and given.overrides:  # refused: the next resume is not to fail for them as well
+        folders.RunFolder(path).update(argv=record["argv"], options=record["options"])
+    return code
 
 
 def scale(argv: Sequence[str]) -> int:

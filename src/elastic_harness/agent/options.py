@@ -77,6 +77,8 @@ class LaunchRequest:
     run_dir: str | None
     run_id: str | None
     fresh: bool
+    origin: str | None = None  # RUN[@VERSION] that a new run begins from
+    weights_only: bool = False
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -110,6 +112,13 @@ def build_parser() -> argparse.ArgumentParser:
     option("--run-dir", metavar="DIR", help="run folder (default: runs/<id>); an existing one is resumed")
     option("--run-id", metavar="ID", help="name of the run (default: from the time)")
     option("--fresh", action="store_true", help="start anew: an existing run folder is moved aside, not deleted")
+    option(
+        "--from",
+        dest="origin",
+        metavar="RUN[@VERSION]",
+        help="begin a new run with another's state (of its newest checkpoint) under the settings given here",
+    )
+    option("--weights-only", action="store_true", help="with --from: take the weights alone and begin at step 0")
     option("--quiet", action="store_true", help="do not show the workers' output (it is in their logs)")
     option("--no-python", action="store_true", help="run the script as a program of its own")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a Python module, as in python -m")
@@ -175,7 +184,9 @@ def parse(argv: Sequence[str]) -> LaunchRequest:
         host=given.host,
         node_timeout_s=given.node_timeout,
     )
-    return LaunchRequest(options, given.run_dir, given.run_id, given.fresh)
+    if given.weights_only and given.origin is None:
+        raise ConfigError("--weights-only says what to take from another run; name that run: --from RUN[@VERSION]")
+    return LaunchRequest(options, given.run_dir, given.run_id, given.fresh, given.origin, given.weights_only)
 
 
 def _nodes(given: argparse.Namespace) -> tuple[int, int]:

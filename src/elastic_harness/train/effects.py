@@ -92,6 +92,7 @@ def describe(parts: Parts, progress: Progress) -> Callable[[], dict[str, Any]]:
             "epoch": span.epoch,
             "position": span.position,
             "tokens": span.position * parts.tokens_per_sample,
+            "data": {name: parts.configured[name] for name in ("order", "dataset")},
             "config": parts.config.to_dict(),
             "packages": packages(),
         }

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from elastic_harness import origin as origins
 from elastic_harness.comm import gloo, nccl
 from elastic_harness.comm.group import Group
 from elastic_harness.comm.pool import Pool
@@ -40,6 +41,7 @@ from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.effects import describe
 from elastic_harness.train.export import export_weights
 from elastic_harness.train.fingerprint import fingerprint
+from elastic_harness.train.inherited import Inherited
 from elastic_harness.train.layout import averaged_buffers, make_layout
 from elastic_harness.train.link import AgentLink, Left, Link
 from elastic_harness.train.loop import commit_step, settle
@@ -196,6 +198,8 @@ def start(
     extra: Mapping[str, Stateful] | None = None,
     buffers: Sequence[str] = (),
     run_dir: str | Path | None = None,
+    resume_from: str | Path | None = None,
+    weights_only: bool = False,
     collate_fn: Any = None,
 ) -> Run:
     """Join the run and return once this worker takes part in it, its state equal to everybody's.
@@ -207,6 +211,8 @@ def start(
     steps, by a rule that is the same on all workers. buffers: names of buffers
     that forward changes and whose mean over the slots is the new value (batch-norm statistics are found by
     themselves). run_dir: where events, ledger and checkpoints go when there is no launcher to say so.
+    resume_from: RUN[@VERSION], another run whose whole state (or, with weights_only, whose weights) a new run begins
+    with; a run that did begin there is resumed as ever.
 
     Runs under `elastic-harness launch` (recovery in place), under torchrun (restart and resume) and under plain
     python (one worker). Collective; blocks until the coordinator has formed a generation with this worker in it, for
@@ -217,13 +223,24 @@ def start(
     if torch.get_num_threads() != config.training.threads:
         torch.set_num_threads(config.training.threads)
     check_trainable(model, optimizer, scheduler)
+    if weights_only and resume_from is None:
+        raise ConfigError("weights_only=True says what to take from another run; name that run: resume_from=")
     source = dataset if hasattr(dataset, "read") else MapStyle(dataset, collate_fn)
     training = config.training
     averaged = averaged_buffers(model, buffers)
     layout = make_layout(model, averaged)
     shape = Shape(config.slots, config.lanes_resolved, training.micro_batch_samples, pairs=layout.uniform)
     order = getattr(source, "order", None) or EpochOrder(len(source), config.seed)
-    schedule = Schedule(order.n_samples, training.global_batch_samples)
+    data = {"order": order.describe(), "dataset": source.fingerprint()}
+    origin = origins.read(folder)
+    if resume_from is not None:
+        origin = origins.claim(folder, str(resume_from), weights_only=weights_only)
+    first = origin.first(data) if origin is not None else (0, 0)
+    if first[0] > training.max_steps:
+        raise ConfigError(
+            f"training.max_steps is {training.max_steps}, but the run begins from {origin}: give more steps than that"
+        )
+    schedule = Schedule(order.n_samples, training.global_batch_samples, *first)
     given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
     check_extra(extra or {}, given, config.elastic.exactness)
     registry = Registry(model, {k: v for k, v in given.items() if v is not None} | dict(extra or {}), averaged)
@@ -270,23 +287,27 @@ def start(
             folder,
             registry,
             lambda event, fields: link.send("checkpoint", event=event, fields=fields),
+            Inherited(origin, registry) if origin is not None else None,
         ),
         canary=config.elastic.canary and config.elastic.exactness == "strict",
         connect=connect,
         configured={
             "seed": config.seed,
             "n_samples": order.n_samples,
-            "order": order.describe(),
             "slots": shape.slots,
             "lanes": shape.lanes,
             "micro_batch_samples": training.micro_batch_samples,
             "global_batch_samples": training.global_batch_samples,
-            "dataset": source.fingerprint(),
+            "first_step": schedule.first_step,
+            "first_position": schedule.first_position,
             "parameters": sum(e.hi - e.lo for e in layout.entries),
+            **data,
         },
         tokens_per_sample=int(getattr(source, "seq_length", 1)),
     )
-    own = fingerprint(config, model, optimizer, source.fingerprint(), layout, shape)
+    own = fingerprint(config, model, optimizer, data["dataset"], layout, shape)
+    if origin is not None:
+        own["run.origin"] = origin.identity
     link.hello(own, config.training.max_steps)
     try:
         progress = recover(parts, Progress(), None)

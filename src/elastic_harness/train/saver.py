@@ -33,6 +33,7 @@ from elastic_harness.checkpoint.tiers import POLL_S, Report, Tiers
 from elastic_harness.config import CheckpointConfig
 from elastic_harness.errors import ConfigError, HarnessError, InfrastructureError
 from elastic_harness.membership.types import node_of
+from elastic_harness.train.inherited import Inherited
 from elastic_harness.train.standalone import busy
 from elastic_harness.train.state import Registry
 
@@ -40,7 +41,8 @@ Describe = Callable[[], dict[str, Any]]
 
 
 class Saver:
-    """`report(event, fields)` tells what happened. `own`: the writer, if there is no agent that has one."""
+    """`report(event, fields)` tells what happened. `own`: the writer, if there is no agent that has one. `inherited`:
+    the state of the run that this one began from."""
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class Saver:
         policy: Policy,
         report: Report,
         own: OwnWriter | None = None,
+        inherited: Inherited | None = None,
     ) -> None:
         self._tiers = tiers
         self._registry = registry
@@ -57,6 +60,7 @@ class Saver:
         self._policy = policy
         self._report = report
         self._own = own
+        self._inherited = inherited
         self._timing = Timing(config)
 
     # ---- saving
@@ -194,12 +198,21 @@ class Saver:
         for stored in found:
             lineage = int(stored.meta.get("lineage", 0))
             restorable[stored.version] = max(lineage, restorable.get(stored.version, lineage))
-        return restorable
+        first = self._inherited.version if self._inherited is not None else None
+        return restorable if first is None else {**restorable, first: 0}
 
     def restore(self, version: int) -> None:
         """Overwrite the whole state with a checkpoint's. Raises CheckpointCorrupt; it is not offered again then."""
+        if self._inherited is not None and version == self._inherited.version:
+            self._inherited.restore()
+            return
         loaded = self._tiers.load(version)
         self._registry.restore(loaded.skeleton, loaded.tensors)
+
+    def begin(self) -> None:
+        """Prepare the state of step 0, where nobody has any."""
+        if self._inherited is not None:
+            self._inherited.begin()
 
     @contextmanager
     def _folder_locked(self) -> Iterator[None]:
@@ -212,7 +225,9 @@ class Saver:
             os.close(descriptor)  # and with it goes the lock
 
 
-def make_saver(config: CheckpointConfig, run_dir: Path, registry: Registry, report: Report) -> Saver:
+def make_saver(
+    config: CheckpointConfig, run_dir: Path, registry: Registry, report: Report, inherited: Inherited | None = None
+) -> Saver:
     """The saver of a worker: with the agent's shared memory and writer, or without an agent those of rank 0 itself."""
     folder = run_dir / "checkpoints"
     if config.nvme_path is not None:
@@ -221,9 +236,9 @@ def make_saver(config: CheckpointConfig, run_dir: Path, registry: Registry, repo
     several = bool(node_of(os.environ.get("ELASTIC_HARNESS_MEMBER", "")))
     name = os.environ["ELASTIC_HARNESS_RUN_ID"] if several else run_dir.name  # the same on all nodes
     policy = policy_of(config, None if base is None else f"{base.rstrip('/')}/{name}")
-    inherited = os.environ.pop(memory_slots.VARIABLE, None)
-    if inherited is not None:
-        *descriptors, wake = memory_slots.from_text(inherited)
+    handed = os.environ.pop(memory_slots.VARIABLE, None)
+    if handed is not None:
+        *descriptors, wake = memory_slots.from_text(handed)
         slots, own = Slots(descriptors, wake), None
         for descriptor in descriptors:
             os.close(descriptor)
@@ -233,7 +248,7 @@ def make_saver(config: CheckpointConfig, run_dir: Path, registry: Registry, repo
         slots = own.slots
     else:
         slots, own = Slots([]), None
-    return Saver(Tiers(slots, folder, own, report), registry, config, policy, report, own)
+    return Saver(Tiers(slots, folder, own, report), registry, config, policy, report, own, inherited)
 
 
 def _printing(report: Report) -> Report:

@@ -149,7 +149,8 @@ def _same(known: dict[str, Any], own: dict[str, Any], run_dir: Path) -> None:
     if differing:
         shown = "; ".join(f"{k}: the run has {known.get(k)!r}, this process {own.get(k)!r}" for k in differing)
         raise ConfigError(
-            f"this program does not fit the run in {run_dir}: {shown}. Give another run_dir, or make them equal"
+            f"this program does not fit the run in {run_dir}: {shown}. Make them equal, or begin a new run from its "
+            f"state with these: start(…, resume_from={str(run_dir)!r}, run_dir=NEW)"
         )
 
 

@@ -58,6 +58,22 @@ class Registry:
                 "that this one does not know. Start with the same model, optimizer and registered objects, or use "
                 "--fresh."
             )
+        self._copy_model(own, tensors)
+        for name, part in self.parts.items():
+            part.load_state_dict(decode(skeleton[name], tensors))
+
+    @torch.no_grad()
+    def restore_model(self, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite the model alone, with what the tensors of a whole state say of it. Raises ConfigError if it
+        differs."""
+        own = self._own()
+        missing = sorted(own.keys() - tensors.keys())
+        if missing:
+            raise ConfigError(f"The stored state is of another model: it lacks {missing}. Start with the same model.")
+        self._copy_model(own, tensors)
+
+    @staticmethod
+    def _copy_model(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in own.items():
             if tensor.shape != tensors[name].shape or tensor.dtype != tensors[name].dtype:
                 raise ConfigError(
@@ -65,8 +81,6 @@ class Registry:
                     f"{tensors[name].dtype} in the stored state: the model was changed. Use --fresh to begin anew."
                 )
             tensor.copy_(tensors[name])
-        for name, part in self.parts.items():
-            part.load_state_dict(decode(skeleton[name], tensors))
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,179 @@
+"""Where a run began, if it began from another run: `origin.json`, written once, before its first worker starts.
+
+A new run takes the other's whole state, or its weights alone. What the program sets (learning rate, batch, schedule)
+is its own, and so is its fingerprint. The other run is only read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from elastic_harness.errors import ConfigError, InfrastructureError
+
+FILE = "origin.json"
+CHECKPOINTS = "checkpoints"
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The state that a run began with. Raises nothing; `find` and `read` check."""
+
+    run: str  # the other run's folder, absolute
+    version: int  # committed steps of the state
+    lineage: int  # of the other run, which the state belongs to
+    weights_only: bool
+    position: int  # samples that the other run had consumed by then
+    data: dict[str, Any] | None  # which samples it read, and in which order
+    manifest_sha256: str  # of the checkpoint
+
+    @property
+    def checkpoint(self) -> Path:
+        return checkpoint_folder(self.run, self.version)
+
+    @property
+    def identity(self) -> str:
+        """What members must agree on: the state, wherever each of them reads it."""
+        return f"version {self.version}, manifest {self.manifest_sha256[:16]}{', weights only' * self.weights_only}"
+
+    def first(self, data: Mapping[str, Any]) -> tuple[int, int]:
+        """The first step of the new run, which reads `data`, and the position it begins to read at: the other's next
+        one if both read the same samples in the same order, else 0."""
+        if self.weights_only:
+            return 0, 0
+        return self.version, self.position if self.data == json.loads(json.dumps(data)) else 0
+
+    def __str__(self) -> str:
+        return f"{self.run}@{self.version}"
+
+
+def checkpoint_folder(run: str | Path, version: int) -> Path:
+    return Path(run) / CHECKPOINTS / f"step-{version:08d}"
+
+
+def find(text: str, *, weights_only: bool) -> Origin:
+    """The origin that RUN[@VERSION] names: a folder or an id under runs/, and a version that it has a checkpoint of
+    (default: the newest). Raises ConfigError if there is none."""
+    run, version = _run_folder(text)
+    versions = _versions(run)
+    if not versions:
+        raise ConfigError(f"{run} has no checkpoint to begin from; stop that run (which saves), or let it reach one")
+    if version is None:
+        version = versions[-1]
+    if version not in versions:
+        shown = ", ".join(map(str, versions[-10:]))
+        raise ConfigError(f"{run} has no checkpoint of version {version}; it has {shown}")
+    path = checkpoint_folder(run, version) / "manifest.json"
+    try:
+        manifest = json.loads(path.read_bytes())
+        meta = manifest["meta"]
+        return Origin(
+            run=str(run),
+            version=version,
+            lineage=int(manifest["lineage"]),
+            weights_only=weights_only,
+            position=int(meta["position"]),
+            data=meta.get("data"),
+            manifest_sha256=str(manifest["sha256"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} cannot be used ({type(error).__name__}: {error}); name another version: {run}@VERSION, of "
+            f"{', '.join(map(str, versions[-10:]))}"
+        ) from error
+
+
+def claim(run_dir: Path, text: str, *, weights_only: bool) -> Origin:
+    """Note in a new run's folder that it begins from RUN[@VERSION], and return that; for a run that did begin there
+    return what was noted. Several processes may call it at once. Raises ConfigError if the run began otherwise."""
+    known = read(run_dir)
+    if known is None and _has_trained(run_dir):
+        raise ConfigError(
+            f"the run in {run_dir} has trained already and did not begin from {text}; leave that out to resume it, or "
+            "give another folder"
+        )
+    if known is not None:
+        run, version = _run_folder(text, must_exist=False)
+        if (str(run), weights_only) != (known.run, known.weights_only) or version not in (None, known.version):
+            raise ConfigError(
+                f"the run in {run_dir} began from {known}{' (weights only)' * known.weights_only}, not from "
+                f"{text}{' (weights only)' * weights_only}; leave that out to resume it, or give another folder"
+            )
+        return known
+    _write_once(run_dir / FILE, find(text, weights_only=weights_only))
+    written = read(run_dir)
+    if written is None:
+        raise InfrastructureError(f"{run_dir / FILE} was written and is gone; is another process clearing {run_dir}?")
+    return written
+
+
+def read(run_dir: Path) -> Origin | None:
+    """The origin of the run in this folder; None if it began by itself. Raises InfrastructureError if it is damaged."""
+    path = run_dir / FILE
+    try:
+        content = json.loads(path.read_bytes())
+        return Origin(**{field.name: content[field.name] for field in fields(Origin)})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InfrastructureError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); it says which run this one began from. Restore "
+            "it, or begin anew with --fresh"
+        ) from error
+
+
+def _write_once(path: Path, origin: Origin) -> None:
+    """Write the file whole, or leave the one that another process has written a moment ago."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(json.dumps(asdict(origin), indent=1).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
+    except OSError as error:
+        raise InfrastructureError(f"cannot write {path}: {error.strerror}; free space or use another folder") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _run_folder(text: str, *, must_exist: bool = True) -> tuple[Path, int | None]:
+    """RUN[@VERSION] taken apart. A folder may have an @ in its name, as that of a node has."""
+    head, at, tail = text.rpartition("@")
+    candidates = [(text, None), *([(head, int(tail))] if at and tail.isdecimal() else [])]
+    for name, version in candidates:
+        for path in (Path(name), Path("runs") / name):
+            if (path / CHECKPOINTS).is_dir():
+                return path.resolve(), version
+    if must_exist:
+        raise ConfigError(
+            f"there is no run {candidates[-1][0]!r} with checkpoints: neither that folder nor "
+            f"{Path('runs') / candidates[-1][0]} has one named {CHECKPOINTS}; `elastic-harness ls` lists the runs"
+        )
+    name, version = candidates[-1]
+    return Path(name).resolve(), version
+
+
+def _versions(run: Path) -> list[int]:
+    """Versions that have a manifest, oldest first."""
+    found = (
+        int(name[1])
+        for path in (run / CHECKPOINTS).glob("step-*/manifest.json")
+        if (name := _NAME.fullmatch(path.parent.name))
+    )
+    return sorted(found)
+
+
+def _has_trained(run_dir: Path) -> bool:
+    ledger = run_dir / "ledger.jsonl"
+    return ledger.exists() and ledger.stat().st_size > 0
