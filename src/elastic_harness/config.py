@@ -35,7 +35,7 @@ class TrainingConfig(Section):
     lanes: int | None = None  # leaves of the gradient tree; null: min(slots, 8 * elastic.max_workers)
     threads: int = 1  # compute threads per worker: part of what exactness depends on
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    backend: Literal["gloo", "nccl"] = "gloo"  # of the exchange; nccl needs a GPU for each worker
+    backend: Literal["tcp", "nccl"] = "tcp"  # of the exchange; nccl needs a GPU for each worker
     compile: bool = False
     eval_interval_steps: int = 0  # 0: no validation loss
     eval_batches: int = 8

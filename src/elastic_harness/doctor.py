@@ -68,11 +68,12 @@ def check_torch() -> Iterator[Finding]:
     found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     yield judged("torch", found >= TORCH_MIN, torch.__version__, "pip install 'torch>=2.6'", "FAIL")
     gloo = dist.is_available() and dist.is_gloo_available()
-    yield judged("gloo", gloo, "there" if gloo else "missing", "Install a build of torch that has it.", "FAIL")
+    fix = "Install a build of torch that has it, or do without copies of a process group's snapshots on other nodes."
+    yield judged("gloo", gloo, "there" if gloo else "missing", fix)
     if torch.cuda.is_available():
         nccl = dist.is_available() and dist.is_nccl_available()
         what = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, NCCL {'there' if nccl else 'missing'}"
-        yield judged("gpu", nccl, what, "training.backend=gloo works without NCCL.")
+        yield judged("gpu", nccl, what, "training.backend=tcp works without NCCL.")
     else:
         yield Finding("gpu", "ok", "none that torch can use: training runs on the CPU")
 

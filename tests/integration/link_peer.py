@@ -1,4 +1,4 @@
-"""One member of a gloo group for test_links.py: RANK WORLD FOLDER HOST COMMAND. Says how it went as one line of JSON.
+"""One member of a group for test_links.py: RANK WORLD FOLDER HOST COMMAND. Says how it went as one line of JSON.
 
 build           only connects; like the others, it stays until its input ends
 receive:FROM    says "ready", waits for its input, then for a message from that rank
@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 
 import torch
-from gloo_peer import ELEMENTS, Folder
+from tcp_peer import ELEMENTS, Folder
 
-from elastic_harness.comm import gloo, reach
+from elastic_harness.comm import reach, tcp
 from elastic_harness.errors import PeerFailed, Unreachable
 
 probes: list[int] = []
@@ -34,7 +34,7 @@ def main(rank: int, world: int, folder: Path, host: str, command: str) -> None:
     what, _, source = command.partition(":")
     began, error, ways = time.monotonic(), "", {}
     try:
-        group = gloo.build(Folder(folder), rank, world, hostname=host, cancelled=lambda _: None)
+        group = tcp.build(Folder(folder), rank, world, hostname=host, cancelled=lambda _: None)
         if what != "build":
             print("ready", flush=True)
             sys.stdin.readline()

@@ -1,4 +1,4 @@
-"""gloo between hosts whose network is cut: who is named, how soon, and that nobody innocent is."""
+"""TCP between hosts whose network is cut: who is named, how soon, and that nobody innocent is."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_who_cannot_be_reached_is_known_while_building(network: Network, start: 
 def test_a_probe_does_not_disturb_who_is_probed(start: Start, tmp_path: Path) -> None:
     """A member that is stopped before it has connected is probed, which its kernel answers, and then connected to."""
     first, second = start("build", "build")
-    while not (tmp_path / "0_1").exists():
+    while not (tmp_path / "1").exists():
         time.sleep(0.0005)
     second.send_signal(signal.SIGSTOP)
     time.sleep(3.0)  # long enough for a probe

@@ -1,5 +1,5 @@
 """The exchange itself, every member in a thread: any nodes, any placement, any absent gradients give the bits of the
-tree, over a transport that matches by tag, over one that matches by order as NCCL does, and over gloo."""
+tree, over a transport that matches by tag, over one that matches by order as NCCL does, and over TCP."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from elastic_harness.comm import gloo
 from elastic_harness.comm import plan as planning
+from elastic_harness.comm import tcp
 from elastic_harness.comm.exchange import JOIN, Exchange
 from elastic_harness.comm.group import Group, Work
 from elastic_harness.comm.nccl import NcclGroup
@@ -89,7 +89,7 @@ class Raw:
 
 
 class Tagged:
-    """A group that matches messages by tag, as gloo does."""
+    """A group that matches messages by tag, as TCP's does."""
 
     def __init__(self, mail: Mail, rank: int, world: int) -> None:
         self.mail, self.rank, self.world, self.device, self.concurrent = mail, rank, world, CPU, True
@@ -106,7 +106,7 @@ class Tagged:
         self.waits += 1
         deadline = time.monotonic() + timeout_s
         for work in works:
-            assert not work.finished, "gloo would wait for another message"
+            assert not work.finished, "a transport may wait for another message"
             work.wait_raw(max(0.001, deadline - time.monotonic()))
 
     def flush(self, below: int | None = None) -> None: ...
@@ -354,7 +354,7 @@ def test_a_part_lost_inside_a_node_is_blamed_on_its_sender_there() -> None:
     assert all(2 not in named[rank] for rank in (0, 1))
 
 
-def test_gloo_gives_the_same_bits_on_two_nodes_as_on_one() -> None:
+def test_tcp_gives_the_same_bits_on_two_nodes_as_on_one() -> None:
     layout = layout_of([1000, 3, 37])
     gradients = made_up(layout, 12, 3, 0.2)
     placed = deal(12, NAMES, {"b/w1": ((2, 3),), "a/w0": ((7, 9),)})
@@ -363,7 +363,7 @@ def test_gloo_gives_the_same_bits_on_two_nodes_as_on_one() -> None:
     for nodes in (("", "", "", ""), NODES):
         plan = make_plan(NAMES, nodes, 12, placed, layout.elements)
         values = DictKeyValue(lambda: time.sleep(0.001))
-        build = partial(gloo.build, values, world=4, hostname="127.0.0.1", cancelled=lambda _: None)
+        build = partial(tcp.build, values, world=4, hostname="127.0.0.1", cancelled=lambda _: None)
         groups = in_threads([partial(build, rank) for rank in range(4)])
         members = [Member(layout, 12, placed[name], gradients) for name in NAMES]
         in_threads([partial(m.run, groups[rank], plan, rank) for rank, m in enumerate(members)])

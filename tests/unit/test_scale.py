@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import fields
 
 import pytest
 
-from elastic_harness.comm.gloo import _WithoutPairs, listening_address
-from elastic_harness.comm.rendezvous import DictKeyValue
 from elastic_harness.membership import leader
 from elastic_harness.membership.leading import GENERATIONS_KEPT, Leading
 from elastic_harness.membership.types import Limits
 from elastic_harness.simulate import cli, effective, scale
-from elastic_harness.simulate.scale import Cluster, Cost, Count, address, extrapolate
+from elastic_harness.simulate.scale import Cluster, Cost, Count, extrapolate
 
 
 @pytest.mark.parametrize("workers", [10, 40])
@@ -53,7 +50,7 @@ def test_extrapolated_rows_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
         10: False, 40: False, 80: False, 1000: True,
     }  # fmt: skip
     limit = told["request_limit"]
-    assert 100 < limit["workers_max_gloo_whole"] < limit["workers_max"] < 1000
+    assert 100 < limit["workers_max"] < 1000
     lines = scale.as_text(told).splitlines()
     assert [line for line in lines if line.startswith("| 1,000 * | a node |")]
     assert not [line for line in lines if line.startswith("| 80 *")]
@@ -71,18 +68,6 @@ def test_the_command_offers_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(scale, "REQUEST_BYTES_MAX", 20_000)
     assert cli.main(["--scale", "--json"]) == 0
     assert {row["workers"] for row in json.loads(capsys.readouterr().out)["failures"]} >= {10, 20}
-
-
-@pytest.mark.parametrize("world", [1, 5, 300])
-def test_addresses_pass_without_what_all_have_in_common(world: int) -> None:
-    rng, there = random.Random(1), DictKeyValue()
-    values = _WithoutPairs(there, world)
-    blobs = {str(rank): address(rng, rank // 8, world) for rank in range(world)} | {"other": b"\1no address\0"}
-    for key, blob in blobs.items():
-        values.set(key, blob)
-    assert {key: values.get(key) for key in blobs} == blobs
-    assert len(blobs["0"]) == 152 + len("n00000") + 8 * world and len(there.get("0")) == 152 + len("n00000") + 1
-    assert all(listening_address(blob) for key, blob in blobs.items() if key != "other")
 
 
 def test_addresses_of_ten_thousand_fit_into_a_request() -> None:

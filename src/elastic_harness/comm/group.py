@@ -13,13 +13,15 @@ from elastic_harness.errors import PeerFailed
 
 
 class Work:
-    """A pending send or receive. `finished` once its group has waited for it."""
+    """A pending send or receive. `finished` once it is done and its group has noticed, at the latest when it has waited
+    for it; `error`: why it never will be. `raw`: what the transport knows it by, None before it was issued."""
 
     def __init__(self, raw: Any, tensor: torch.Tensor, rank: int) -> None:
         self.raw = raw
         self.tensor = tensor
         self.rank = rank
         self.finished = False
+        self.error = ""
 
     def wait_raw(self, timeout_s: float) -> None:
         """Block up to `timeout_s`; raises PeerFailed naming the peer's rank."""

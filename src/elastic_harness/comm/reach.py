@@ -31,10 +31,10 @@ _PROBES_MAX = 127
 
 @dataclass(frozen=True)
 class Link:
-    """A connection of the group. `ranks`: who may be at its other end; all of a host where only that is known."""
+    """A connection of the group, and who is at its other end."""
 
     connection: socket.socket
-    ranks: tuple[int, ...]
+    rank: int
 
 
 def ask_again_and_again(connection: socket.socket) -> None:
@@ -73,9 +73,8 @@ class Silence:
         again = {link: s for link, s in found.items() if link in self._before}
         self._before = frozenset(found)
         ways = {
-            rank: f"{_text(self.addresses[rank])} (nothing has come for {s:.1f} s)"
+            link.rank: f"{_text(self.addresses[link.rank])} (nothing has come for {s:.1f} s)"
             for link, s in again.items()
-            for rank in link.ranks
         }
         if ways:
             raise Unreachable(ways)
@@ -119,21 +118,18 @@ class Probe:
 
 @dataclass
 class Connecting:
-    """Finds out who cannot be reached when connecting takes long, or has failed. `addresses`: where the peers on other
-    hosts are, once all of that is known."""
+    """Finds out who cannot be reached when connecting takes long, or has failed. `addresses`: of the peers on other
+    hosts that are not connected yet."""
 
-    addresses: Callable[[], Mapping[int, Address] | None]
+    addresses: Callable[[], Mapping[int, Address]]
     _probe: Probe | None = None
-    _next_at: float = field(default=float("inf"))
+    _next_at: float = field(default_factory=lambda: time.monotonic() + LOOK_AFTER_S)
 
     def look(self) -> None:
         """To be called over and over while connecting. Never blocks; raises Unreachable."""
         now = time.monotonic()
-        if self._next_at == float("inf"):
-            if self.addresses() is not None:
-                self._next_at = now + LOOK_AFTER_S
-        elif self._probe is None and now >= self._next_at:
-            self._probe = Probe(self.addresses() or {})
+        if self._probe is None and now >= self._next_at:
+            self._probe = Probe(self.addresses())
         elif self._probe is not None and self._probe.over():
             ways = self._probe.ways
             self.close()
@@ -145,7 +141,7 @@ class Connecting:
         """Connecting has failed: the error that says because of whom, as far as that can be found out. Blocks up to
         PROBE_S; raises what `cancelled` raises."""
         self.close()
-        self._probe = Probe(self.addresses() or {})
+        self._probe = Probe(self.addresses())
         while not self._probe.over():
             cancelled(0.02)
         if self._probe.ways:

@@ -16,7 +16,6 @@ import itertools
 import json
 import random
 import statistics
-import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from elastic_harness.comm.mesh import NONCE_BYTES, published
 from elastic_harness.membership import leader as core
 from elastic_harness.membership import node as nodes
 from elastic_harness.membership.codec import to_text
@@ -261,7 +261,7 @@ class Cluster:
                 report = Report(generation.number, self.step, self.step - 1, ((2 * rank, 2 * rank + 1),), (), True)
                 self._tell(host, nodes.Happened(core.Reported(member, report)))
                 blob = address(self.rng, host.number)
-                self._tell(host, nodes.Offered(generation.number, f"0/{rank}", base64.b64encode(blob).decode()))
+                self._tell(host, nodes.Offered(generation.number, str(rank), base64.b64encode(blob).decode()))
 
     def _tick(self, host: Host) -> None:
         if host in self.hosts:
@@ -338,38 +338,29 @@ class Cluster:
                     self._arrive(host, partial(self._tell, host, *map(nodes.Saw, changes)))
 
 
-def address(rng: random.Random, host: int, world: int = 0) -> bytes:
-    """What passes through the store of what gloo publishes for a rank: host name, sockaddr_storage with whatever lay in
-    memory behind the socket's address; with `world`, all of it: also the numbers of its pairs (see `comm.gloo`)."""
-    name = f"n{host:05}".encode()
-    socket_address = struct.pack(">H", rng.randrange(32768, 61000)) + bytes([10, 0, host >> 8, host & 255])
-    return b"".join([
-        struct.pack("<Q", len(name)), name, struct.pack("<QH", 136, 2), socket_address, bytes(81),
-        rng.randbytes(7), bytes(8), b"\x80" + b"\xff" * 7, b"\x0b" + bytes(7), rng.randbytes(6) + bytes(2),
-        b"\xff" * 8, struct.pack(f"<{world}q", *range(world)),
-    ])  # fmt: skip
+def address(rng: random.Random, host: int) -> bytes:
+    """What passes through the store of a member."""
+    return published(f"10.0.{host >> 8}.{host & 255}", rng.randrange(32768, 61000), rng.randbytes(NONCE_BYTES))
 
 
-def values_bytes(workers: int, *, whole: bool = False) -> int:
+def values_bytes(workers: int) -> int:
     """How large the write of all addresses is in a planned change, when those of two generations are in it."""
-    rng, world = random.Random(0), workers if whole else 0
+    rng = random.Random(0)
     blobs = {
-        number: {
-            f"0/{rank}": base64.b64encode(address(rng, rank // PER_NODE, world)).decode() for rank in range(workers)
-        }
+        number: {str(rank): base64.b64encode(address(rng, rank // PER_NODE)).decode() for rank in range(workers)}
         for number in (1, 2)
     }
     return len(to_text(blobs))
 
 
-def workers_max(*, whole: bool = False) -> int:
+def workers_max() -> int:
     """For how many workers all addresses fit into one request to etcd, to 2 %."""
     low, high = 8, 16
-    while values_bytes(high, whole=whole) <= REQUEST_BYTES_MAX:
+    while values_bytes(high) <= REQUEST_BYTES_MAX:
         low, high = high, 2 * high
     while high - low > low // 50:
         middle = (low + high) // 2
-        low, high = (middle, high) if values_bytes(middle, whole=whole) <= REQUEST_BYTES_MAX else (low, middle)
+        low, high = (middle, high) if values_bytes(middle) <= REQUEST_BYTES_MAX else (low, middle)
     return low
 
 
@@ -426,11 +417,7 @@ def report(
         "way_s": WAY_S,
         "failures": [vars(cost) for cost in costs],
         "peace": peace,
-        "request_limit": {
-            "bytes": REQUEST_BYTES_MAX,
-            "workers_max_gloo_whole": workers_max(whole=True),
-            "workers_max": workers_max(),
-        },
+        "request_limit": {"bytes": REQUEST_BYTES_MAX, "workers_max": workers_max()},
         "effective_training_time": effective.table(
             {cost.workers: cost.seconds for cost in node_rows}, [c.workers for c in node_rows if c.extrapolated]
         ),
@@ -471,7 +458,7 @@ def as_text(told: dict[str, Any]) -> str:
     lines += [
         "",
         f"All addresses fit into one request to etcd ({limit['bytes'] / 2**20} MiB) up to {limit['workers_max']:,} "
-        f"workers; as gloo publishes them, up to {limit['workers_max_gloo_whole']:,}.",
+        "workers.",
         "",
     ]
     return "\n".join([*lines, effective.as_text(told["effective_training_time"])])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_harness import origin as origins
-from elastic_harness.comm import gloo, nccl
+from elastic_harness.comm import nccl, tcp
 from elastic_harness.comm.group import Group
 from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.rendezvous import KeyValue
@@ -320,17 +320,17 @@ def start(
 
 
 def _transport(config: Config, device: torch.device) -> tuple[Connect, torch.device]:
-    """How members connect, and where what travels must lie: over gloo on the host (from a GPU through pinned memory),
+    """How members connect, and where what travels must lie: over TCP on the host (from a GPU through pinned memory),
     or over NCCL between GPUs."""
     if config.training.backend == "nccl":
         if device.type != "cuda":
-            raise ConfigError(f"training.backend is nccl, which needs the model on a GPU; it is on {device}. Use gloo.")
+            raise ConfigError(f"training.backend is nccl, which needs the model on a GPU; it is on {device}. Use tcp.")
         return partial(_connect_nccl, device), device
-    return _connect_gloo, torch.device("cpu")
+    return _connect_tcp, torch.device("cpu")
 
 
-def _connect_gloo(values: KeyValue, rank: int, world: int, cancelled: Callable[[float], None]) -> Group:
-    return gloo.build(
+def _connect_tcp(values: KeyValue, rank: int, world: int, cancelled: Callable[[float], None]) -> Group:
+    return tcp.build(
         values, rank, world, hostname=os.environ.get("ELASTIC_HARNESS_HOST", "127.0.0.1"), cancelled=cancelled
     )
 

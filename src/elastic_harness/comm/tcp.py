@@ -1,0 +1,316 @@
+"""Point-to-point tensors between the members of one generation, over TCP connections of our own: abortable at once.
+
+    the receiver  READY tag n ──►
+                              ◄── DATA tag n, n bytes   the sender, once it has the tensor and the receiver is ready
+
+So what arrives has a place to go to and is read straight into it. One thread moves all bytes of the group. It is the
+only one that touches the connections, except that anybody may shut them down: that ends whatever is pending, here and
+at the peers, within a millisecond, and nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+from elastic_harness.comm import mesh
+from elastic_harness.comm.group import Work
+from elastic_harness.comm.reach import LOOK_AFTER_S, LOOK_EVERY_S, Address, Link, Silence, ask_again_and_again
+from elastic_harness.comm.rendezvous import KeyValue
+from elastic_harness.errors import PeerFailed
+
+READY, DATA = 1, 2
+_FRAME = struct.Struct("<IIQ")  # kind, tag, bytes of the message
+_STAGING_BYTES = 16 << 10
+_PIECES_MAX = 16
+_ABORTED = "the group was aborted"
+
+Item = TypeVar("Item")
+Queues = dict[int, deque[Item]]
+
+
+def build(values: KeyValue, rank: int, world: int, *, hostname: str, cancelled: Callable[[float], None]) -> TcpGroup:
+    """Meet the other members and connect to each. Collective; blocks until all are there. Raises as `mesh.connect`."""
+    connections, addresses = mesh.connect(values, rank, world, hostname=hostname, cancelled=cancelled)
+    return TcpGroup(connections, addresses, rank)
+
+
+class TcpGroup:
+    """The transport of one generation. Local object; sends and receives are matched by (peer, tag). `addresses`: of the
+    peers, by rank."""
+
+    def __init__(self, connections: Mapping[int, socket.socket], addresses: Mapping[int, Address], rank: int) -> None:
+        self._addresses = addresses
+        self._peers = {peer: _Peer(peer, sock) for peer, sock in connections.items()}
+        self._links = [Link(sock, peer) for peer, sock in connections.items()]
+        self._changed = threading.Condition()  # guards all but the connections and what is being read
+        self._fresh: set[_Peer] = set()  # who has something to be sent that the thread does not know of
+        self._aborted = False
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="group-tcp", daemon=True)
+        self.rank = rank
+        self.world = len(connections) + 1
+        self.device = torch.device("cpu")
+        self.concurrent = True
+        self._thread.start()
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Work:
+        """Start sending a contiguous CPU tensor; it must not change until the work is done."""
+        work = Work(_content(tensor), tensor, rank)
+        peer = self._peers[rank]
+        with self._changed:
+            self._check(peer, "send to")
+            _put(peer.sends, tag, work)
+            self._match(peer, tag)
+        return work
+
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Work:
+        """Start receiving into a contiguous CPU tensor of exactly the sent size."""
+        work = Work(_content(tensor), tensor, rank)
+        peer = self._peers[rank]
+        with self._changed:
+            self._check(peer, "receive from")
+            _put(peer.receives, tag, work)
+            self._push(peer, _FRAME.pack(READY, tag, len(work.raw)), None)
+        return work
+
+    def _check(self, peer: _Peer, what: str) -> None:
+        if self._aborted or peer.broken:
+            raise PeerFailed(f"could not {what} rank {peer.rank}: {_ABORTED if self._aborted else peer.broken}")
+
+    def _match(self, peer: _Peer, tag: int) -> None:
+        """Let go of a message that both sides are ready for."""
+        if not (tag in peer.sends and tag in peer.ready):
+            return
+        work, nbytes = _take(peer.sends, tag), _take(peer.ready, tag)
+        if len(work.raw) != nbytes:
+            raise ValueError(f"rank {peer.rank} waits for {nbytes} bytes and is sent {len(work.raw)} (tag {tag})")
+        self._push(peer, _FRAME.pack(DATA, tag, nbytes), work)
+
+    def _push(self, peer: _Peer, frame: bytes, work: Work | None) -> None:
+        peer.out.append((memoryview(frame), None))
+        if work is not None:
+            peer.out.append((work.raw, work))
+        self._fresh.add(peer)
+        os.eventfd_write(self._bell, 1)
+
+    def flush(self, below: int | None = None) -> None:
+        """Nothing to do: everything starts at once."""
+
+    def wait(self, works: Sequence[Work], timeout_s: float) -> None:
+        """Block until all works are done; at most `timeout_s`, and not beyond `abort`. Raises Unreachable within three
+        seconds of a cut, however long the others take."""
+        silence = Silence(self._links, self._addresses)
+        now = time.monotonic()
+        give_up_at, look_at = now + timeout_s, now + LOOK_AFTER_S
+        with self._changed:
+            for work in works:
+                while self._aborted or not work.finished:
+                    if self._aborted:
+                        raise PeerFailed(_ABORTED)
+                    if work.error:
+                        raise PeerFailed(f"the exchange with rank {work.rank} broke: {work.error}")
+                    now = time.monotonic()
+                    if now >= look_at:
+                        silence.look()
+                        look_at = now + LOOK_EVERY_S
+                    if now >= give_up_at:
+                        raise PeerFailed(f"no answer from rank {work.rank} within {timeout_s:.0f} s")
+                    self._changed.wait(min(give_up_at, look_at) - now)
+
+    def abort(self) -> None:
+        """Break every connection: all pending work of this group, here and at the peers, fails at once. Any thread
+        may call it, any number of times."""
+        with self._changed:
+            if self._aborted:
+                return
+            self._aborted = True
+            for peer in self._peers.values():
+                with contextlib.suppress(OSError):
+                    peer.sock.shutdown(socket.SHUT_RDWR)  # from here on nothing is read from any tensor
+                peer.fail(_ABORTED)
+            os.eventfd_write(self._bell, 1)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let go of the group; whatever is still pending is aborted. Nothing is written to any tensor afterwards."""
+        self.abort()
+        self._thread.join()
+        with self._changed:
+            peers, self._peers = self._peers, {}
+            if peers or self._bell >= 0:
+                os.close(self._bell)
+                self._bell = -1
+        for peer in peers.values():
+            peer.sock.close()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            with select.epoll() as poll:
+                poll.register(self._bell, select.EPOLLIN)
+                by_descriptor = {peer.sock.fileno(): peer for peer in self._peers.values()}
+                for descriptor in by_descriptor:
+                    poll.register(descriptor, select.EPOLLIN)
+                while not self._aborted:
+                    self._turn(poll, by_descriptor)
+        except BaseException:  # thread boundary: without this thread nothing would move
+            traceback.print_exc()
+            self.abort()
+
+    def _turn(self, poll: select.epoll, by_descriptor: Mapping[int, _Peer]) -> None:
+        """Wait until bytes can be moved, and move some of each peer."""
+        for descriptor, events in poll.poll():
+            peer = by_descriptor.get(descriptor)
+            if peer is None:
+                self._send_fresh(poll)
+                continue
+            try:
+                if events & select.EPOLLOUT:
+                    self._write(poll, peer)
+                if events & ~select.EPOLLOUT:
+                    self._read(peer)
+            except OSError as error:
+                poll.unregister(descriptor)
+                with self._changed:
+                    peer.fail(error.strerror or str(error))
+                    self._changed.notify_all()
+
+    def _send_fresh(self, poll: select.epoll) -> None:
+        os.eventfd_read(self._bell)
+        with self._changed:
+            fresh, self._fresh = self._fresh, set()
+        for peer in fresh:
+            if not peer.writing and not peer.broken:
+                peer.writing = True
+                poll.modify(peer.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
+                with contextlib.suppress(OSError):  # it shows again in the turn
+                    self._write(poll, peer)
+
+    def _write(self, poll: select.epoll, peer: _Peer) -> None:
+        """Send what the connection takes now."""
+        with self._changed:
+            pieces = [peer.out[i][0] for i in range(min(len(peer.out), _PIECES_MAX))]
+        try:
+            sent = peer.sock.sendmsg(pieces)
+        except BlockingIOError:
+            return
+        with self._changed:
+            while peer.out and sent >= len(peer.out[0][0]):
+                content, work = peer.out.popleft()
+                sent -= len(content)
+                if work is not None:
+                    work.finished = True
+                    self._changed.notify_all()
+            if sent and peer.out:  # else it was aborted meanwhile
+                content, work = peer.out[0]
+                peer.out[0] = content[sent:], work
+            if not peer.out:
+                peer.writing = False
+                poll.modify(peer.sock.fileno(), select.EPOLLIN)
+
+    def _read(self, peer: _Peer) -> None:
+        """Receive what has come."""
+        if peer.into is not None:
+            got = peer.sock.recv_into(peer.into)
+            if got == 0:
+                raise ConnectionResetError("the connection was closed by the peer")
+            self._arrived(peer, got)
+            return
+        got = peer.sock.recv_into(peer.staging[peer.staged :])
+        if got == 0:
+            raise ConnectionResetError("the connection was closed by the peer")
+        self._take_frames(peer, peer.staged + got)
+
+    def _take_frames(self, peer: _Peer, end: int) -> None:
+        """Take apart the staged bytes, all of which have been read from the peer."""
+        at = 0
+        while peer.into is None and end - at >= _FRAME.size:
+            kind, tag, nbytes = _FRAME.unpack_from(peer.staging, at)
+            at += _FRAME.size
+            with self._changed:
+                if kind == READY:
+                    _put(peer.ready, tag, nbytes)
+                    self._match(peer, tag)
+                    continue
+                work = _take(peer.receives, tag)
+            if kind != DATA or len(work.raw) != nbytes:
+                raise ValueError(f"rank {peer.rank} sends {nbytes} bytes for {len(work.raw)} (kind {kind}, tag {tag})")
+            staged = min(end - at, nbytes)
+            work.raw[:staged] = peer.staging[at : at + staged]
+            at += staged
+            peer.arriving, peer.into = work, work.raw
+            self._arrived(peer, staged)
+        peer.staged = end - at
+        peer.staging[: peer.staged] = peer.staging[at:end]
+
+    def _arrived(self, peer: _Peer, nbytes: int) -> None:
+        """So many bytes more of the message under way are there."""
+        assert peer.into is not None and peer.arriving is not None
+        peer.into = peer.into[nbytes:]
+        if not peer.into:
+            with self._changed:
+                peer.arriving.finished = True
+                peer.arriving = peer.into = None
+                self._changed.notify_all()
+
+
+class _Peer:
+    """A connection, and what is under way on it. `broken`: why it is of no more use."""
+
+    def __init__(self, rank: int, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        ask_again_and_again(sock)
+        self.rank, self.sock, self.broken = rank, sock, ""
+        self.sends: Queues[Work] = {}  # by tag; the peer is not ready for them yet
+        self.receives: Queues[Work] = {}
+        self.ready: Queues[int] = {}  # bytes of the messages that the peer waits for, and we do not have yet
+        self.out: deque[tuple[memoryview, Work | None]] = deque()
+        self.writing = False  # the thread waits until more can be written
+        self.staging = memoryview(bytearray(_STAGING_BYTES))
+        self.staged = 0
+        self.into: memoryview | None = None  # where the rest of the message under way goes
+        self.arriving: Work | None = None
+
+    def fail(self, reason: str) -> None:
+        """Give up everything that is under way."""
+        self.broken = self.broken or reason
+        waiting = [work for queue in (*self.sends.values(), *self.receives.values()) for work in queue]
+        waiting += [work for _, work in self.out if work is not None]
+        waiting += [self.arriving] if self.arriving is not None else []
+        for work in waiting:
+            work.error = work.error or reason
+        for pending in (self.sends, self.receives, self.ready, self.out):
+            pending.clear()
+
+
+def _put(queues: Queues[Item], tag: int, item: Item) -> None:
+    queues.setdefault(tag, deque()).append(item)
+
+
+def _take(queues: Queues[Item], tag: int) -> Item:
+    queue = queues[tag]
+    item = queue.popleft()
+    if not queue:
+        del queues[tag]
+    return item
+
+
+def _content(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, in place."""
+    assert tensor.is_contiguous(), "what is sent or received must be contiguous"
+    flat = tensor.detach().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(bytearray())  # type: ignore[arg-type]
