@@ -196,10 +196,11 @@ class Saver:
             restorable[stored.version] = max(lineage, restorable.get(stored.version, lineage))
         return restorable
 
-    def restore(self, version: int) -> None:
-        """Overwrite the whole state with a checkpoint's. Raises CheckpointCorrupt; it is not offered again then."""
+    def restore(self, version: int) -> tuple[str, str]:
+        """Overwrite the whole state with a checkpoint's; return the hash of what it holds, and of what is held then.
+        Raises CheckpointCorrupt; it is not offered again then."""
         loaded = self._tiers.load(version)
-        self._registry.restore(loaded.skeleton, loaded.tensors)
+        return self._registry.restore(loaded.skeleton, loaded.tensors)
 
     @contextmanager
     def _folder_locked(self) -> Iterator[None]:
