@@ -2,7 +2,7 @@
 
 One JSON object a line, appended by the agent. A line is written once per (lineage, step), whoever reports it
 and however often; a restored run opens a new lineage, whose lines supersede those of older lineages from its
-first step on.
+first step on. Between them are the two sides of every hand-over of the whole state (`StateLine`), each written once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from elastic_harness.errors import InfrastructureError
 
 FILE_NAME = "ledger.jsonl"
+CHECKPOINT = "checkpoint"  # in place of a member, where the state came from a checkpoint
 
 
 class LedgerError(InfrastructureError):
@@ -56,12 +57,7 @@ class LedgerLine:
         missing = [name for name in _FIELD_NAMES if name not in record]
         if missing:
             raise LedgerError(f"{where}: field {missing[0]!r} is missing; it holds {sorted(record)}")
-        integers: dict[str, int] = {}
-        for name in _INTEGERS:
-            value = record[name]
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise LedgerError(f"{where}: {name} is {value!r}; it must be an integer of at least 0")
-            integers[name] = value
+        integers = {name: _integer(record, name, where) for name in _INTEGERS}
         try:
             return LedgerLine(
                 **integers,
@@ -84,6 +80,41 @@ _FIELD_NAMES = tuple(field.name for field in fields(LedgerLine))
 _INTEGERS = tuple(field.name for field in fields(LedgerLine) if field.type in (int, "int"))
 
 
+@dataclass(frozen=True)
+class StateLine:
+    """One side of a hand-over of the whole state: at `version`, `holder` held the state with this hash. `taken_from`:
+    who it took that from; None on the giving side. A checkpoint is a holder as well, called `CHECKPOINT`."""
+
+    state: str
+    lineage: int
+    version: int
+    generation: int
+    holder: str
+    taken_from: str | None
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any], where: str = "ledger line") -> StateLine:
+        """The typed line of a JSON object; LedgerError names a missing or mistyped field."""
+        numbers = {name: _integer(record, name, where) for name in ("lineage", "version", "generation")}
+        for name in ("state", "holder", "taken_from"):
+            value = record.get(name)
+            if not isinstance(value, str) and (value is not None or name != "taken_from"):
+                raise LedgerError(f"{where}: {name} is {value!r}; it must be a string")
+        return StateLine(record["state"], **numbers, holder=record["holder"], taken_from=record.get("taken_from"))
+
+
+def _integer(record: Mapping[str, Any], name: str, where: str) -> int:
+    value = record.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise LedgerError(f"{where}: {name} is {value!r}; it must be an integer of at least 0")
+    return value
+
+
+def parse_line(record: Mapping[str, Any], where: str = "ledger line") -> LedgerLine | StateLine:
+    """The line of a step or of a state; LedgerError if it is neither."""
+    return StateLine.from_json(record, where) if "state" in record else LedgerLine.from_json(record, where)
+
+
 class LedgerWriter:
     """Appends each (lineage, step) once, also across restarts of the process that writes.
 
@@ -93,8 +124,9 @@ class LedgerWriter:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        lines, whole_bytes, _ = _scan(self.path)
+        lines, states, whole_bytes, _ = _scan(self.path)
         self._keys: set[tuple[int, int]] = {line.key for line in lines}
+        self._states = set(states)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         if os.fstat(self._descriptor).st_size > whole_bytes:
             os.ftruncate(self._descriptor, whole_bytes)
@@ -105,12 +137,13 @@ class LedgerWriter:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def append(self, record: LedgerLine | Mapping[str, Any]) -> bool:
-        """True if written, False if this (lineage, step) is already there. A failed write leaves no trace."""
-        line = record if isinstance(record, LedgerLine) else LedgerLine.from_json(record)
-        if line.key in self._keys:
+    def append(self, record: LedgerLine | StateLine | Mapping[str, Any]) -> bool:
+        """True if written, False if this (lineage, step), or this very line about a state, is already there. A failed
+        write leaves no trace."""
+        line = record if isinstance(record, LedgerLine | StateLine) else parse_line(record)
+        if line in self._states if isinstance(line, StateLine) else line.key in self._keys:
             return False
-        data = json.dumps(line.to_json(), separators=(",", ":")).encode() + b"\n"
+        data = json.dumps(asdict(line), separators=(",", ":")).encode() + b"\n"
         size_before = os.fstat(self._descriptor).st_size
         try:
             written = 0
@@ -119,7 +152,10 @@ class LedgerWriter:
         except OSError:
             os.ftruncate(self._descriptor, size_before)
             raise
-        self._keys.add(line.key)
+        if isinstance(line, StateLine):
+            self._states.add(line)
+        else:
+            self._keys.add(line.key)
         return True
 
     def fsync(self) -> None:
@@ -140,11 +176,13 @@ class LedgerWriter:
 
 @dataclass(frozen=True)
 class Ledger:
-    """A ledger as read: all lines in file order, and whether a torn last line was left out."""
+    """A ledger as read: all lines in file order, those of steps and those of states, and whether a torn last line was
+    left out."""
 
     path: Path
     lines: tuple[LedgerLine, ...]
     torn: bool
+    states: tuple[StateLine, ...] = ()
 
     @property
     def lineage(self) -> int:
@@ -163,8 +201,8 @@ def read_ledger(path: str | Path) -> Ledger:
         file = file / FILE_NAME
     if not file.exists():
         raise LedgerError(f"{file}: there is no ledger here; give the folder of a run that has committed steps")
-    lines, _, torn = _scan(file)
-    return Ledger(file, tuple(lines), torn)
+    lines, states, _, torn = _scan(file)
+    return Ledger(file, tuple(lines), torn, tuple(states))
 
 
 def follow(lines: Iterable[LedgerLine]) -> dict[int, LedgerLine]:
@@ -195,28 +233,30 @@ def lanes_covered_once(computed_by: Sequence[tuple[str, int, int]], lanes: int) 
     return None if position == lanes else f"lane {position} was computed by nobody"
 
 
-def _scan(path: Path) -> tuple[list[LedgerLine], int, bool]:
-    """All whole lines, the bytes they take, and whether a torn last line follows."""
-    if not path.exists():
-        return [], 0, False
-    data = path.read_bytes()
+def _scan(path: Path) -> tuple[list[LedgerLine], list[StateLine], int, bool]:
+    """All whole lines of steps and of states, the bytes they take, and whether a torn last line follows."""
     lines: list[LedgerLine] = []
+    states: list[StateLine] = []
+    if not path.exists():
+        return lines, states, 0, False
+    data = path.read_bytes()
     position = 0
     number = 0
     while position < len(data):
         number += 1
         end = data.find(b"\n", position)
         if end < 0:
-            return lines, position, True
+            return lines, states, position, True
         where = f"{path} line {number}"
         try:
             record = json.loads(data[position:end])
         except ValueError as error:
             if end + 1 == len(data):
-                return lines, position, True
+                return lines, states, position, True
             raise LedgerError(f"{where}: not JSON ({error}); the file was damaged after it was written") from error
         if not isinstance(record, dict):
             raise LedgerError(f"{where}: holds {type(record).__name__}, it must be a JSON object")
-        lines.append(LedgerLine.from_json(record, where))
+        line = parse_line(record, where)
+        states.append(line) if isinstance(line, StateLine) else lines.append(line)
         position = end + 1
-    return lines, position, False
+    return lines, states, position, False

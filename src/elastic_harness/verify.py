@@ -1,8 +1,8 @@
 """Proof, from a run's own records, that every sample was used exactly once, or where first it was not.
 
 `verify` recomputes from seed and step alone which samples each slot must have read, compares that with what
-the ledger says was read, follows the last lineage after a restore, and counts every sample of every epoch.
-It needs no torch.
+the ledger says was read, follows the last lineage after a restore, and counts every sample of every epoch. Wherever a
+worker took over the whole state, from a peer or a checkpoint, both sides must have held the same. It needs no torch.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class Verdict:
     lineage: int = 0
     superseded: int = 0
     members: int = 0
+    handovers: int = 0  # of the whole state, that count: joins and restores
+    unproven: int = 0  # of these: one side's hash is not in the ledger
     torn_line: bool = False
     finished: bool = False
     weights_sha256: str | None = None
@@ -99,6 +101,14 @@ class Verdict:
             lines.append(f"  {self.epochs_complete} whole epochs of {self.n_samples:,} samples; {members}")
         if self.superseded:
             lines.append(f"  {self.superseded} steps of older lineages were superseded by a restore and don't count")
+        if self.handovers:
+            proven = f"{self.handovers - self.unproven} of {self.handovers} joins and restores"
+            lines.append(f"  {proven} took over the whole state as it was given, to the bit")
+        if self.unproven:
+            lines.append(
+                f"  not proven: of {self.unproven} the ledger lacks a hash of the state, on one side or on both (an "
+                "older version's run, or a folder that was not given)"
+            )
         if self.weights_sha256:
             lines.append(f"  weights_sha256 {self.weights_sha256}")
         if not self.finished:
@@ -133,7 +143,7 @@ def _with_origin(verdict: Verdict, origin: Origin, max_violations: int) -> Verdi
         return replace(verdict, origin=str(origin))
     ledger, events = _records([folder])
     lines = tuple(line for line in ledger.lines if line.lineage <= origin.lineage)
-    until = Ledger(ledger.path, tuple(line for line in lines if line.step < origin.version), ledger.torn)
+    until = replace(ledger, lines=tuple(line for line in lines if line.step < origin.version))
     before = judge(str(folder), until, *events, max_violations=max_violations, until=origin.version)
     earlier = origins.read(folder)
     if earlier is not None:
@@ -153,7 +163,10 @@ def _records(folders: Sequence[Path]) -> tuple[Ledger, list[list[dict[str, Any]]
     with_ledger = [folder for folder in folders if (folder / FILE_NAME).exists() or folder.is_file()]
     ledgers = [read_ledger(folder) for folder in with_ledger or folders]
     ledger = Ledger(
-        ledgers[0].path, tuple(line for each in ledgers for line in each.lines), any(each.torn for each in ledgers)
+        ledgers[0].path,
+        tuple(line for each in ledgers for line in each.lines),
+        any(each.torn for each in ledgers),
+        tuple(state for each in ledgers for state in each.states),
     )
     events = [
         list(read_events(folder / "events.jsonl")) if (folder / "events.jsonl").exists() else [] for folder in folders
@@ -167,7 +180,8 @@ def judge(
     """The verdict on a ledger and the events beside it, of each node; pure, apart from what it is given. `until`: the
     steps before this one are to be there, and nothing is asked of what came later."""
     by_node = [list(events) for events in nodes]
-    identity, violations = _identity(run, [event for events in by_node for event in events])
+    everywhere = [event for events in by_node for event in events]
+    identity, violations = _identity(run, everywhere)
     violations += _conflicting_lines(ledger, several=len(by_node) > 1)
     lines = ledger.followed()
     replay = _Replay(identity, lines)
@@ -182,6 +196,8 @@ def judge(
         violations += replay.gaps(until) + replay.incomplete_epochs()
     if until is not None:
         by_node = []
+    handovers, unproven, changed = _handovers(ledger, everywhere)
+    violations += changed
     ends = _newest_ends([end for events in by_node if (end := _finish(events)) is not None], lines)
     finished = ends[0] if ends else None
     if finished is not None and not violations:
@@ -197,6 +213,8 @@ def judge(
         lineage=ledger.lineage,
         superseded=len({line.key for line in ledger.lines}) - len(lines),
         members=len({member for line in lines.values() for member, _, _ in line.computed_by}),
+        handovers=handovers,
+        unproven=unproven,
         torn_line=ledger.torn,
         finished=finished is not None or until is not None,
         weights_sha256=None if finished is None else finished.get("weights_sha256"),
@@ -400,6 +418,40 @@ def _conflicting_lines(ledger: Ledger, *, several: bool) -> list[str]:
         if seen.setdefault(line.key, compared) != compared:
             return [f"step {line.step}: is recorded twice in lineage {line.lineage}, with different content"]
     return []
+
+
+def _handovers(ledger: Ledger, events: Iterable[Mapping[str, Any]]) -> tuple[int, int, list[str]]:
+    """How often a member took over the whole state; of how many of these one side's hash is missing; and where the two
+    sides differ. What a later lineage has superseded does not count. A version that wrote no such lines is known from
+    its events."""
+    begins = {line.lineage: line.from_step for line in ledger.lines}
+
+    def counts(lineage: int, version: int) -> bool:
+        return all(later <= lineage or begin >= version for later, begin in begins.items())
+
+    given: dict[tuple[int, int, int, str | None], set[str]] = {}
+    for line in ledger.states:
+        if line.taken_from is None:
+            given.setdefault((line.lineage, line.version, line.generation, line.holder), set()).add(line.state)
+    taken = {line for line in ledger.states if line.taken_from is not None and counts(line.lineage, line.version)}
+    without, changed = 0, []
+    for line in taken:
+        sent = given.get((line.lineage, line.version, line.generation, line.taken_from))
+        if sent is None:
+            without += 1
+        elif sent != {line.state}:
+            changed.append(
+                f"step {line.version}: {line.holder} took over the state from {line.taken_from}, and what it held "
+                f"then is not what it was given (hash {line.state}, given {', '.join(sorted(sent))})"
+            )
+    known = {(line.generation, line.holder, line.version) for line in ledger.states}
+    untold = {
+        (event["generation"], event["member"], event["version"])
+        for event in events
+        if event.get("event") == "worker_joined" and event.get("source") in ("state", "restore")
+        if counts(event.get("lineage", ledger.lineage), event["version"])
+    } - known
+    return len(taken) + len(untold), without + len(untold), changed
 
 
 def _finish(events: list[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -58,9 +58,11 @@ def test_state_after_kills_and_joins_is_that_of_one_worker(
     assert len(reached) >= 2 * 2 and set(reached) == set(expected), said(ended)
     for folder in (run_dir, tmp_path / "alone"):
         assert verify(folder).ok, verify(folder)
+    verdict = verify(run_dir)
+    assert verdict.handovers == len(joined) and not verdict.unproven, verdict
 
 
-@pytest.mark.parametrize("case", ["convolution", "scaled"])
+@pytest.mark.parametrize("case", [pytest.param("convolution", marks=pytest.mark.soak), "mixed", "scaled"])
 def test_state_after_a_restored_checkpoint_is_that_of_one_worker(tmp_path: Path, case: str) -> None:
     """All die at once; what user code changed between the steps is in the checkpoint as well."""
     alone = python(FEATURES, case, "--run-dir", tmp_path / "alone")
@@ -75,3 +77,4 @@ def test_state_after_a_restored_checkpoint_is_that_of_one_worker(tmp_path: Path,
     assert set(finals(ended.stdout)) == set(finals(alone.stdout)), said(ended)
     verdict = verify(tmp_path / "launched")
     assert verdict.ok and verdict.lineage == 1, verdict
+    assert verdict.handovers >= 2 and not verdict.unproven, verdict

@@ -23,6 +23,7 @@ from elastic_harness.ledger import (
     LedgerError,
     LedgerLine,
     LedgerWriter,
+    StateLine,
     follow,
     lanes_covered_once,
     read_ledger,
@@ -361,3 +362,89 @@ def test_a_node_that_was_away_when_the_others_trained_on_says_nothing_of_the_end
     first = write_run(tmp_path / "a", lines[:6], version=6)
     verdict = verification.verify(first, write_run(tmp_path / "b", lines, version=10))
     assert verdict.ok and verdict.steps == 10
+
+
+# ---- hand-overs of the whole state
+
+
+def side(holder: str, taken_from: str | None = None, version: int = 4, state: str = "f00d", **changes: Any) -> Line:
+    line = {"state": state, "lineage": 0, "version": version, "generation": 2, "holder": holder}
+    return {**line, "taken_from": taken_from, **changes}
+
+
+def joined(member: str, source: str, version: int, generation: int = 2, **more: Any) -> dict[str, Any]:
+    return {"event": "worker_joined", "member": member, "generation": generation, "version": version,
+            "source": source, **more}  # fmt: skip
+
+
+def judged(folder: Path, states: list[Line], *events: dict[str, Any], later: int | None = None) -> Any:
+    """The verdict on six steps (and six of a lineage that began `later`) with these lines and events."""
+    lines = [ledger_line(step) for step in range(6)]
+    if later is not None:
+        lines += [ledger_line(step, 1, later) for step in range(later, 6)]
+    write_run(folder, [*lines, *states])
+    log = EventLog(folder / "events.jsonl")
+    for event in events:
+        log.emit(**event)
+    log.close()
+    return verification.verify(folder)
+
+
+def test_a_state_that_arrived_as_it_was_given_is_proven(tmp_path: Path) -> None:
+    states = [side("m0"), side("m2", "m0"), side("checkpoint", version=0), side("m0", "checkpoint", version=0)]
+    verdict = judged(tmp_path, states, joined("m2", "state", 4), joined("m0", "restore", 0), joined("m1", "init", 0))
+    assert verdict.ok and (verdict.handovers, verdict.unproven) == (2, 0), verdict
+    assert "2 of 2 joins and restores took over the whole state as it was given" in str(verdict)
+
+
+def test_a_state_that_did_not_survive_is_no_exact_run(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, [side("m0"), side("m2", "m0", state="bad")])
+    assert not verdict.ok
+    assert verdict.violations[0].startswith("step 4: m2 took over the state from m0"), verdict
+    assert "hash bad, given f00d" in verdict.violations[0]
+
+
+@pytest.mark.parametrize(("later", "ok"), [(3, True), (4, False), (5, False)])
+def test_only_what_was_superseded_since_does_not_count(tmp_path: Path, later: int, ok: bool) -> None:
+    verdict = judged(tmp_path, [side("m0"), side("m2", "m0", state="bad")], later=later)
+    assert verdict.ok == ok, verdict
+    assert verdict.handovers == (0 if ok else 1)
+
+
+def test_a_giver_that_is_two_is_a_violation(tmp_path: Path) -> None:
+    assert not judged(tmp_path, [side("m0"), side("m0", state="other"), side("m2", "m0")]).ok
+
+
+def test_what_an_older_version_did_not_write_is_said_not_to_be_proven(tmp_path: Path) -> None:
+    events = [joined("m2", "state", 4, lineage=0), joined("m2", "state", 4, lineage=0), joined("m3", "restore", 2)]
+    verdict = judged(tmp_path, [side("m4", "m0", version=5)], *events)
+    assert verdict.ok and (verdict.handovers, verdict.unproven) == (3, 3), verdict
+    assert "not proven: of 3 the ledger lacks a hash of the state" in str(verdict)
+
+
+def test_the_two_sides_may_be_in_the_folders_of_two_nodes(tmp_path: Path) -> None:
+    one, two = tmp_path / "run@a", tmp_path / "run@b"
+    lines = [ledger_line(step) for step in range(6)]
+    write_run(one, [*lines, side("m0")])
+    write_run(two, [*lines, side("m2", "m0")])
+    assert verification.verify(two).unproven == 1
+    verdict = verification.verify(one, two)
+    assert verdict.ok and (verdict.handovers, verdict.unproven) == (1, 0), verdict
+
+
+def test_a_line_about_a_state_is_written_once_and_is_no_step(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    for _ in range(2):
+        with LedgerWriter(path) as writer:
+            appended = [writer.append(line) for line in (side("m0"), side("m2", "m0"), ledger_line(0), side("m0"))]
+            assert len(writer) == 1
+    assert appended == [False] * 4
+    ledger = read_ledger(path)
+    assert ledger.states == tuple(StateLine.from_json(line) for line in (side("m0"), side("m2", "m0")))
+    assert [line.key for line in ledger.lines] == [(0, 0)] and len(path.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("name", ["state", "lineage", "version", "generation", "holder", "taken_from"])
+def test_a_line_about_a_state_with_a_wrong_field_is_refused(name: str) -> None:
+    with pytest.raises(LedgerError, match=name):
+        StateLine.from_json(side("m0") | {name: True})

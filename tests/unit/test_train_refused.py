@@ -25,6 +25,8 @@ SCRIPT = Path(__file__).parents[1] / "integration" / "scripts" / "refused.py"
         ("iterable", ConfigError, "give a map-style one"),
         ("empty", ConfigError, "no samples"),
         ("opaque", ConfigError, "State opaque.thing is a object"),
+        ("rounding", ConfigError, "rounding.scale was float64 \\(1,\\) and is float32"),
+        ("forgetful", ConfigError, "optimizer.state.0.momentum_buffer is gone"),
         ("sparse", UserCodeError, "embedding.weight has a sparse gradient"),
         ("buffer-in-place", UserCodeError, "Buffer running changed in forward"),
         ("buffer-assigned", UserCodeError, "Buffer running changed in forward"),

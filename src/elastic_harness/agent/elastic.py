@@ -103,6 +103,8 @@ class ElasticRun:
                 if self.agent.records.commit(message):
                     self._last_commit = {k: v for k, v in message.items() if k not in ("type", "ledger")}
                 self.agreement.tell(leader.Committed(message["step"]))
+            case "state":
+                self.agent.records.handed_over(message["ledger"])
             case "event":
                 fields = dict(message["fields"])
                 self.agent.records.event(message["event"], **fields)

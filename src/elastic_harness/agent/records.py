@@ -108,19 +108,26 @@ class Records:
         ledger.setdefault("from_step", self.from_step)
         for name in ("step", "generation", "world_size", "loss"):
             ledger.setdefault(name, message[name])
-        try:
-            if not self._ledger.append(ledger):
-                return False
-        except LedgerError as error:
-            raise InfrastructureError(f"a worker sent a commit that does not fit the ledger: {error}") from error
-        except OSError as error:
-            raise self._disk(error, self.folder.path / LEDGER) from error
+        if not self._append(ledger):
+            return False
         fields = {k: v for k, v in message.items() if k not in ("type", "ledger")}
         self.event("step_committed", **fields)
         self.committed, self.committed_at = message["step"], time.time()
         if not self.born:
             self.remember(born=True)
         return True
+
+    def handed_over(self, line: dict[str, Any]) -> None:
+        """Write one side of a hand-over of the whole state, once."""
+        self._append(line)
+
+    def _append(self, line: dict[str, Any]) -> bool:
+        try:
+            return self._ledger.append(line)
+        except LedgerError as error:
+            raise InfrastructureError(f"a worker sent a line that does not fit the ledger: {error}") from error
+        except OSError as error:
+            raise self._disk(error, self.folder.path / LEDGER) from error
 
     def close(self) -> None:
         os.close(self._counter)

@@ -9,7 +9,7 @@ from elastic_harness import lazy
 
 if TYPE_CHECKING:
     from elastic_harness.checkpoint.manager import CheckpointManager
-    from elastic_harness.checkpoint.state import CheckpointState, capture_rng, restore_rng
+    from elastic_harness.checkpoint.state import CheckpointState, capture_rng, load_optimizer, restore_rng
     from elastic_harness.checkpoint.tiers import CheckpointTier
     from elastic_harness.config import CheckpointConfig
 
@@ -19,10 +19,12 @@ _HOMES = {
     "CheckpointState": "elastic_harness.checkpoint.state",
     "CheckpointTier": "elastic_harness.checkpoint.tiers",
     "capture_rng": "elastic_harness.checkpoint.state",
+    "load_optimizer": "elastic_harness.checkpoint.state",
     "restore_rng": "elastic_harness.checkpoint.state",
 }
 __all__ = [
-    "CheckpointConfig", "CheckpointManager", "CheckpointState", "CheckpointTier", "capture_rng", "restore_rng"
+    "CheckpointConfig", "CheckpointManager", "CheckpointState", "CheckpointTier", "capture_rng", "load_optimizer",
+    "restore_rng",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy.attach(__name__, _HOMES)

@@ -266,7 +266,7 @@ class CheckpointManager:
         skeleton, tensors, meta, tier, _ = loaded
         if target is not None:
             tensors = target.filled()
-        states = {name: decode(skeleton[name], tensors) for name in STATES}
+        states = {name: decode(skeleton[name], tensors, layouts=target is None) for name in STATES}
         others = {name: meta[name] for name in _META if name in meta}
         path = str(self.folder / f"step-{version:08d}") if tier == CheckpointTier.NVME else None
         return CheckpointState(

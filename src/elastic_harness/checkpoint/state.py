@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from elastic_harness.checkpoint.tiers import CheckpointTier
 
@@ -40,6 +41,37 @@ class CheckpointState:
 
 
 STATES = [f.name for f in fields(CheckpointState) if f.name.endswith("_state")] + ["extra"]  # those that hold tensors
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load what `optimizer.state_dict()` gave, to the bit. `optimizer.load_state_dict` alone casts every floating-point
+    tensor to its parameter's type: NAdam's and ASGD's scalars, moments or master weights that are kept in float32. Who
+    holds `optimizer.param_groups`, one of the groups or `optimizer.state`, holds the loaded one afterwards."""
+    groups, held = optimizer.param_groups, optimizer.state
+    optimizer.load_state_dict(dict(state))
+    _with_types(optimizer.state_dict(), state)  # its innermost dicts are the optimizer's own
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        if group is not loaded:
+            group.clear()
+            group.update(loaded)
+    optimizer.param_groups = groups
+    if optimizer.state is not held:
+        held.clear()
+        held.update(optimizer.state)
+        optimizer.state = held
+
+
+def _with_types(loaded: Any, stored: Any) -> Any:
+    """What was loaded, with every tensor that has another type than the stored one replaced by that."""
+    if isinstance(stored, Tensor):
+        cast = isinstance(loaded, Tensor) and loaded.dtype != stored.dtype
+        return stored.to(loaded.device) if cast else loaded
+    if isinstance(stored, dict) and isinstance(loaded, dict):
+        for key in stored.keys() & loaded.keys():
+            loaded[key] = _with_types(loaded[key], stored[key])
+    if isinstance(stored, list | tuple) and type(loaded) is type(stored):
+        return type(stored)(map(_with_types, loaded, stored))
+    return loaded
 
 
 def capture_rng() -> dict[str, Any]:

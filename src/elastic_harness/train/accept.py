@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from elastic_harness.errors import ConfigError
+from elastic_harness.train.state import MODULE_STATE, is_extra_state
 
 
 def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
@@ -40,13 +41,29 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, schedule
         raise ConfigError("The optimizer has no parameter with requires_grad=True, so there is nothing to train.")
 
 
+def check_state_dict(model: nn.Module) -> None:
+    """Raise ConfigError for what a model saves beside its parameters, its buffers and its modules' extra state: it
+    would get neither to checkpoints nor to joiners."""
+    known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    state = model.state_dict(keep_vars=True)
+    foreign = [n for n, v in state.items() if n not in known and id(v) not in own and not is_extra_state(n)]
+    if foreign:
+        raise ConfigError(
+            f"The model's state_dict() has {foreign[:5]}, which are no parameters or buffers of it and would get "
+            "neither to checkpoints nor to workers that join. Register them as buffers, give them with a module's "
+            "get_extra_state(), or hold them in an object that is given as extra=."
+        )
+
+
 def check_extra(extra: Collection[str], taken: Collection[str], exactness: str) -> None:
     """Raise ConfigError for names of extra objects that would hide other state, and where they cannot be kept alike."""
-    wrong = sorted(name for name in extra if name == "model" or name in taken or "." in name or not name)
+    taken = ["model", MODULE_STATE, *taken]
+    wrong = sorted(name for name in extra if name in taken or "." in name or "$" in name or not name)
     if wrong:
         raise ConfigError(
-            f"extra= has the names {wrong}, but 'model', {', '.join(map(repr, taken))} are taken and a name must not "
-            "contain a dot; give them other names."
+            f"extra= has the names {wrong}, but {', '.join(map(repr, taken))} are taken and a name must not "
+            "contain a dot or a dollar sign; give them other names."
         )
     if extra and exactness == "relaxed":
         raise ConfigError(

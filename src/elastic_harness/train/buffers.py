@@ -2,7 +2,7 @@
 
 Averaged buffers (batch-norm statistics and declared ones) are put back after each slot and what forward made of them
 is summed. Any other buffer must stay as it is, except that one which is not part of the state_dict may be replaced (a
-cache).
+cache). So must what modules give with `get_extra_state`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from elastic_harness.checkpoint.structure import encode
 from elastic_harness.errors import UserCodeError
+from elastic_harness.train.imprint import Imprint, imprint
+from elastic_harness.train.state import ExtraState
 
 
 class Buffers:
@@ -28,9 +31,11 @@ class Buffers:
         self._averaged = {name: self._places[name][2] for name in averaged}
         self._fixed = [name for name in self._places if name in persistent and name not in self._averaged]
         self._watched = [name for name in self._places if name not in self._averaged]
+        self._extra = ExtraState(model)
         self._dtype = dtype
         self._saved: list[Tensor] = []
         self._versions: dict[str, int] = {}
+        self._extra_before: dict[str, Imprint] = {}
 
     def zeros(self) -> list[Tensor]:
         """An empty sum for every averaged buffer."""
@@ -40,6 +45,7 @@ class Buffers:
         """Remember the buffers as they are, before slots run."""
         self._saved = [b.clone() for b in self._averaged.values()]
         self._versions = {name: self._places[name][2]._version for name in self._watched}
+        self._extra_before = self._extra_now()
 
     @torch.no_grad()
     def finish_slot(self, sums: list[Tensor], *, counts: bool) -> None:
@@ -58,6 +64,22 @@ class Buffers:
                     f"Buffer {name} changed in forward, and which slots a worker computes must not matter. If the mean "
                     f"over the slots is the right new value, pass buffers=[{name!r}] to elastic_harness.start()."
                 )
+
+        for name, now in self._extra_now().items():
+            if now != self._extra_before[name]:
+                raise UserCodeError(
+                    f"The extra state of module {name or 'model'} (get_extra_state) changed in forward, and which "
+                    "slots a worker computes must not matter. Let it be constant, or hold it in a buffer that "
+                    "buffers= names."
+                )
+
+    def _extra_now(self) -> dict[str, Imprint]:
+        """By module: what it gives with `get_extra_state`, to the bit."""
+        now = {}
+        for name, value in self._extra.state_dict().items():
+            tensors: dict[str, Tensor] = {}
+            now[name] = imprint({"": encode(value, name, tensors)}, tensors)
+        return now
 
     def _current(self, name: str, buffer: Tensor) -> Tensor:
         """The value forward left: in place, or in a new tensor, for which the old one takes the place again."""

@@ -135,6 +135,24 @@ def tell_commit(parts: Parts, progress: Progress, step_s: float | None) -> None:
     )
 
 
+def tell_state(
+    parts: Parts, formed: Formed, state: str, *, holder: str | None = None, taken_from: str | None = None
+) -> None:
+    """The ledger line of a hand-over, from each side: who holds the state with this hash, and from whom that is."""
+    digest = formed.digest
+    parts.link.send(
+        "state",
+        ledger={
+            "state": state,
+            "lineage": digest.lineage,
+            "version": digest.version,
+            "generation": formed.generation.number,
+            "holder": holder or parts.link.member,
+            "taken_from": taken_from,
+        },
+    )
+
+
 def recovered(parts: Parts, progress: Progress, started_at: float, stages: dict[str, float], planned: bool) -> None:
     """The event of a completed recovery or planned change."""
     formed = progress.formed

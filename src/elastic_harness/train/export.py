@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from elastic_harness.errors import InfrastructureError
+from elastic_harness.train.state import weights
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -24,12 +25,7 @@ def export_weights(model: nn.Module, path: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    tensors, seen = {}, set()
-    state = model.state_dict(keep_vars=True)
-    for name in sorted(state):
-        if id(state[name]) not in seen:
-            seen.add(id(state[name]))
-            tensors[name] = state[name].detach().cpu().contiguous().clone()
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights(model)}
     for stale in path.parent.glob(f".{path.name}.*"):
         stale.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

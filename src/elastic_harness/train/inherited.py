@@ -11,6 +11,7 @@ from elastic_harness.checkpoint import local, manifest
 from elastic_harness.checkpoint.structure import Skeleton
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
 from elastic_harness.origin import Origin
+from elastic_harness.train.imprint import imprint, state_hash
 from elastic_harness.train.state import Registry
 
 OPTIMIZER, SCHEDULER = "optimizer", "scheduler"
@@ -34,11 +35,17 @@ class Inherited:
             return None
         return self.origin.version
 
-    def restore(self) -> None:
+    def restore(self) -> tuple[str, str]:
         """Take the other run's whole state, but keep the optimizer's settings and the schedule as this program has
-        them: the schedule is brought to the version by stepping it. Raises CheckpointCorrupt or ConfigError."""
+        them: the schedule is brought to the version by stepping it. Return the hash of the state that this gives, as
+        `Saver.restore` does. Raises CheckpointCorrupt or ConfigError."""
         skeleton, tensors = self._load()
         self._registry.restore(*self._with_own_settings(skeleton, tensors))
+        self._step_schedule()
+        held = state_hash(imprint(*self._registry.capture()))
+        return held, held
+
+    def _step_schedule(self) -> None:
         scheduler: Any = self._registry.parts.get(SCHEDULER)
         if scheduler is None:
             return
@@ -80,7 +87,7 @@ class Inherited:
         return skeleton, tensors
 
     def _with_own_settings(self, skeleton: Skeleton, tensors: Tensors) -> tuple[Skeleton, Tensors]:
-        others = {name for name in skeleton if name != SCHEDULER}
+        others = {name for name in skeleton if name != SCHEDULER and not name.startswith("$")}
         own = {name for name in self._registry.parts if name != SCHEDULER}
         if others != own:
             raise ConfigError(

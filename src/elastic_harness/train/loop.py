@@ -90,6 +90,8 @@ def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress
         progress.serving.join()
     metrics = parts.applier.apply(record)
     failpoint("apply.finished", record.step)
+    if record.step == 0:
+        parts.registry.rehearse()  # most optimizers have no state before their first step
     return replace(committed(parts, progress, record, metrics, work), verdict=verdict)
 
 

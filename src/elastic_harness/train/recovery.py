@@ -16,23 +16,27 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
+
+from torch import Tensor
 
 from elastic_harness.comm.group import Group
 from elastic_harness.comm.placement import Ranges, merge_ranges
 from elastic_harness.errors import EXIT_INFRASTRUCTURE, CheckpointCorrupt, PeerFailed, Recoverable, Unreachable
 from elastic_harness.failpoints import failpoint
+from elastic_harness.ledger import CHECKPOINT
 from elastic_harness.membership.types import Generation, Report, SourceKind
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.board import Phase
-from elastic_harness.train.effects import describe, recovered
+from elastic_harness.train.effects import describe, recovered, tell_state
+from elastic_harness.train.imprint import imprint, state_hash
 from elastic_harness.train.link import GenerationValues, Left, cancelled_by
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Formed, Progress
-from elastic_harness.train.transfer import Payload, receive_payload, send_payload
+from elastic_harness.train.transfer import Hashes, Payload, receive_payload, send_payload
 
 
 class Stages:
@@ -168,7 +172,7 @@ def _repair(parts: Parts, progress: Progress, report: Report) -> Progress:
     digest, members = formed.digest, formed.generation.members
     source = digest.sources[members[formed.rank]]
 
-    def receive() -> Payload:
+    def receive() -> tuple[Payload, Hashes]:
         assert formed.group is not None and source.donor is not None
         failpoint("recovery.receiving", digest.version)
         try:
@@ -187,18 +191,21 @@ def _repair(parts: Parts, progress: Progress, report: Report) -> Progress:
             parts.slots.drop()
             return progress.dropped()
         case "replay":
-            record = Record.from_payload(receive(), parts.new_partials(0).table)
+            record = Record.from_payload(receive()[0], parts.new_partials(0).table)
             assert record.step == progress.version, f"got the record of step {record.step} at {progress.version}"
             return progress.at(digest.version, record=record, metrics=parts.applier.apply(record))
         case "state":
-            return _take_state(parts, progress, digest.version, receive())
+            return _take_state(parts, progress, digest.version, *receive())
         case "restore":
             try:
-                parts.saver.restore(digest.version)
+                stored, held = parts.saver.restore(digest.version)
             except CheckpointCorrupt as error:
                 raise PeerFailed(f"checkpoint {digest.version} could not be restored: {error}") from error
+            tell_state(parts, formed, stored, holder=CHECKPOINT)
+            tell_state(parts, formed, held, taken_from=CHECKPOINT)
         case "init":
             parts.saver.begin()
+            parts.registry.rehearse()
     return progress.at(digest.version, record=None, metrics=None)
 
 
@@ -213,16 +220,22 @@ def _serve(parts: Parts, progress: Progress) -> threading.Thread | None:
         return None
     failpoint("recovery.serving", progress.version)
     group, timeout_s = formed.group, parts.config.elastic.exchange_timeout_s
-    payloads: dict[SourceKind, Payload] = {"state": _state_payload(parts, progress)}
+    meta, tensors = _state_payload(parts, progress)
+
+    def hashed(hashes: Hashes) -> None:
+        tell_state(parts, formed, state_hash(imprint(meta["state"], _without_record(tensors), hashes)))
+
+    payloads: dict[SourceKind, tuple[Payload, Callable[[Hashes], None]]] = {"state": ((meta, tensors), hashed)}
     if progress.record is not None:
-        payloads["replay"] = progress.record.payload()
+        payloads["replay"] = progress.record.payload(), lambda hashes: None
     kinds = {rank: formed.digest.sources[formed.generation.members[rank]].kind for rank in needy}
 
     def send_all() -> None:
         try:
             for rank in needy:
+                payload, told = payloads[kinds[rank]]
                 with contextlib.suppress(PeerFailed):  # its death, or the group's end, is noticed elsewhere
-                    send_payload(group, rank, *payloads[kinds[rank]], timeout_s)
+                    send_payload(group, rank, *payload, timeout_s, told)
         except BaseException:  # thread boundary: without the state the receiver would wait, and look guilty
             traceback.print_exc()
             os._exit(EXIT_INFRASTRUCTURE)
@@ -249,9 +262,16 @@ def _state_payload(parts: Parts, progress: Progress) -> Payload:
     return meta, tensors
 
 
-def _take_state(parts: Parts, progress: Progress, version: int, payload: Payload) -> Progress:
+def _without_record(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(RECORD)}
+
+
+def _take_state(parts: Parts, progress: Progress, version: int, payload: Payload, hashes: Hashes) -> Progress:
     meta, tensors = payload
-    parts.registry.restore(meta["state"], {n: t for n, t in tensors.items() if not n.startswith(RECORD)})
+    assert progress.formed is not None
+    _, held = parts.registry.restore(meta["state"], _without_record(tensors), hashes)
+    donor = progress.formed.digest.sources[parts.link.member].donor
+    tell_state(parts, progress.formed, held, taken_from=donor)
     if "record" not in meta:
         return progress.at(version, record=None, metrics=None)
     vectors = {n.removeprefix(RECORD): t for n, t in tensors.items() if n.startswith(RECORD)}

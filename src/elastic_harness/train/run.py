@@ -34,7 +34,7 @@ from elastic_harness.errors import (
 )
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train import standalone
-from elastic_harness.train.accept import check_extra, check_trainable
+from elastic_harness.train.accept import check_extra, check_state_dict, check_trainable
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.board import Board, Phase
 from elastic_harness.train.deadlines import Deadlines
@@ -223,6 +223,7 @@ def start(
     if torch.get_num_threads() != config.training.threads:
         torch.set_num_threads(config.training.threads)
     check_trainable(model, optimizer, scheduler)
+    check_state_dict(model)
     if weights_only and resume_from is None:
         raise ConfigError("weights_only=True says what to take from another run; name that run: resume_from=")
     source = dataset if hasattr(dataset, "read") else MapStyle(dataset, collate_fn)

@@ -201,13 +201,13 @@ class Saver:
         first = self._inherited.version if self._inherited is not None else None
         return restorable if first is None else {**restorable, first: 0}
 
-    def restore(self, version: int) -> None:
-        """Overwrite the whole state with a checkpoint's. Raises CheckpointCorrupt; it is not offered again then."""
+    def restore(self, version: int) -> tuple[str, str]:
+        """Overwrite the whole state with a checkpoint's; return the hash of what it holds, and of what is held then.
+        Raises CheckpointCorrupt; it is not offered again then."""
         if self._inherited is not None and version == self._inherited.version:
-            self._inherited.restore()
-            return
+            return self._inherited.restore()
         loaded = self._tiers.load(version)
-        self._registry.restore(loaded.skeleton, loaded.tensors)
+        return self._registry.restore(loaded.skeleton, loaded.tensors)
 
     def begin(self) -> None:
         """Prepare the state of step 0, where nobody has any."""

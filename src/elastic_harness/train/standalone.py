@@ -116,7 +116,9 @@ class StandaloneLink:
             self._store.set(f"finished/{self.member}", b"1")
         if self._events is None or self._ledger is None:
             return
-        if type == "commit":
+        if type == "state":
+            self._ledger.append(fields["ledger"])
+        elif type == "commit":
             line = fields.pop("ledger")
             if self._ledger.append(line):
                 self._events.emit("step_committed", **fields)

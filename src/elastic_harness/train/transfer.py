@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
-from elastic_harness.checkpoint.tensors import content_of
 from elastic_harness.comm.exchange import TRANSFER, tag
 from elastic_harness.comm.group import Group, Work
 from elastic_harness.errors import PeerFailed
+from elastic_harness.train.imprint import hash_of
 
 Payload = tuple[dict[str, Any], dict[str, Tensor]]
-CHECKSUM_BYTES = 16
+Hashes = dict[str, bytes]
+HASH_BYTES = 16
 
 
-def send_payload(group: Group, rank: int, meta: dict[str, Any], tensors: dict[str, Tensor], timeout_s: float) -> None:
-    """Send to one rank; blocks until it has everything. Raises PeerFailed."""
+def send_payload(
+    group: Group,
+    rank: int,
+    meta: dict[str, Any],
+    tensors: dict[str, Tensor],
+    timeout_s: float,
+    hashed: Callable[[Hashes], None] = lambda hashes: None,
+) -> None:
+    """Send to one rank; blocks until it has everything. `hashed` hears the hash of every tensor before the other side
+    can have the whole. Raises PeerFailed."""
     host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     description = json.dumps(
         {
@@ -30,14 +39,17 @@ def send_payload(group: Group, rank: int, meta: dict[str, Any], tensors: dict[st
     messages = [torch.tensor([len(description)]), torch.frombuffer(bytearray(description), dtype=torch.uint8)]
     messages += [t.reshape(-1).view(torch.uint8) for t in host.values() if t.numel()]
     works = [group.send(m.to(group.device), rank, tag(TRANSFER, 0, i)) for i, m in enumerate(messages)]
-    checksum = torch.frombuffer(bytearray(_checksum(host)), dtype=torch.uint8).to(group.device)
-    works.append(group.send(checksum, rank, tag(TRANSFER, 0, len(messages))))
+    hashes = {name: hash_of(t) for name, t in host.items()}  # while what was sent is on its way
+    hashed(hashes)
+    last = torch.frombuffer(bytearray(b"".join(hashes.values())), dtype=torch.uint8).to(group.device)
+    works.append(group.send(last, rank, tag(TRANSFER, 0, len(messages))))
     group.flush()
     group.wait(works, timeout_s)
 
 
-def receive_payload(group: Group, rank: int, timeout_s: float) -> Payload:
-    """Receive what the other side's `send_payload` sends; the bytes are checked by their hash. Raises PeerFailed."""
+def receive_payload(group: Group, rank: int, timeout_s: float) -> tuple[Payload, Hashes]:
+    """Receive what the other side's `send_payload` sends, and the hash of every tensor, by which it was checked.
+    Raises PeerFailed."""
 
     def receive(number: int, elements: int, dtype: torch.dtype) -> Work:
         buffer = torch.empty(elements, dtype=dtype, device=group.device)
@@ -56,20 +68,14 @@ def receive_payload(group: Group, rank: int, timeout_s: float) -> Payload:
         tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
         if tensors[name].numel():
             works[name] = receive(2 + len(works), tensors[name].nbytes, torch.uint8)
-    checksum = receive(2 + len(works), CHECKSUM_BYTES, torch.uint8)
+    last = receive(2 + len(works), HASH_BYTES * len(tensors), torch.uint8)
     group.flush()
-    group.wait((*works.values(), checksum), timeout_s)
+    group.wait((*works.values(), last), timeout_s)
     for name, work in works.items():
         tensors[name] = work.tensor.cpu().view(tensors[name].dtype).reshape(tensors[name].shape)
-    if _checksum(tensors) != bytes(checksum.tensor.cpu().numpy()):
-        raise PeerFailed(f"what rank {rank} sent arrived damaged: its checksum is not the announced one")
-    return description["meta"], tensors
-
-
-def _checksum(tensors: dict[str, Tensor]) -> bytes:
-    """xxh3 over all bytes in order: against damage on the way, at a tenth of sha256's time, which a joiner waits for
-    twice."""
-    digest = xxhash.xxh3_128()
-    for tensor in tensors.values():
-        digest.update(content_of(tensor))
-    return digest.digest()
+    told = bytes(last.tensor.cpu().numpy())
+    hashes = {name: hash_of(tensor) for name, tensor in tensors.items()}
+    for number, (name, digest) in enumerate(hashes.items()):
+        if digest != told[HASH_BYTES * number : HASH_BYTES * (number + 1)]:
+            raise PeerFailed(f"{name}, which rank {rank} sent, arrived damaged: its hash is not the announced one")
+    return (description["meta"], tensors), hashes

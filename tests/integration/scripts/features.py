@@ -245,9 +245,20 @@ def scaled() -> Case:
     )
 
 
+class Described(nn.Linear):
+    """Gives more than tensors to its state_dict."""
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"made_by": "features", "scales": [-0.0, torch.ones(2, dtype=torch.float16)]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        assert repr(state) == repr(self.get_extra_state())
+
+
 def mixed() -> Case:
-    """float64 and bfloat16 parameters in one model, Adagrad, more slots than samples left in an epoch."""
-    first, last = nn.Linear(12, 16, dtype=torch.bfloat16), nn.Linear(16, 4, dtype=torch.float64)
+    """float64 and bfloat16 parameters in one model, NAdam, whose scalars are float32 all the same, extra state of a
+    module, more slots than samples left in an epoch."""
+    first, last = Described(12, 16, dtype=torch.bfloat16), nn.Linear(16, 4, dtype=torch.float64)
     model = nn.ModuleList([first, last])
 
     def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -256,7 +267,7 @@ def mixed() -> Case:
 
     return Case(
         model,
-        torch.optim.Adagrad(model.parameters(), lr=0.05),
+        torch.optim.NAdam(model.parameters(), lr=0.05),
         Table(11, 12),
         loss,
         {"global_batch_samples": 8, "micro_batch_samples": 1},

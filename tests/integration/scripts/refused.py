@@ -56,9 +56,30 @@ class Opaque:
         raise AssertionError
 
 
+class Forgetful(torch.optim.SGD):
+    """Does not load its momentum, which it has from the first step on."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict({**state, "state": {}})
+
+
+class Rounding:
+    """Gives its state back as another type."""
+
+    def __init__(self) -> None:
+        self.scale = torch.ones(1, dtype=torch.float64)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale = state["scale"].float()
+
+
 CASES = (
     "lbfgs", "sparse", "complex", "buffer-in-place", "buffer-assigned", "no-backward", "two-backwards",
     "foreign-parameter", "plateau", "unknown-buffer", "frozen", "iterable", "empty", "break", "opaque",
+    "forgetful", "rounding",
 )  # fmt: skip
 
 
@@ -83,6 +104,9 @@ def main() -> None:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.1)
     if case == "lbfgs":
         optimizer = torch.optim.LBFGS(parameters)
+    if case == "forgetful":
+        optimizer = Forgetful(parameters, lr=0.1, momentum=0.9)
+    extra = {"opaque": {"opaque": Opaque()}, "rounding": {"rounding": Rounding()}}.get(case)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer) if case == "plateau" else None
     dataset: Any = torch.randn(16, 4)
     if case == "iterable":
@@ -97,7 +121,7 @@ def main() -> None:
         config,
         scheduler=scheduler,
         buffers=["nothing"] if case == "unknown-buffer" else (),
-        extra={"opaque": Opaque()} if case == "opaque" else None,
+        extra=extra,
         run_dir=arguments.run_dir,
     )
     for step in run.steps():
