@@ -12,7 +12,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from elastic_harness.data.mixture import order_of
 from elastic_harness.data.order import EpochOrder, Order, Places, ids_of
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError, HarnessError
-from elastic_harness.events import read_events
-from elastic_harness.ledger import FILE_NAME, Ledger, LedgerLine, lanes_covered_once, read_ledger
+from elastic_harness.events import passed_over, read_events
+from elastic_harness.ledger import FILE_NAME, Entry, Ledger, LedgerLine, lanes_covered_once, read_ledger
 
 EXIT_VIOLATED = 1
+_READ = ("run_started", "run_configured", "run_finished")
 _IDENTITY = ("seed", "n_samples", "slots", "lanes", "micro_batch_samples", "global_batch_samples")
 
 
@@ -59,6 +60,7 @@ class Verdict:
     superseded: int = 0
     members: int = 0
     torn_line: bool = False
+    damaged: tuple[str, ...] = ()
     finished: bool = False
     weights_sha256: str | None = None
     violations: tuple[str, ...] = field(default=())
@@ -67,12 +69,15 @@ class Verdict:
         return asdict(self)
 
     def __str__(self) -> str:
+        damaged = []
+        if self.damaged:
+            damaged = [f"  {passed_over(self.damaged)}"]
         if not self.ok:
             more = len(self.violations) - 1
             lines = [f"NOT EXACT  {self.run}", f"  first violation: {self.violations[0]}"]
             if more:
                 lines += [f"  and {more} more:"] + [f"    {text}" for text in self.violations[1:6]]
-            return "\n".join(lines)
+            return "\n".join(lines + damaged)
         lines = [
             f"EXACT  {self.run}",
             f"  {self.steps} steps, each with its full batch; {self.samples:,} samples, none twice, none missed",
@@ -91,7 +96,7 @@ class Verdict:
             lines.append(f"  weights_sha256 {self.weights_sha256}")
         if not self.finished:
             lines.append("  the run has not finished; this covers what is committed so far")
-        return "\n".join(lines)
+        return "\n".join(lines + damaged)
 
 
 def slot_digest(sample_ids: np.ndarray) -> str:
@@ -104,30 +109,35 @@ def verify(*run_dirs: str | Path, max_violations: int = 20) -> Verdict:
     and what several saw must be the same. Reads only; raises a HarnessError only if there is nothing to judge."""
     folders = [Path(run_dir) for run_dir in run_dirs]
     with_ledger = [folder for folder in folders if (folder / FILE_NAME).exists() or folder.is_file()]
-    ledgers = [read_ledger(folder) for folder in with_ledger or folders]
-    ledger = Ledger(
-        ledgers[0].path, tuple(line for each in ledgers for line in each.lines), any(each.torn for each in ledgers)
-    )
-    events = [
-        list(read_events(folder / "events.jsonl")) if (folder / "events.jsonl").exists() else [] for folder in folders
-    ]
+    ledger = read_ledger(*(with_ledger or folders))
+    damaged = list(ledger.damaged)
+    events = [_events(folder / "events.jsonl", damaged.append) for folder in folders]
+    ledger = replace(ledger, damaged=tuple(damaged))
     return judge(" ".join(map(str, folders)), ledger, *events, max_violations=max_violations)
+
+
+def _events(log: Path, damaged: Callable[[str], object]) -> list[dict[str, Any]]:
+    """Those events that say something of the proof: a long run has millions of others."""
+    if not log.exists():
+        return []
+    return [event for event in read_events(log, damaged) if event["event"] in _READ]
 
 
 def judge(run: str, ledger: Ledger, *nodes: Iterable[Mapping[str, Any]], max_violations: int = 20) -> Verdict:
     """The verdict on a ledger and the events beside it, of each node; pure, apart from what it is given."""
     by_node = [list(events) for events in nodes]
     identity, violations = _identity(run, [event for events in by_node for event in events])
-    violations += _conflicting_lines(ledger, several=len(by_node) > 1)
+    violations += _told_twice(ledger)
     lines = ledger.followed()
     replay = _Replay(identity, lines)
-    samples = 0
+    samples, members = 0, set[str]()
     for step, line in lines.items():
         if len(violations) >= max_violations:
             break
         found = replay.violations_of(line)
         violations += [f"step {step}: {text}" for text in found]
         samples += line.count
+        members.update(member for member, _, _ in line.computed_by)
     if len(violations) < max_violations:
         violations += replay.gaps() + replay.incomplete_epochs()
     ends = _newest_ends([end for events in by_node if (end := _finish(events)) is not None], lines)
@@ -143,9 +153,10 @@ def judge(run: str, ledger: Ledger, *nodes: Iterable[Mapping[str, Any]], max_vio
         n_samples=identity.n_samples,
         sources=replay.sources(),
         lineage=ledger.lineage,
-        superseded=len({line.key for line in ledger.lines}) - len(lines),
-        members=len({member for line in lines.values() for member, _, _ in line.computed_by}),
+        superseded=len({entry.key for entry in ledger.entries}) - len(lines),
+        members=len(members),
         torn_line=ledger.torn,
+        damaged=ledger.damaged,
         finished=finished is not None,
         weights_sha256=None if finished is None else finished.get("weights_sha256"),
         violations=tuple(_in_step_order(violations)),
@@ -330,14 +341,23 @@ def _newest_ends(ends: list[Mapping[str, Any]], lines: Mapping[int, LedgerLine])
     return [end for end in ends if int(end["version"]) == newest] if max(lines, default=-1) < newest else []
 
 
-def _conflicting_lines(ledger: Ledger, *, several: bool) -> list[str]:
-    """Of several nodes one may have told of a step whose data did not reach the others before it was lost: they have
-    computed the same step again, with the same outcome, in another generation."""
-    seen: dict[tuple[int, int], LedgerLine] = {}
-    for line in ledger.lines:
-        compared = replace(line, generation=0, world_size=0, computed_by=()) if several else line
-        if seen.setdefault(line.key, compared) != compared:
-            return [f"step {line.step}: is recorded twice in lineage {line.lineage}, with different content"]
+def _told_twice(ledger: Ledger) -> list[str]:
+    """A ledger has each step of a lineage once. Those of several nodes may tell of the same step, of the same outcome:
+    one may have told of a step whose data did not reach the others before it was lost, and they have computed it again,
+    in another generation."""
+    seen: dict[tuple[int, int], Entry] = {}
+    for entry in ledger.entries:
+        first = seen.setdefault(entry.key, entry)
+        if first is entry:
+            continue
+        lines = [ledger.line(first), ledger.line(entry)]
+        several = first.file != entry.file
+        if several:
+            lines = [replace(line, generation=0, world_size=0, computed_by=()) for line in lines]
+        one, other = (json.dumps(line.to_json()) for line in lines)
+        if not several or one != other:
+            how = "" if one == other else ", with different content"
+            return [f"step {entry.step}: is recorded twice in lineage {entry.lineage}{how}"]
     return []
 
 

@@ -159,6 +159,8 @@ class Agent:
 
     def _announce_start(self) -> None:
         record = self.folder.record
+        for damage in self.records.damaged:
+            self.console.notice(f"a damaged line was passed over: {damage}")
         self.folder.update(status="running", agent_pid=os.getpid(), control=str(self._control.path), exit_code=None)
         self.records.event(
             "run_started",
