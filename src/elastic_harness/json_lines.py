@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,13 @@ BLOCK_BYTES = 1 << 16
 
 
 class Appender:
-    """Appends to such a file, of which it must be the only writer. What `append` has returned for survives the death
-    of any process, and after `sync` a power cut."""
+    """Appends to such a file, from any thread; no other process may write it. What `append` has returned for survives
+    the death of any process, and after `sync` a power cut."""
 
     def __init__(self, path: Path) -> None:
         """Open or make the file; a torn last line is cut off first. Raises InfrastructureError."""
         self.path = path
+        self._lock = threading.Lock()  # one that takes a part of its line back must not take another's line
         try:
             there = path.exists()
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -43,7 +45,8 @@ class Appender:
         in the file then."""
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         try:
-            self._write(line)
+            with self._lock:
+                self._write(line)
         except OSError as error:
             raise durable_file.cannot_write(self.path, error) from error
         return len(line)

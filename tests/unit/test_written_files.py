@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,25 @@ def test_a_log_goes_on_when_there_is_room_again(tmp_path: Path, room: int) -> No
     log.close()
     assert [e["event"] for e in read_events(tmp_path / "events.jsonl", damaged.append)] == ["first", "last"]
     assert not damaged
+
+
+def test_threads_that_write_to_a_full_disk_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    for attempt in range(20):
+        log, damaged = EventLog(tmp_path / f"{attempt}.jsonl"), list[str]()
+
+        def write(thread: int, log: EventLog = log) -> list[tuple[int, int]]:
+            kept = []
+            for number in range(60):
+                with contextlib.suppress(InfrastructureError):
+                    log.emit("kept", thread=thread, number=number, more="x" * (number % 13 * 40))
+                    kept.append((thread, number))
+            return kept
+
+        with no_file_grows_past(20_000), ThreadPoolExecutor(4) as pool:
+            kept = [key for keys in pool.map(write, range(4)) for key in keys]
+        log.close()
+        found = [(e["thread"], e["number"]) for e in read_events(tmp_path / f"{attempt}.jsonl", damaged.append)]
+        assert sorted(found) == sorted(kept) and not damaged and 20 < len(kept) < 240
 
 
 def test_a_part_that_cannot_be_taken_back_ends_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
