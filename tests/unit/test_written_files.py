@@ -148,7 +148,7 @@ def test_a_damaged_line_costs_nothing_but_itself(
     records.close()
     damaged: list[str] = []
     events = list(read_events(run / "events.jsonl", damaged.append))
-    assert [e["event"] for e in events] == ["step_committed", "damaged_line", "step_committed"] and len(damaged) == 1
+    assert [e["event"] for e in events] == ["step_committed", "damaged_lines", "step_committed"] and len(damaged) == 1
     assert list(newest_events(run / "events.jsonl")) == events[::-1]
     assert manage.ls([str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 1

@@ -40,8 +40,8 @@ class Records:
         self.committed, self.committed_at = -1, 0.0  # the newest step, and when it was told of
         self.damaged = list(self._ledger.damaged)  # lines that were passed over
         self._learn_from(self._ledger.reached)
-        for damage in self.damaged:
-            self.event("damaged_line", what=damage)
+        if self.damaged:
+            self.event("damaged_lines", count=len(self.damaged), first=self.damaged[0])
 
     def _learn_from(self, reached: Reached) -> None:
         if not reached.last:
@@ -80,8 +80,10 @@ class Records:
         Written in place: this is on the way of every recovery, and replacing run.json costs milliseconds.
         """
         self.number = number
+        text, written = f"{number:0{COUNTER_BYTES - 1}d}\n".encode(), 0
         try:
-            os.pwrite(self._counter, f"{number:0{COUNTER_BYTES - 1}d}\n".encode(), 0)
+            while written < len(text):  # a disk that fills up takes a part, and refuses the rest
+                written += os.pwrite(self._counter, text[written:], written)
         except OSError as error:
             raise cannot_write(self.folder.path / COUNTER, error) from error
 
