@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from benchmarks import (
+    agent_start,
     checkpoint,
     checkpoint_kills,
     checkpoint_stall,
@@ -28,6 +29,7 @@ QUICK: dict[str, list[str]] = {
     "node_loss": ["--quick"],
     "throughput": ["--pairs=4", "--workers=2", "--cases=3M,30M"],
     "exactness": ["--quick"],
+    "agent_start": ["--steps=1000,4000", "--rounds=3"],
     "memory": ["--workers=2"],
     "loading": ["--rounds=1", "--measure-s=1"],
     "index_build": ["--mb=20", "--rounds=1"],
@@ -43,6 +45,7 @@ BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "node_loss": node_loss.main,
     "throughput": throughput.main,
     "exactness": exactness.main,
+    "agent_start": agent_start.main,
     "memory": memory.main,
     "loading": loading.main,
     "index_build": index_build.main,

@@ -2,61 +2,50 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from elastic_harness import json_lines
 
 SCHEMA = 1
 
 
-def open_appendable(path: Path) -> int:
-    """Open an append-only JSON-lines file; a torn last line (the writer was killed) is cut off first."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    size = os.fstat(descriptor).st_size
-    keep = size
-    while keep > 0:
-        start = max(0, keep - 65536)
-        newline = os.pread(descriptor, keep - start, start).rfind(b"\n")
-        if newline >= 0:
-            keep = start + newline + 1
-            break
-        keep = start
-    if keep < size:
-        os.ftruncate(descriptor, keep)
-    os.lseek(descriptor, 0, os.SEEK_END)
-    return descriptor
-
-
-class EventLog:
-    """Append-only `events.jsonl`. Each line is written by a single `write`, so a crash of the writer loses at
-    most the line it was writing. Not safe for two processes: a run has one writer per node."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._descriptor = open_appendable(path)
+class EventLog(json_lines.Appender):
+    """Append-only `events.jsonl`. Not safe for two processes: a run has one writer per node."""
 
     def emit(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Write one event, stamped with the current time unless `t` is given."""
+        """Write one event, stamped with the current time unless `t` is given. Raises InfrastructureError."""
         record: dict[str, Any] = {"t": fields.pop("t", None) or time.time(), "event": event, **fields}
-        os.write(self._descriptor, json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        self.append(record)
         return record
 
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+
+def read_events(path: Path, damaged: Callable[[str], object] = lambda damage: None) -> Iterator[dict[str, Any]]:
+    """Yield every event in order. A torn last line is left out; `damaged` is told of each other line that is none."""
+    return _events(path, json_lines.read(path), damaged)
 
 
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Every complete line of the log in order; a torn last line is left out, any other bad line raises."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not a JSON object ({error}); the log was damaged") from error
+def newest_events(path: Path, damaged: Callable[[str], object] = lambda damage: None) -> Iterator[dict[str, Any]]:
+    """Yield the events, the newest first, reading only as far back as is asked for."""
+    return _events(path, json_lines.read_backwards(path), damaged)
+
+
+def _events(
+    path: Path, lines: Iterator[json_lines.Line], damaged: Callable[[str], object]
+) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.record is None:
+            damaged(line.damage)
+        elif "event" not in line.record:
+            damaged(f"{path} at byte {line.begin}: not an event, it has {sorted(line.record)}")
+        else:
+            yield line.record
+
+
+def passed_over(damaged: Sequence[str]) -> str:
+    """Damaged lines, for people."""
+    if len(damaged) == 1:
+        return f"1 damaged line was passed over: {damaged[0]}"
+    return f"{len(damaged)} damaged lines were passed over, the first: {damaged[0]}"

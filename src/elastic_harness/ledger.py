@@ -2,26 +2,34 @@
 
 One JSON object a line, appended by the agent. A line is written once per (lineage, step), whoever reports it
 and however often; a restored run opens a new lineage, whose lines supersede those of older lineages from its
-first step on. Between them are the two sides of every hand-over of the whole state (`StateLine`), each written once.
+first step on. Lines that have a `kind` are no steps: the two sides of every hand-over of the whole state
+(`StateLine`), and every MiB one that says how far the ledger reaches, so that whoever goes on with the run need not
+read all of it. Lines of an unknown kind are passed over.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
+import base64
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+from elastic_harness import json_lines
 from elastic_harness.errors import InfrastructureError
 
 FILE_NAME = "ledger.jsonl"
 CHECKPOINT = "checkpoint"  # in place of a member, where the state came from a checkpoint
+STATE = "state"
+REACHED = "reached"
+REACHED_EVERY_BYTES = 1 << 20
+DIGEST_BYTES = 8
 
 
 class LedgerError(InfrastructureError):
-    """The ledger file cannot be read as a ledger; the message names file and line."""
+    """There is no ledger, or something is no line of one; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +65,18 @@ class LedgerLine:
         missing = [name for name in _FIELD_NAMES if name not in record]
         if missing:
             raise LedgerError(f"{where}: field {missing[0]!r} is missing; it holds {sorted(record)}")
-        integers = {name: _integer(record, name, where) for name in _INTEGERS}
+        integers: dict[str, int] = {}
+        for name in _INTEGERS:
+            value = record[name]
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise LedgerError(f"{where}: {name} is {value!r}; it must be an integer of at least 0")
+            integers[name] = value
         try:
             return LedgerLine(
                 **integers,
                 computed_by=tuple((str(member), int(low), int(high)) for member, low, high in record["computed_by"]),
-                slot_samples=tuple(str(digest) for digest in record["slot_samples"]),
-                slot_weight=tuple(float(weight) for weight in record["slot_weight"]),
+                slot_samples=_unpacked_digests(record["slot_samples"]),
+                slot_weight=_unpacked_runs(record["slot_weight"]),
                 loss=float("nan") if record["loss"] is None else float(record["loss"]),
             )
         except (TypeError, ValueError) as error:
@@ -72,8 +85,11 @@ class LedgerLine:
             ) from error
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object that `from_json` reads back."""
-        return asdict(self)
+        """The JSON object that `from_json` reads back. Slots are many: their digests are packed, and equal weights
+        counted, which halves the file and makes it ten times as fast to read."""
+        runs = [[weight, len(list(same))] for weight, same in itertools.groupby(self.slot_weight)]
+        packed = base64.b64encode(bytes.fromhex("".join(self.slot_samples))).decode()
+        return {**asdict(self), "slot_samples": packed, "slot_weight": runs}
 
 
 _FIELD_NAMES = tuple(field.name for field in fields(LedgerLine))
@@ -102,6 +118,10 @@ class StateLine:
                 raise LedgerError(f"{where}: {name} is {value!r}; it must be a string")
         return StateLine(record["state"], **numbers, holder=record["holder"], taken_from=record.get("taken_from"))
 
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object that `from_json` reads back."""
+        return {"kind": STATE, **asdict(self)}
+
 
 def _integer(record: Mapping[str, Any], name: str, where: str) -> int:
     value = record.get(name)
@@ -110,62 +130,131 @@ def _integer(record: Mapping[str, Any], name: str, where: str) -> int:
     return value
 
 
-def parse_line(record: Mapping[str, Any], where: str = "ledger line") -> LedgerLine | StateLine:
+def parse_line(record: Mapping[str, Any]) -> LedgerLine | StateLine:
     """The line of a step or of a state; LedgerError if it is neither."""
-    return StateLine.from_json(record, where) if "state" in record else LedgerLine.from_json(record, where)
+    return StateLine.from_json(record) if record.get("kind") == STATE else LedgerLine.from_json(record)
+
+
+def _unpacked_digests(packed: str | Sequence[str]) -> tuple[str, ...]:
+    """One digest per slot, of one base64 text, or of a list as in ledgers of earlier versions."""
+    if isinstance(packed, str):
+        text = base64.b64decode(packed, validate=True).hex()
+        digests = [text[at : at + 2 * DIGEST_BYTES] for at in range(0, len(text), 2 * DIGEST_BYTES)]
+    else:
+        digests = [str(digest) for digest in packed]
+    if any(len(bytes.fromhex(digest)) != DIGEST_BYTES for digest in digests):
+        raise ValueError(f"a slot's samples are named by {2 * DIGEST_BYTES} hexadecimal digits")
+    return tuple(digests)
+
+
+def _unpacked_runs(packed: Sequence[Any]) -> tuple[float, ...]:
+    """One weight per slot, of [weight, how many] pairs, or of a plain list as in ledgers of earlier versions."""
+    if packed and isinstance(packed[0], Sequence):
+        return tuple(float(weight) for weight, count in packed for _ in range(count))
+    return tuple(float(weight) for weight in packed)
+
+
+class Reached:
+    """How far a ledger goes, in a few numbers however long it is: what whoever goes on with it has to know."""
+
+    def __init__(self) -> None:
+        self.from_step = 0  # of the newest lineage
+        self.generation = 0  # the highest of all lines
+        self.last: dict[str, Any] = {}  # of the line written last: what its event says too; empty: there is none
+        self._steps: dict[int, list[list[int]]] = {}  # lineage -> sorted ranges [low, high), which do not touch
+
+    @property
+    def lineage(self) -> int:
+        return max(self._steps, default=0)
+
+    @property
+    def committed(self) -> int:
+        """The highest step of the newest lineage, -1 if there is none."""
+        return self._steps[self.lineage][-1][1] - 1 if self._steps else -1
+
+    def __contains__(self, key: tuple[int, int]) -> bool:
+        ranges, step = self._steps.get(key[0], []), key[1]
+        at = bisect_right(ranges, step, key=lambda known: known[0])
+        return at > 0 and step < ranges[at - 1][1]
+
+    def __len__(self) -> int:
+        return sum(high - low for ranges in self._steps.values() for low, high in ranges)
+
+    def include(self, line: LedgerLine) -> None:
+        """Take in a step, in any order."""
+        self._include(line.lineage, line.step, line.step + 1, line.from_step)
+        self.generation = max(self.generation, line.generation)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": REACHED,
+            "from_step": self.from_step,
+            "generation": self.generation,
+            "last": self.last,
+            "steps": {str(lineage): ranges for lineage, ranges in self._steps.items()},
+        }
+
+    def include_all(self, earlier: Mapping[str, Any]) -> None:
+        """Take in what `to_json` said of the lines before."""
+        for lineage, ranges in earlier["steps"].items():
+            for low, high in ranges:
+                self._include(int(lineage), low, high, earlier["from_step"])
+        self.generation = max(self.generation, earlier["generation"])
+        self.last = self.last or dict(earlier["last"])
+
+    def _include(self, lineage: int, low: int, high: int, from_step: int) -> None:
+        if lineage >= self.lineage:
+            known = self._steps.get(lineage)
+            self.from_step = from_step if known is None else min(self.from_step, from_step)
+        ranges = self._steps.setdefault(lineage, [])
+        first = bisect_left(ranges, low, key=lambda known: known[1])
+        after = bisect_right(ranges, high, key=lambda known: known[0])
+        touching = ranges[first:after]
+        ranges[first:after] = [[min([low, *(r[0] for r in touching)]), max([high, *(r[1] for r in touching)])]]
 
 
 class LedgerWriter:
     """Appends each (lineage, step) once, also across restarts of the process that writes.
 
-    Opening an existing file reads the keys it holds and cuts away a torn last line, the trace of a crash.
-    A line is handed to the operating system before `append` returns; `fsync` makes all of them durable.
+    Opening an existing file cuts away a torn last line, the trace of a crash, and reads back to where it last said
+    how far it reaches. A line is handed to the operating system before `append` returns; `sync` makes all durable.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        lines, states, whole_bytes, _ = _scan(self.path)
-        self._keys: set[tuple[int, int]] = {line.key for line in lines}
-        self._states = set(states)
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        if os.fstat(self._descriptor).st_size > whole_bytes:
-            os.ftruncate(self._descriptor, whole_bytes)
-
-    def __contains__(self, key: tuple[int, int]) -> bool:
-        return key in self._keys
-
-    def __len__(self) -> int:
-        return len(self._keys)
+        self._file = json_lines.Appender(self.path)
+        self.reached, self.damaged, self._bytes_since = reached(self.path)
+        self._states: set[StateLine] = set()  # that this writer has written; one that is there twice counts once
 
     def append(self, record: LedgerLine | StateLine | Mapping[str, Any]) -> bool:
-        """True if written, False if this (lineage, step), or this very line about a state, is already there. A failed
-        write leaves no trace."""
+        """True if written, False if this (lineage, step), or this very line about a state, is already there. Raises
+        InfrastructureError; a failed write leaves no trace."""
         line = record if isinstance(record, LedgerLine | StateLine) else parse_line(record)
-        if line in self._states if isinstance(line, StateLine) else line.key in self._keys:
-            return False
-        data = json.dumps(asdict(line), separators=(",", ":")).encode() + b"\n"
-        size_before = os.fstat(self._descriptor).st_size
-        try:
-            written = 0
-            while written < len(data):
-                written += os.write(self._descriptor, data[written:])
-        except OSError:
-            os.ftruncate(self._descriptor, size_before)
-            raise
         if isinstance(line, StateLine):
-            self._states.add(line)
-        else:
-            self._keys.add(line.key)
+            return self._append_state(line)
+        if line.key in self.reached:
+            return False
+        if self._bytes_since >= REACHED_EVERY_BYTES:
+            self._file.append(self.reached.to_json())
+            self._bytes_since = 0
+        self._bytes_since += self._file.append(line.to_json())
+        self.reached.include(line)
+        self.reached.last = _told(line)
         return True
 
-    def fsync(self) -> None:
+    def _append_state(self, line: StateLine) -> bool:
+        if line in self._states:
+            return False
+        self._bytes_since += self._file.append(line.to_json())
+        self._states.add(line)
+        return True
+
+    def sync(self) -> None:
         """Everything appended so far survives a power cut once this returns."""
-        os.fsync(self._descriptor)
+        self._file.sync()
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
     def __enter__(self) -> LedgerWriter:
         return self
@@ -174,43 +263,141 @@ class LedgerWriter:
         self.close()
 
 
+def reached(path: Path) -> tuple[Reached, list[str], int]:
+    """How far a ledger goes; the damaged lines that were passed over, and the bytes that had to be read to learn it.
+    Needs no more memory than the longest line does."""
+    found, damaged, nbytes = Reached(), [], 0
+    for line in json_lines.read_backwards(path):
+        step, damage = _step_of(path, line)
+        if step is not None:
+            found.include(step)
+            found.last = found.last or _told(step)
+        elif damage:
+            damaged.append(damage)
+        elif line.record is not None and line.record["kind"] == REACHED:
+            try:
+                found.include_all(line.record)
+                break
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                damaged.append(f"{path} at byte {line.begin}: a {REACHED!r} line of the wrong shape ({error!r})")
+        nbytes += line.end - line.begin
+    return found, damaged, nbytes
+
+
+def _told(line: LedgerLine) -> dict[str, Any]:
+    names = ("lineage", "step", "generation", "world_size", "loss")
+    return {name: getattr(line, name) for name in names}
+
+
+def _step_of(path: Path, line: json_lines.Line) -> tuple[LedgerLine | None, str]:
+    """The step that a line tells of; or why it is no line of a ledger; or neither: it is of another kind."""
+    if line.record is None:
+        return None, line.damage
+    if "kind" in line.record:
+        return None, ""
+    try:
+        return LedgerLine.from_json(line.record, f"{path} at byte {line.begin}"), ""
+    except LedgerError as error:
+        return None, str(error)
+
+
+class Entry(NamedTuple):
+    """Which line of which file tells of a step."""
+
+    lineage: int
+    from_step: int
+    step: int
+    file: int
+    begin: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.lineage, self.step)
+
+
 @dataclass(frozen=True)
 class Ledger:
-    """A ledger as read: all lines in file order, those of steps and those of states, and whether a torn last line was
-    left out."""
+    """A ledger, or those of several nodes together: where each line is. Lines are read when they are asked for, so that
+    one of any length can be judged. `states`: hand-overs of the whole state. `torn`: a torn last line was left out;
+    `damaged`: what is no line of a ledger."""
 
-    path: Path
-    lines: tuple[LedgerLine, ...]
+    paths: tuple[Path, ...]
+    entries: tuple[Entry, ...]
     torn: bool
+    damaged: tuple[str, ...] = ()
     states: tuple[StateLine, ...] = ()
 
     @property
     def lineage(self) -> int:
         """The newest lineage that has a line (0 for an empty ledger)."""
-        return max((line.lineage for line in self.lines), default=0)
+        return max((entry.lineage for entry in self.entries), default=0)
 
-    def followed(self) -> dict[int, LedgerLine]:
+    def line(self, entry: Entry) -> LedgerLine:
+        """Read one line."""
+        path = self.paths[entry.file]
+        line, damage = _step_of(path, json_lines.read_at(path, entry.begin))
+        if line is None:
+            raise LedgerError(f"{damage or path}; the file was changed while it was being read")
+        return line
+
+    @property
+    def lines(self) -> Iterator[LedgerLine]:
+        """All lines in file order."""
+        return map(self.line, self.entries)
+
+    def followed(self) -> Mapping[int, LedgerLine]:
         """Step → line along the last lineage: lineage k replaces all older lines from its `from_step` on."""
-        return follow(self.lines)
+        return _Followed(self, follow(self.entries))
 
 
-def read_ledger(path: str | Path) -> Ledger:
-    """The ledger in `path`, a file or a run folder; a torn last line is left out, other damage raises."""
-    file = Path(path)
-    if file.is_dir():
-        file = file / FILE_NAME
-    if not file.exists():
-        raise LedgerError(f"{file}: there is no ledger here; give the folder of a run that has committed steps")
-    lines, states, _, torn = _scan(file)
-    return Ledger(file, tuple(lines), torn, tuple(states))
+class _Followed(Mapping[int, LedgerLine]):
+    def __init__(self, ledger: Ledger, entries: Mapping[int, Entry]) -> None:
+        self._ledger = ledger
+        self._entries = entries
+
+    def __getitem__(self, step: int) -> LedgerLine:
+        return self._ledger.line(self._entries[step])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
-def follow(lines: Iterable[LedgerLine]) -> dict[int, LedgerLine]:
+def read_ledger(*paths: str | Path) -> Ledger:
+    """The ledger in a file or a run folder, or in several of them. A torn last line is left out, and what is no line of
+    a ledger is told of in `damaged`. Raises LedgerError if there is none."""
+    files = tuple(path / FILE_NAME if path.is_dir() else path for path in map(Path, paths))
+    entries: list[Entry] = []
+    damaged: list[str] = []
+    states: list[StateLine] = []
+    for number, file in enumerate(files):
+        if not file.exists():
+            raise LedgerError(f"{file}: there is no ledger here; give the folder of a run that has committed steps")
+        for line in json_lines.read(file):
+            step, damage = _step_of(file, line)
+            if step is not None:
+                entries.append(Entry(step.lineage, step.from_step, step.step, number, line.begin))
+            elif damage:
+                damaged.append(damage)
+            elif line.record is not None and line.record["kind"] == STATE:
+                try:
+                    states.append(StateLine.from_json(line.record, f"{file} at byte {line.begin}"))
+                except LedgerError as error:
+                    damaged.append(str(error))
+    return Ledger(files, tuple(entries), any(map(json_lines.torn, files)), tuple(damaged), tuple(states))
+
+
+_Line = TypeVar("_Line", LedgerLine, Entry)
+
+
+def follow(lines: Iterable[_Line]) -> dict[int, _Line]:
     """Step → line after every lineage has superseded its elders; among equal keys the first line counts."""
-    by_lineage: dict[int, list[LedgerLine]] = {}
+    by_lineage: dict[int, list[_Line]] = {}
     for line in lines:
         by_lineage.setdefault(line.lineage, []).append(line)
-    followed: dict[int, LedgerLine] = {}
+    followed: dict[int, _Line] = {}
     for lineage in sorted(by_lineage):
         start = min(line.from_step for line in by_lineage[lineage])
         followed = {step: line for step, line in followed.items() if step < start}
@@ -231,32 +418,3 @@ def lanes_covered_once(computed_by: Sequence[tuple[str, int, int]], lanes: int) 
             return f"lane {position} was computed by nobody"
         position, previous = high, member
     return None if position == lanes else f"lane {position} was computed by nobody"
-
-
-def _scan(path: Path) -> tuple[list[LedgerLine], list[StateLine], int, bool]:
-    """All whole lines of steps and of states, the bytes they take, and whether a torn last line follows."""
-    lines: list[LedgerLine] = []
-    states: list[StateLine] = []
-    if not path.exists():
-        return lines, states, 0, False
-    data = path.read_bytes()
-    position = 0
-    number = 0
-    while position < len(data):
-        number += 1
-        end = data.find(b"\n", position)
-        if end < 0:
-            return lines, states, position, True
-        where = f"{path} line {number}"
-        try:
-            record = json.loads(data[position:end])
-        except ValueError as error:
-            if end + 1 == len(data):
-                return lines, states, position, True
-            raise LedgerError(f"{where}: not JSON ({error}); the file was damaged after it was written") from error
-        if not isinstance(record, dict):
-            raise LedgerError(f"{where}: holds {type(record).__name__}, it must be a JSON object")
-        line = parse_line(record, where)
-        states.append(line) if isinstance(line, StateLine) else lines.append(line)
-        position = end + 1
-    return lines, states, position, False

@@ -6,15 +6,14 @@ is its own, and so is its fingerprint. The other run is only read.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from elastic_harness import durable_file
 from elastic_harness.errors import ConfigError, InfrastructureError
 
 FILE = "origin.json"
@@ -131,20 +130,12 @@ def read(run_dir: Path) -> Origin | None:
 
 def _write_once(path: Path, origin: Origin) -> None:
     """Write the file whole, or leave the one that another process has written a moment ago."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(json.dumps(asdict(origin), indent=1).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
+        with durable_file.making(path) as temporary:
+            temporary.write_text(json.dumps(asdict(origin), indent=1) + "\n")
     except OSError as error:
-        raise InfrastructureError(f"cannot write {path}: {error.strerror}; free space or use another folder") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        raise durable_file.cannot_write(path, error) from error
 
 
 def _run_folder(text: str, *, must_exist: bool = True) -> tuple[Path, int | None]:

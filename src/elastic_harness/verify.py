@@ -12,7 +12,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ from elastic_harness.data.mixture import order_of
 from elastic_harness.data.order import EpochOrder, Order, Places, ids_of
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError, HarnessError
-from elastic_harness.events import read_events
-from elastic_harness.ledger import FILE_NAME, Ledger, LedgerLine, lanes_covered_once, read_ledger
+from elastic_harness.events import passed_over, read_events
+from elastic_harness.ledger import FILE_NAME, Entry, Ledger, LedgerLine, lanes_covered_once, read_ledger
 from elastic_harness.origin import Origin
 
 EXIT_VIOLATED = 1
+_READ = ("run_started", "run_configured", "run_finished", "worker_joined")
 _IDENTITY = ("seed", "n_samples", "slots", "lanes", "micro_batch_samples", "global_batch_samples")
 _BEGINNING = ("first_step", "first_position")  # 0 where an event does not have them
 
@@ -71,6 +72,7 @@ class Verdict:
     handovers: int = 0  # of the whole state, that count: joins and restores
     unproven: int = 0  # of these: one side's hash is not in the ledger
     torn_line: bool = False
+    damaged: tuple[str, ...] = ()
     finished: bool = False
     weights_sha256: str | None = None
     violations: tuple[str, ...] = field(default=())
@@ -81,12 +83,15 @@ class Verdict:
         return asdict(self)
 
     def __str__(self) -> str:
+        damaged = []
+        if self.damaged:
+            damaged = [f"  {passed_over(self.damaged)}"]
         if not self.ok:
             more = len(self.violations) - 1
             lines = [f"NOT EXACT  {self.run}", f"  first violation: {self.violations[0]}"]
             if more:
                 lines += [f"  and {more} more:"] + [f"    {text}" for text in self.violations[1:6]]
-            return "\n".join(lines)
+            return "\n".join(lines + damaged)
         lines = [
             f"EXACT  {self.run}",
             f"  {self.steps} steps, each with its full batch; {self.samples:,} samples, none twice, none missed",
@@ -113,6 +118,7 @@ class Verdict:
             lines.append(f"  weights_sha256 {self.weights_sha256}")
         if not self.finished:
             lines.append("  the run has not finished; this covers what is committed so far")
+        lines += damaged
         if self.before is not None:
             lines += [f"began from {self.origin}:", *(f"  {line}" for line in str(self.before).splitlines())]
         elif self.origin is not None:
@@ -142,8 +148,8 @@ def _with_origin(verdict: Verdict, origin: Origin, max_violations: int) -> Verdi
     if not (folder / FILE_NAME).exists():
         return replace(verdict, origin=str(origin))
     ledger, events = _records([folder])
-    lines = tuple(line for line in ledger.lines if line.lineage <= origin.lineage)
-    until = replace(ledger, lines=tuple(line for line in lines if line.step < origin.version))
+    entries = (entry for entry in ledger.entries if entry.lineage <= origin.lineage and entry.step < origin.version)
+    until = replace(ledger, entries=tuple(entries))
     before = judge(str(folder), until, *events, max_violations=max_violations, until=origin.version)
     earlier = origins.read(folder)
     if earlier is not None:
@@ -161,17 +167,17 @@ def _with_origin(verdict: Verdict, origin: Origin, max_violations: int) -> Verdi
 def _records(folders: Sequence[Path]) -> tuple[Ledger, list[list[dict[str, Any]]]]:
     """The ledgers of a run's folders as one, and the events of each."""
     with_ledger = [folder for folder in folders if (folder / FILE_NAME).exists() or folder.is_file()]
-    ledgers = [read_ledger(folder) for folder in with_ledger or folders]
-    ledger = Ledger(
-        ledgers[0].path,
-        tuple(line for each in ledgers for line in each.lines),
-        any(each.torn for each in ledgers),
-        tuple(state for each in ledgers for state in each.states),
-    )
-    events = [
-        list(read_events(folder / "events.jsonl")) if (folder / "events.jsonl").exists() else [] for folder in folders
-    ]
-    return ledger, events
+    ledger = read_ledger(*(with_ledger or folders))
+    damaged = list(ledger.damaged)
+    events = [_events(folder / "events.jsonl", damaged.append) for folder in folders]
+    return replace(ledger, damaged=tuple(damaged)), events
+
+
+def _events(log: Path, damaged: Callable[[str], object]) -> list[dict[str, Any]]:
+    """Those events that say something of the proof: a long run has millions of others."""
+    if not log.exists():
+        return []
+    return [event for event in read_events(log, damaged) if event["event"] in _READ]
 
 
 def judge(
@@ -182,16 +188,17 @@ def judge(
     by_node = [list(events) for events in nodes]
     everywhere = [event for events in by_node for event in events]
     identity, violations = _identity(run, everywhere)
-    violations += _conflicting_lines(ledger, several=len(by_node) > 1)
+    violations += _told_twice(ledger)
     lines = ledger.followed()
     replay = _Replay(identity, lines)
-    samples = 0
+    samples, members = 0, set[str]()
     for step, line in lines.items():
         if len(violations) >= max_violations:
             break
         found = replay.violations_of(line)
         violations += [f"step {step}: {text}" for text in found]
         samples += line.count
+        members.update(member for member, _, _ in line.computed_by)
     if len(violations) < max_violations:
         violations += replay.gaps(until) + replay.incomplete_epochs()
     if until is not None:
@@ -211,11 +218,12 @@ def judge(
         n_samples=identity.n_samples,
         sources=replay.sources(),
         lineage=ledger.lineage,
-        superseded=len({line.key for line in ledger.lines}) - len(lines),
-        members=len({member for line in lines.values() for member, _, _ in line.computed_by}),
+        superseded=len({entry.key for entry in ledger.entries}) - len(lines),
+        members=len(members),
         handovers=handovers,
         unproven=unproven,
         torn_line=ledger.torn,
+        damaged=ledger.damaged,
         finished=finished is not None or until is not None,
         weights_sha256=None if finished is None else finished.get("weights_sha256"),
         violations=tuple(_in_step_order(violations)),
@@ -409,14 +417,23 @@ def _newest_ends(ends: list[Mapping[str, Any]], lines: Mapping[int, LedgerLine])
     return [end for end in ends if int(end["version"]) == newest] if max(lines, default=-1) < newest else []
 
 
-def _conflicting_lines(ledger: Ledger, *, several: bool) -> list[str]:
-    """Of several nodes one may have told of a step whose data did not reach the others before it was lost: they have
-    computed the same step again, with the same outcome, in another generation."""
-    seen: dict[tuple[int, int], LedgerLine] = {}
-    for line in ledger.lines:
-        compared = replace(line, generation=0, world_size=0, computed_by=()) if several else line
-        if seen.setdefault(line.key, compared) != compared:
-            return [f"step {line.step}: is recorded twice in lineage {line.lineage}, with different content"]
+def _told_twice(ledger: Ledger) -> list[str]:
+    """A ledger has each step of a lineage once. Those of several nodes may tell of the same step, of the same outcome:
+    one may have told of a step whose data did not reach the others before it was lost, and they have computed it again,
+    in another generation."""
+    seen: dict[tuple[int, int], Entry] = {}
+    for entry in ledger.entries:
+        first = seen.setdefault(entry.key, entry)
+        if first is entry:
+            continue
+        lines = [ledger.line(first), ledger.line(entry)]
+        several = first.file != entry.file
+        if several:
+            lines = [replace(line, generation=0, world_size=0, computed_by=()) for line in lines]
+        one, other = (json.dumps(line.to_json()) for line in lines)
+        if not several or one != other:
+            how = "" if one == other else ", with different content"
+            return [f"step {entry.step}: is recorded twice in lineage {entry.lineage}{how}"]
     return []
 
 
@@ -424,7 +441,7 @@ def _handovers(ledger: Ledger, events: Iterable[Mapping[str, Any]]) -> tuple[int
     """How often a member took over the whole state; of how many of these one side's hash is missing; and where the two
     sides differ. What a later lineage has superseded does not count. A version that wrote no such lines is known from
     its events."""
-    begins = {line.lineage: line.from_step for line in ledger.lines}
+    begins = {entry.lineage: entry.from_step for entry in ledger.entries}
 
     def counts(lineage: int, version: int) -> bool:
         return all(later <= lineage or begin >= version for later, begin in begins.items())

@@ -21,7 +21,7 @@ from elastic_harness.agent.hangs import HangWatch
 from elastic_harness.agent.kv import KeyValues
 from elastic_harness.agent.logs import WorkerLog
 from elastic_harness.agent.loop import ready
-from elastic_harness.errors import ConfigError, InfrastructureError
+from elastic_harness.errors import ConfigError
 
 # ---- the loop
 
@@ -123,15 +123,6 @@ def test_setting_aside_never_overwrites(tmp_path: Path) -> None:
         (tmp_path / "run").mkdir()
         targets.add(folder.set_aside(tmp_path / "run"))
     assert len(targets) == 3 and all(t.is_dir() for t in targets)
-
-
-def test_a_record_survives_a_failed_write(tmp_path: Path) -> None:
-    run = folder.RunFolder(tmp_path)
-    run.update(number=3)
-    os.mkdir(tmp_path / f".run.json.{os.getpid()}")
-    with pytest.raises(InfrastructureError, match="cannot write"):
-        run.update(number=4)
-    assert folder.RunFolder(tmp_path).record == {"number": 3}
 
 
 def test_the_newest_checkpoint_counts_only_with_its_manifest(tmp_path: Path) -> None:

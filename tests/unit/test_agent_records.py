@@ -20,7 +20,7 @@ def commit(step: int, lineage: int = 0, generation: int = 4, **ledger: Any) -> d
         "tokens": 8, "lr": 0.1, "grad_norm": None, "step_s": 0.2,
         "ledger": {
             "epoch": 0, "position": step, "count": 1, "slots": 1, "lanes": 1, "computed_by": [["w0-1", 0, 1]],
-            "slot_samples": ["00"], "slot_weight": [1.0], **ledger,
+            "slot_samples": ["00" * 8], "slot_weight": [1.0], **ledger,
         },
     }  # fmt: skip
 

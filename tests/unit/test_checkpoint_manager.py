@@ -375,3 +375,21 @@ def test_preemption_asks_for_a_last_checkpoint(tmp_path: Path) -> None:
         assert manager.due(2) == CheckpointTier.NVME
         manager.save_checkpoint(CheckpointState(2, {"x": torch.ones(3)}), wait=True)
         assert [checkpoint.step for checkpoint in newest(manager.folder)] == [2]
+
+
+def test_an_event_that_cannot_be_written_down_is_an_error_of_the_next_save(tmp_path: Path) -> None:
+    """It is told of in a thread, where nobody would see the error; the writer is heard on."""
+    saved = []
+
+    def report(event: str, fields: dict[str, Any]) -> None:
+        if event == "checkpoint_saved":
+            saved.append(fields["step"])
+            raise InfrastructureError("no room for events")
+
+    training = Training("sgd")
+    with CheckpointManager(CheckpointConfig(nvme_path=str(tmp_path)), report) as manager:
+        with pytest.raises(InfrastructureError, match="no room for events"):
+            for _ in range(20):
+                training.run(1)
+                manager.save_checkpoint(training.state(), wait=True)
+    assert saved

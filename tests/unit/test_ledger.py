@@ -141,6 +141,10 @@ def recorded_twice(lines: list[Line]) -> None:
     lines.append(dict(lines[2], loss=0.0))
 
 
+def recorded_twice_alike(lines: list[Line]) -> None:
+    lines.append(dict(lines[2]))
+
+
 def ends_early(lines: list[Line]) -> None:
     del lines[-1]
 
@@ -161,7 +165,8 @@ PLANTED: list[tuple[Callable[[list[Line]], None], str, str]] = [
     (weightless_slot, "step 0", "slot 0 has weight 0.0"),
     (fewer_slots, "step 2", "recorded with 2 slots"),
     (hash_left_out, "step 2", "3 sample hashes"),
-    (recorded_twice, "step 2", "recorded twice"),
+    (recorded_twice, "step 2", "recorded twice in lineage 0, with different content"),
+    (recorded_twice_alike, "step 2", "recorded twice in lineage 0"),
     (ends_early, "step 8", "finished at version 10"),
 ]
 
@@ -261,9 +266,9 @@ def test_writer_records_each_step_once_across_restarts(tmp_path: Path) -> None:
     with LedgerWriter(path) as writer:
         assert writer.append(ledger_line(0)) and writer.append(ledger_line(1))
         assert not writer.append(ledger_line(1))
-        writer.fsync()
+        writer.sync()
     with LedgerWriter(path) as writer:
-        assert (0, 1) in writer and len(writer) == 2
+        assert (0, 1) in writer.reached and len(writer.reached) == 2
         assert not writer.append(ledger_line(0))
         assert writer.append(ledger_line(1, lineage=1, from_step=1))
     assert [line.key for line in read_ledger(tmp_path).lines] == [(0, 0), (0, 1), (1, 1)]
@@ -279,11 +284,21 @@ def test_writer_cuts_a_torn_last_line_and_goes_on(tmp_path: Path, torn: str) -> 
     assert [line.step for line in ledger.lines] == [0, 1] and not ledger.torn
 
 
-def test_damage_in_the_middle_is_an_error_that_names_the_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["nonsense", '{"lineage": 0}', "[]", "\0" * 40])
+def test_a_damaged_line_is_told_of_and_proves_nothing(tmp_path: Path, damage: str) -> None:
+    """The run goes on; the proof lacks that step, and says why."""
+    lines = [json.dumps(ledger_line(step)) for step in range(4)]
+    write_run(tmp_path, [])
     path = tmp_path / "ledger.jsonl"
-    path.write_text(json.dumps(ledger_line(0)) + "\nnonsense\n" + json.dumps(ledger_line(1)) + "\n")
-    with pytest.raises(LedgerError, match="line 2"):
-        LedgerWriter(path)
+    path.write_text("\n".join([*lines[:2], damage, *lines[2:], ""]))
+    assert verification.verify(tmp_path).ok and f"at byte {len(lines[0]) + len(lines[1]) + 2}" in str(
+        verification.verify(tmp_path)
+    )
+    path.write_text("\n".join([*lines[:2], damage, *lines[3:], ""]))
+    with LedgerWriter(path) as writer:
+        assert len(writer.damaged) == 1 and writer.reached.committed == 3
+    verdict = verification.verify(tmp_path)
+    assert verdict.violations[0].startswith("step 2: is missing") and "1 damaged line was passed over" in str(verdict)
 
 
 def test_line_that_lacks_a_field_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
@@ -368,7 +383,7 @@ def test_a_node_that_was_away_when_the_others_trained_on_says_nothing_of_the_end
 
 
 def side(holder: str, taken_from: str | None = None, version: int = 4, state: str = "f00d", **changes: Any) -> Line:
-    line = {"state": state, "lineage": 0, "version": version, "generation": 2, "holder": holder}
+    line = {"kind": "state", "state": state, "lineage": 0, "version": version, "generation": 2, "holder": holder}
     return {**line, "taken_from": taken_from, **changes}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -10,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from elastic_harness import file_lock
+from elastic_harness import durable_file, file_lock
 from elastic_harness.errors import ConfigError, InfrastructureError
 
 RUNS = Path("runs")
@@ -19,7 +18,7 @@ LOCK = "lock"
 
 
 class RunFolder:
-    """A run's folder. `record` is the content of run.json; `save` writes it atomically."""
+    """A run's folder. `record` is the content of run.json; `save` replaces it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,17 +42,8 @@ class RunFolder:
         self.save()
 
     def save(self) -> None:
-        temporary = self.path / f".{RECORD}.{os.getpid()}"
-        try:
-            temporary.write_text(json.dumps(self.record, indent=1) + "\n")
-            os.replace(temporary, self.path / RECORD)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise InfrastructureError(
-                f"cannot write {self.path / RECORD}: {error.strerror}; free space or make the folder writable, "
-                f"then launch with the same --run-dir to resume"
-            ) from error
+        durable_file.remove_leftovers(self.path / RECORD)
+        durable_file.write(self.path / RECORD, json.dumps(self.record, indent=1).encode() + b"\n")
 
 
 def read_record(path: Path) -> dict[str, Any] | None:

@@ -32,7 +32,7 @@ from elastic_harness.errors import (
     HarnessError,
     InfrastructureError,
 )
-from elastic_harness.events import SCHEMA
+from elastic_harness.events import SCHEMA, passed_over
 
 TICK_S = 0.05
 POLL_S_MIN = 0.002
@@ -159,6 +159,8 @@ class Agent:
 
     def _announce_start(self) -> None:
         record = self.folder.record
+        if self.records.damaged:
+            self.console.notice(passed_over(self.records.damaged))
         self.folder.update(status="running", agent_pid=os.getpid(), control=str(self._control.path), exit_code=None)
         self.records.event(
             "run_started",

@@ -16,7 +16,7 @@ from elastic_harness.agent import folder as folders
 from elastic_harness.agent.control import request
 from elastic_harness.agent.records import EVENTS
 from elastic_harness.errors import EXIT_CONFIG, EXIT_SUCCESS, ConfigError, InfrastructureError
-from elastic_harness.events import read_events
+from elastic_harness.events import newest_events, passed_over
 
 _FOLLOW_S = 0.2
 
@@ -30,9 +30,13 @@ def ls(argv: Sequence[str]) -> int:
     root = Path(given.folder)
     rows = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
-        record = folders.read_record(path)
+        try:
+            record = folders.read_record(path)
+        except InfrastructureError as error:
+            record = {"status": "damaged"}
+            print(f"elastic-harness ls: {error}", file=sys.stderr)
         if record is not None:
-            rows.append(_summary(path, record))
+            rows.append(_summary(path, record, "step_committed"))
     rows.sort(key=lambda r: -(r["created"] or 0))
     if given.json:
         for row in rows:
@@ -64,7 +68,7 @@ def status(argv: Sequence[str]) -> int:
         return EXIT_SUCCESS
     path = folders.resolve(given.run)
     record = folders.read_record(path) or {}
-    shown = _summary(path, record)
+    shown = _summary(path, record, "step_committed", "recovery", "incident")
     if shown["live"] and record.get("control"):
         shown = {**shown, **request(record["control"], {"command": "status"})}
     if given.json:
@@ -182,21 +186,21 @@ def _control(path: Path) -> str:
     return str(record["control"])
 
 
-def _summary(path: Path, record: dict[str, Any]) -> dict[str, Any]:
+def _summary(path: Path, record: dict[str, Any], *events: str) -> dict[str, Any]:
+    """A run as its records have it, with the newest of each of these events."""
     live = folders.locked(path)
     state = record.get("status", "unknown")
     if not live and state in ("starting", "running", "stopping"):
         state = "dead"
-    step = loss = recovery = incident = None
+    newest: dict[str, dict[str, Any]] = {}
+    damaged: list[str] = []
     if (path / EVENTS).exists():
-        for event in read_events(path / EVENTS):
-            match event["event"]:
-                case "step_committed":
-                    step, loss = event["step"], event.get("loss")
-                case "recovery":
-                    recovery = event
-                case "incident":
-                    incident = event["what"]
+        for event in newest_events(path / EVENTS, damaged.append):
+            if event["event"] in events:
+                newest.setdefault(event["event"], event)
+            if len(newest) == len(events):
+                break
+    committed = newest.get("step_committed", {})
     return {
         "run": record.get("run_id", path.name),
         "run_dir": str(path),
@@ -204,10 +208,11 @@ def _summary(path: Path, record: dict[str, Any]) -> dict[str, Any]:
         "live": live,
         "created": record.get("created"),
         "exit_code": record.get("exit_code"),
-        "step": step,
-        "loss": loss,
-        "last_recovery": recovery,
-        "last_incident": incident,
+        "step": committed.get("step"),
+        "loss": committed.get("loss"),
+        "last_recovery": newest.get("recovery"),
+        "last_incident": newest.get("incident", {}).get("what"),
+        "damaged": damaged,
     }
 
 
@@ -255,6 +260,8 @@ def _print_status(shown: dict[str, Any]) -> None:
     if recovery:
         stages = ", ".join(f"{k} {v:.1f}" for k, v in recovery.get("stages", {}).items())
         print(f"recovery   {recovery.get('total_ms', 0):.1f} ms at generation {recovery.get('generation')} ({stages})")
+    if shown.get("damaged"):
+        print(f"log        {passed_over(shown['damaged'])}")
     if shown.get("last_incident"):
         print(f"incident   {shown['last_incident']}")
     for worker in shown.get("workers", []):

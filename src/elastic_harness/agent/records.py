@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from elastic_harness.agent.folder import RunFolder
+from elastic_harness.durable_file import cannot_write
 from elastic_harness.errors import InfrastructureError
-from elastic_harness.events import EventLog, read_events
-from elastic_harness.ledger import LedgerError, LedgerLine, LedgerWriter, read_ledger
+from elastic_harness.events import EventLog, newest_events
+from elastic_harness.ledger import LedgerError, LedgerWriter, Reached
 
 EVENTS = "events.jsonl"
 LEDGER = "ledger.jsonl"
 COUNTER = "generation"
+COUNTER_BYTES = 21  # of fixed length: a part of it is no number
 
 
 class Records:
@@ -21,68 +24,55 @@ class Records:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
+        self._events = EventLog(folder.path / EVENTS)
+        self._ledger = LedgerWriter(folder.path / LEDGER)
         try:
-            self._events = EventLog(folder.path / EVENTS)
-            self._ledger = LedgerWriter(folder.path / LEDGER)
             self._counter = os.open(folder.path / COUNTER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            counted = os.pread(self._counter, 64, 0).strip()
+            counted = os.pread(self._counter, 64, 0)
         except OSError as error:
-            raise self._disk(error, folder.path) from error
+            raise cannot_write(folder.path / COUNTER, error) from error
         record = folder.record
-        self.number = int(counted) if counted.isdigit() else 0
+        self.number = int(counted) if len(counted) == COUNTER_BYTES and counted.strip().isdigit() else 0
         self.lineage: int = record.get("lineage", 0)
         self.from_step: int = record.get("from_step", 0)
         self.born: bool = record.get("born", False)
         self.history: str = record.get("history", "")
         self.committed, self.committed_at = -1, 0.0  # the newest step, and when it was told of
-        if len(self._ledger):
-            self._learn_from_ledger()
+        self.damaged = list(self._ledger.damaged)  # lines that were passed over
+        self._learn_from(self._ledger.reached)
+        if self.damaged:
+            self.event("damaged_lines", count=len(self.damaged), first=self.damaged[0])
 
-    def _learn_from_ledger(self) -> None:
-        lines = read_ledger(self.folder.path / LEDGER).lines
-        newest = max(line.lineage for line in lines)
-        if newest >= self.lineage:
-            self.lineage = newest
-            self.from_step = max(self.from_step, min(line.from_step for line in lines if line.lineage == newest))
-        self.number = max(self.number, *(line.generation for line in lines))
-        self.committed = max(line.step for line in lines if line.lineage == newest)
+    def _learn_from(self, reached: Reached) -> None:
+        if not reached.last:
+            return
+        if reached.lineage >= self.lineage:
+            self.lineage = reached.lineage
+            self.from_step = max(self.from_step, reached.from_step)
+        self.number = max(self.number, reached.generation)
+        self.committed = reached.committed
         self.born = True
-        self._complete_events(lines[-1])
+        self._complete_events(reached.last)
 
-    def _complete_events(self, last: LedgerLine) -> None:
-        """A commit goes to the ledger first: an agent that died right then left its event unwritten."""
-        wanted = {"event": "step_committed", "lineage": last.lineage, "step": last.step}
-        for event in read_events(self.folder.path / EVENTS):
-            if wanted.items() <= event.items():
-                return
-        self.event(
-            "step_committed",
-            lineage=last.lineage,
-            step=last.step,
-            generation=last.generation,
-            world_size=last.world_size,
-            loss=last.loss,
-            tokens=None,
-            lr=None,
-            grad_norm=None,
-            step_s=None,
-            reason="written again from the ledger",
-        )
+    def _complete_events(self, last: Mapping[str, Any]) -> None:
+        """A commit goes to the ledger first: an agent that died right then left its event unwritten. If it was written,
+        it is the newest of its kind."""
+        for event in newest_events(self.folder.path / EVENTS, self.damaged.append):
+            if event["event"] == "step_committed":
+                if (event.get("lineage"), event.get("step")) == (last["lineage"], last["step"]):
+                    return
+                break
+        nothing = dict.fromkeys(("tokens", "lr", "grad_norm", "step_s"))
+        self.event("step_committed", **last, **nothing, reason="written again from the ledger")
 
     def event(self, event: str, **fields: Any) -> None:
         """Write one event; `lineage` is filled in."""
         fields.setdefault("lineage", self.lineage)
-        try:
-            self._events.emit(event, **fields)
-        except OSError as error:
-            raise self._disk(error, self.folder.path / EVENTS) from error
+        self._events.emit(event, **fields)
 
     def sync(self) -> None:
         """Make the ledger durable: a checkpoint that survives a power cut must not be ahead of it."""
-        try:
-            self._ledger.fsync()
-        except OSError as error:
-            raise self._disk(error, self.folder.path / LEDGER) from error
+        self._ledger.sync()
 
     def use_number(self, number: int) -> None:
         """Note that a generation number is used up, before anybody hears of it.
@@ -90,10 +80,12 @@ class Records:
         Written in place: this is on the way of every recovery, and replacing run.json costs milliseconds.
         """
         self.number = number
+        text, written = f"{number:0{COUNTER_BYTES - 1}d}\n".encode(), 0
         try:
-            os.pwrite(self._counter, f"{number:020d}\n".encode(), 0)
+            while written < len(text):  # a disk that fills up takes a part, and refuses the rest
+                written += os.pwrite(self._counter, text[written:], written)
         except OSError as error:
-            raise self._disk(error, self.folder.path / COUNTER) from error
+            raise cannot_write(self.folder.path / COUNTER, error) from error
 
     def remember(self, **fields: Any) -> None:
         """Set lineage, from_step or born, and keep them in run.json."""
@@ -126,17 +118,8 @@ class Records:
             return self._ledger.append(line)
         except LedgerError as error:
             raise InfrastructureError(f"a worker sent a line that does not fit the ledger: {error}") from error
-        except OSError as error:
-            raise self._disk(error, self.folder.path / LEDGER) from error
 
     def close(self) -> None:
         os.close(self._counter)
         self._ledger.close()
         self._events.close()
-
-    @staticmethod
-    def _disk(error: OSError, path: object) -> InfrastructureError:
-        return InfrastructureError(
-            f"cannot write {path}: {error.strerror}; free space or make the folder writable, then launch with the "
-            f"same --run-dir to resume"
-        )

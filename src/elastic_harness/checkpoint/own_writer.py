@@ -81,11 +81,18 @@ class OwnWriter:
                     self._deaths = 0
                 if said["fields"].get("fatal"):
                     self._fatal = str(said["fields"]["error"])
-                self._report(said["event"], said["fields"])
+                self._pass_on(said["event"], said["fields"])
                 if said["event"] == "checkpoint_failed" and said["fields"]["final"]:
                     with self._heard:
                         self._failed.add(said["fields"]["step"])
                         self._heard.notify_all()
+
+    def _pass_on(self, event: str, fields: dict[str, Any]) -> None:
+        """Nobody sees an error of this thread, and the writer must be heard on: the next `check` raises it."""
+        try:
+            self._report(event, fields)
+        except InfrastructureError as error:
+            self._fatal = str(error)
 
     def hear_why(self, step: int) -> None:
         """Block until it was reported why a checkpoint failed, at most WORD_S: memory tells sooner that it did."""
@@ -93,7 +100,8 @@ class OwnWriter:
             self._heard.wait_for(lambda: step in self._failed, WORD_S)
 
     def check(self) -> None:
-        """Raises InfrastructureError if the writer has failed, and the policy is that this ends the job."""
+        """Raises InfrastructureError if the writer has failed, and the policy is that this ends the job, or if what it
+        said could not be written down."""
         if self._fatal is not None:
             raise InfrastructureError(self._fatal)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import io
 import json
 import os
 import sysconfig
@@ -25,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from elastic_harness import durable_file
 from elastic_harness.errors import ConfigError, InfrastructureError
 
 CHUNK_BYTES = 1 << 22
@@ -160,7 +160,8 @@ def _cached(files: list[Path], folder: Path, name: str) -> tuple[str, int]:
         sha256, size = _copy(files, folder)
         # Files that changed while they were read are copied as seen, but not remembered.
         if _listing_key(files) == before:
-            _write_atomically(index, json.dumps({"version": INDEX_VERSION, "sha256": sha256, "bytes": size}).encode())
+            with durable_file.replacing(index) as temporary:
+                temporary.write_text(json.dumps({"version": INDEX_VERSION, "sha256": sha256, "bytes": size}))
     except OSError as error:
         raise InfrastructureError(
             f"The corpus {name} cannot be copied into the cache {folder}: {error}; "
@@ -209,11 +210,10 @@ def _copy(files: Iterable[Path], folder: Path) -> tuple[str, int]:
                         size += target.write(piece)
                         last = piece
                 ends.append(ends[-1] + size)
-        pieces = io.BytesIO()
-        np.save(pieces, _pieces(Path(temporary), ends), allow_pickle=False)
-        _write_atomically(folder / f"{digest.hexdigest()}.pieces.npy", pieces.getvalue())
+        with durable_file.replacing(folder / f"{digest.hexdigest()}.pieces.npy") as beside, beside.open("wb") as pieces:
+            np.save(pieces, _pieces(Path(temporary), ends), allow_pickle=False)
         os.chmod(temporary, 0o444)
-        os.replace(temporary, folder / f"{digest.hexdigest()}.u8")
+        durable_file.rename(Path(temporary), folder / f"{digest.hexdigest()}.u8")
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -228,14 +228,3 @@ def _pieces(text: Path, ends: list[int]) -> npt.NDArray[np.uint64]:
     with open(text, "rb") as stream:
         keys = [xxhash.xxh3_64_intdigest(stream.read(high - low)) for low, high in pairwise(bounds)]
     return np.array([bounds, [*keys, 0]], np.uint64)
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    descriptor, temporary = tempfile.mkstemp(prefix="index-", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as target:
-            target.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from elastic_harness import durable_file
 from elastic_harness.data import tokenizers
 from elastic_harness.data.readers import Document, Piece, Unit, documents, find_inputs, plan_units
 from elastic_harness.data.token_index import TokenIndexFile, token_dtype, write_index
@@ -208,7 +209,8 @@ def _prepare(folder: Path, plan: str) -> None:
             return
     for entry in folder.iterdir():
         entry.unlink()
-    known.write_text(plan)
+    with durable_file.replacing(known) as temporary:
+        temporary.write_text(plan)
 
 
 def _finished(folder: Path, number: int) -> bool:
@@ -270,11 +272,12 @@ def _part(folder: Path, number: int, unit: Unit, text_key: str) -> None:
 def _make_part(folder: Path, number: int, unit: Unit, tokenizer: Tokenizer, text_key: str) -> None:
     """Write `NUMBER.tokens`, then `NUMBER.npz`, whose existence says that both are whole."""
     maker = _PartMaker(tokenizer)
-    with open(folder / f"{number}.tokens", "wb") as file:
+    tokens = folder / f"{number}.tokens"
+    with open(tokens, "wb") as file:
         for index, piece in enumerate(unit.pieces):
             maker.read(index, piece, text_key, file.write)
-    temporary = folder / f"{number}.npz.tmp"
-    with open(temporary, "wb") as file:
+    durable_file.sync(tokens)  # a power cut must not leave the one name and not what it vouches for
+    with durable_file.replacing(folder / f"{number}.npz") as temporary, open(temporary, "wb") as file:
         np.savez(
             file,
             lengths=np.array(maker.lengths, np.uint64),
@@ -282,7 +285,6 @@ def _make_part(folder: Path, number: int, unit: Unit, tokenizer: Tokenizer, text
             sources=np.array(maker.sources, np.uint32),
             rest=np.frombuffer(json.dumps(maker.rest()).encode(), np.uint8),
         )
-    os.replace(temporary, folder / f"{number}.npz")
 
 
 class _PartMaker:

@@ -11,7 +11,6 @@ nothing else; docs/data.md has the format byte by byte. Imports neither torch no
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import struct
@@ -25,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from elastic_harness import durable_file
 from elastic_harness.data.corpus import cache_folder
 from elastic_harness.data.packing import Packing
 from elastic_harness.data.remote import ChunkCache, Layout, RemoteFile
@@ -283,9 +283,8 @@ def write_index(
         rest["pack_bins"] = packing.bins.astype("<u8").tobytes()
         rest["pack_starts"] = packing.starts.astype("<u8").tobytes()
         rest["pack_lengths"] = packing.lengths.astype("<u4").tobytes()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with durable_file.replacing(path) as temporary, open(temporary, "wb") as file:
             file.write(bytes(PAGE))
             sections: dict[str, Section] = {}
             writer = _Hashing(file)
@@ -313,17 +312,10 @@ def write_index(
             }
             file.seek(0)
             file.write(_header_bytes(header))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
     except OSError as error:
         raise InfrastructureError(
             f"The index {path} cannot be written: {error}; free space there and start again."
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def copy_with_packing(index: TokenIndexFile, path: Path, packing: Packing) -> None:
@@ -440,11 +432,3 @@ def _read_header(path: Path | str, remote: RemoteFile | None) -> tuple[dict[str,
             f"The index {path} is truncated: it has {size} bytes, {needed} were written; copy it again, or {again}."
         )
     return header, sections
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from elastic_harness import file_lock
+from elastic_harness import durable_file, file_lock
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.etcd.address import PORT, Address
 from elastic_harness.etcd.gateway import Gateway
@@ -150,7 +150,7 @@ def _spawn(folder: Path, port: int, listen: str) -> Record:
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=folder
         )
     record = Record(process.pid, started_at(process.pid), endpoint, listen)
-    (folder / _RECORD).write_text(json.dumps(asdict(record)))
+    durable_file.write(folder / _RECORD, json.dumps(asdict(record)).encode())
     return record
 
 

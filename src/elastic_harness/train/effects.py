@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+from elastic_harness import durable_file
 from elastic_harness.checkpoint.packages import packages
+from elastic_harness.ledger import STATE
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.board import Phase
 from elastic_harness.train.commit import Verdict
-from elastic_harness.train.export import write_atomically
 from elastic_harness.train.link import Left
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Formed, Progress, Sent
@@ -143,6 +144,7 @@ def tell_state(
     parts.link.send(
         "state",
         ledger={
+            "kind": STATE,
             "state": state,
             "lineage": digest.lineage,
             "version": digest.version,
@@ -171,7 +173,8 @@ def recovered(parts: Parts, progress: Progress, started_at: float, stages: dict[
             },
         )
     if source.kind in ("init", "restore"):
-        write_atomically(parts.run_dir / "config.yaml", parts.config.to_yaml().encode())
+        durable_file.remove_leftovers(parts.run_dir / "config.yaml")
+        durable_file.write(parts.run_dir / "config.yaml", parts.config.to_yaml().encode())
         parts.link.send("event", event="run_configured", fields=parts.configured)
     if not formed.speaks:
         return

@@ -14,10 +14,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from elastic_harness import file_lock
+from elastic_harness import durable_file, file_lock
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.events import SCHEMA, EventLog
-from elastic_harness.ledger import FILE_NAME, LedgerWriter, read_ledger
+from elastic_harness.ledger import FILE_NAME, LedgerWriter, Reached, reached
 from elastic_harness.membership.reconcile import reconcile
 from elastic_harness.membership.types import Digest, Generation, Report
 from elastic_harness.train.link import Left
@@ -66,12 +66,11 @@ class StandaloneLink:
 
     def digest(self, generation: int) -> Digest:
         reports = {m: Report.from_json(json.loads(self._get(f"report/{m}"))) for m in self._generation.members}
-        born, lineage, from_step = False, 0, 0
-        if (self._run_dir / FILE_NAME).exists():
-            ledger = read_ledger(self._run_dir)
-            born, lineage = bool(ledger.lines), ledger.lineage
-            from_step = min((line.from_step for line in ledger.lines if line.lineage == lineage), default=0)
-        digest, _ = reconcile(self._generation, reports, born=born, lineage=lineage, from_step=from_step)
+        ledger = self._run_dir / FILE_NAME
+        known = reached(ledger)[0] if ledger.exists() else Reached()
+        digest, _ = reconcile(
+            self._generation, reports, born=len(known) > 0, lineage=known.lineage, from_step=known.from_step
+        )
         return digest
 
     def kv_set(self, generation: int, key: str, value: bytes) -> None:
@@ -91,10 +90,7 @@ class StandaloneLink:
     def hello(self, fingerprint: dict[str, Any], max_steps: int) -> None:
         if self._writes:
             self._held_lock = file_lock.take(self._run_dir / "lock", busy(self._run_dir))
-            known = self._run_dir / "fingerprint.json"
-            if known.exists():
-                _same(json.loads(known.read_text()), fingerprint, self._run_dir)
-            known.write_text(json.dumps(fingerprint, indent=1))
+            self._check(fingerprint)
         self._store.set("hello", b"1") if self._store is not None and self._writes else None
         if self._store is not None:
             self._get("hello")
@@ -104,6 +100,21 @@ class StandaloneLink:
             world = len(self._generation.members)
             self._events.emit("run_started", schema=SCHEMA, run_id=self._run_dir.name, nproc=world)
             self._events.emit("generation", **self._generation.to_json(), world_size=world)
+
+    def _check(self, fingerprint: dict[str, Any]) -> None:
+        """Compare this program with the one that began the run; note it if that is this one."""
+        noted = self._run_dir / "fingerprint.json"
+        if not noted.exists():
+            durable_file.remove_leftovers(noted)
+            durable_file.write(noted, json.dumps(fingerprint, indent=1).encode())
+            return
+        try:
+            known = json.loads(noted.read_bytes())
+        except ValueError as error:
+            raise InfrastructureError(
+                f"{noted} is damaged ({error}); remove it if you are sure that this is the program that began the run"
+            ) from error
+        _same(known, fingerprint, self._run_dir)
 
     def report(self, report: Report) -> None:
         if self._store is None:
