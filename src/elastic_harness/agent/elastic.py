@@ -27,6 +27,7 @@ from elastic_harness.errors import (
 )
 from elastic_harness.membership import leader
 from elastic_harness.membership.leading import Known, Values
+from elastic_harness.membership.poison import evidence
 from elastic_harness.membership.types import Generation, Limits, Report
 
 TICK_S = 0.05
@@ -114,7 +115,7 @@ class ElasticRun:
                 worker.slot_failed = True
                 worker.error = message
                 self._slot_errors[(message["step"], message["slot"])] = message
-                self.agreement.tell(leader.SlotFailed(worker.member, message["step"], message["slot"], killed=False))
+                self.agreement.tell(leader.SlotFailed(worker.member, message["step"], message["slot"], "error"))
             case "error":
                 worker.error = message
             case "unfit":
@@ -144,13 +145,26 @@ class ElasticRun:
 
     def on_gone(self, worker: Worker) -> None:
         self._admission.forget(worker.member)
-        reading = worker.board.read()
-        if worker.hello and reading.phase == SLOT and reading.slot >= 0 and not worker.slot_failed:
-            code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
-            if not worker.released and not worker.error:
-                killed = bool(worker.hang) or code is None or code in (-9, -15)
-                self.agreement.tell(leader.SlotFailed(worker.member, reading.step, reading.slot, killed))
+        for event in self._what_it_shows(worker):
+            self.agreement.tell(event)
         self.agreement.tell(leader.Lost(worker.member))
+
+    def _what_it_shows(self, worker: Worker) -> list[leader.Event]:
+        """What a worker's end says about the work that it was doing, beside the loss."""
+        if not worker.hello or worker.released or worker.error:
+            return []
+        if worker.overdue is not None:
+            late, deadline_s = worker.overdue, worker.overdue.deadline_ms / 1000
+            shown: list[leader.Event] = [leader.Overdue(worker.member, late.step, deadline_s)]
+            if late.phase == SLOT and deadline_s >= worker.deadline_max_s:
+                shown.append(leader.SlotFailed(worker.member, late.step, late.slot, "overdue"))
+            return shown
+        reading = worker.board.read()
+        if worker.hang or worker.killed_on_request or reading.phase != SLOT or reading.slot < 0:
+            return []
+        code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
+        how = evidence(code, for_memory=bool(worker.oom_kills))
+        return [leader.SlotFailed(worker.member, reading.step, reading.slot, how)] if how else []
 
     def on_exit(self, worker: Worker) -> None:
         cause, error = self._cause(worker)
@@ -276,8 +290,8 @@ class ElasticRun:
                             self._tell(worker.member, {"type": "pause", "reason": reason})
             case leader.Evict(member, reason):
                 self._evict(member, reason)
-            case leader.Poison(at_step, slot, members):
-                self._on_poison(at_step, slot, members)
+            case leader.Poison(at_step, slot, members, reason):
+                self._on_poison(at_step, slot, members, reason)
             case leader.Done(version):
                 self._on_done(version)
             case leader.Stop(reason):
@@ -326,10 +340,10 @@ class ElasticRun:
             worker.lost = True
             self.agent.after(2.0, lambda: worker.signal(9))
 
-    def _on_poison(self, at_step: int, slot: int, members: tuple[str, ...]) -> None:
+    def _on_poison(self, at_step: int, slot: int, members: tuple[str, ...], reason: str) -> None:
         known = self._slot_errors.get((at_step, slot), {})
         samples = f"; its samples are {known['samples']}" if known.get("samples") else ""
-        error = known.get("error", "the process was killed each time")
+        error = known.get("error", reason)
         self.agent.finish(
             Outcome(
                 EXIT_USER_CODE,
@@ -406,6 +420,7 @@ class ElasticRun:
         worker.hello = True
         worker.beat_seen_at = time.monotonic()
         worker.restore_priority()
+        worker.deadline_max_s = message.get("deadline_max_s", 0.0)
         self._max_steps = message.get("max_steps")
         self._admission.ask(worker, message)
         self._admit()

@@ -287,7 +287,7 @@ def start(
         tokens_per_sample=int(getattr(source, "seq_length", 1)),
     )
     own = fingerprint(config, model, optimizer, source.fingerprint(), layout, shape)
-    link.hello(own, config.training.max_steps)
+    link.hello(own, config.training.max_steps, config.elastic.progress_timeout_max_s)
     try:
         progress = recover(parts, Progress(), None)
     except Left as left:
