@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from elastic_harness.agent.control import request
 from elastic_harness.events import read_events
 from elastic_harness.verify import verify
 from integration.launch_tools import Job, workers
@@ -53,7 +52,7 @@ def test_kills_that_happen_to_strike_in_the_same_slot_do_not_stop_the_job(start:
     struck: list[str] = []
 
     def first_computes() -> str | None:
-        rows = request(job.record()["control"], {"command": "status"})["workers"]
+        rows = job.status()["workers"]
         where = [row["state"] for row in rows if row["rank"] == 0 and not row["leaving"]]
         return where[0] if where and where[0].startswith("computing slot 0, step") else None
 

@@ -179,7 +179,8 @@ class ElasticRun:
             self._refill()
             return
         self._last_error = error
-        ending = Ending(cause, error, time.monotonic() - worker.started_at)
+        served = 0 if worker.serves_from is None else self.agent.records.farthest - worker.serves_from
+        ending = Ending(cause, error, time.monotonic() - worker.started_at, served)
         delay_s, why = self._places.ended(worker.index, ending, born=self.agreement.born)
         if delay_s is None:
             self._adapt_target()
@@ -275,6 +276,9 @@ class ElasticRun:
             case leader.Publish(digest, reason):
                 self._formed = True
                 records = self.agent.records
+                for worker in self.agent.workers.values():
+                    if worker.member in self._members and worker.serves_from is None:
+                        worker.serves_from = records.farthest
                 if (digest.lineage, digest.from_step) != (records.lineage, records.from_step):
                     records.remember(lineage=digest.lineage, from_step=digest.from_step)
                 message = {"type": "digest", **digest.to_json()}
@@ -307,6 +311,9 @@ class ElasticRun:
         self.agent.records.use_number(number)
         self._values.forget_before(number)
         message = {"type": "generation", **generation.to_json()}
+        for stood_by in self.agent.workers.values():
+            if stood_by.member in set(members) - self._ever_members:
+                stood_by.serves_from = None  # now it has to be of use as a member
         self._ever_members.update(members)
         left_out = [w.member for w in self.agent.workers.values() if w.member in self._ever_members - set(members)]
         self._generation, self._formed, self._waiting = generation, False, ""
@@ -431,6 +438,7 @@ class ElasticRun:
             per_launch = {"training.max_steps": self._max_steps} if self._max_steps is not None else {}
             self.agreement.describe({**(self.agent.folder.record.get("fingerprint") or {}), **per_launch})
         for member in admitted:
+            self.agent.workers[member].serves_from = self.agent.records.farthest
             if not self._done and self.agent.outcome is None:
                 waited_since = self._admission.began_at if self._generation is None else None
                 self.agreement.tell(leader.Ready(member), waited_since)

@@ -35,6 +35,7 @@ class Records:
         self.born: bool = record.get("born", False)
         self.history: str = record.get("history", "")
         self.committed, self.committed_at = -1, 0.0  # the newest step, and when it was told of
+        self.farthest = -1  # the newest step of all lineages: what is beyond is new
         if len(self._ledger):
             self._learn_from_ledger()
 
@@ -46,6 +47,7 @@ class Records:
             self.from_step = max(self.from_step, min(line.from_step for line in lines if line.lineage == newest))
         self.number = max(self.number, *(line.generation for line in lines))
         self.committed = max(line.step for line in lines if line.lineage == newest)
+        self.farthest = max(line.step for line in lines)
         self.born = True
         self._complete_events(lines[-1])
 
@@ -118,6 +120,7 @@ class Records:
         fields = {k: v for k, v in message.items() if k not in ("type", "ledger")}
         self.event("step_committed", **fields)
         self.committed, self.committed_at = message["step"], time.time()
+        self.farthest = max(self.farthest, self.committed)
         if not self.born:
             self.remember(born=True)
         return True
