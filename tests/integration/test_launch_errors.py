@@ -336,3 +336,26 @@ def test_ls_and_status_of_an_ended_run(start: Start, tmp_path: Path) -> None:
     missing = run("status", tmp_path / "nothing")
     assert missing.returncode == 2 and "no run" in missing.stderr
     assert run("stop", job.run_dir).returncode == 2
+
+
+def test_only_what_the_agent_started_is_ended(tmp_path: Path) -> None:
+    """An entrypoint script that starts a process beside the job and then becomes the launcher."""
+    strangers = tmp_path / "strangers"
+    worker = script(tmp_path, "import subprocess\nsubprocess.Popen(['sleep', '600'], start_new_session=True)\n")
+    entrypoint = tmp_path / "entrypoint.sh"
+    launch = " ".join(command("launch", "--standalone", "--run-dir", tmp_path / "run", worker))
+    entrypoint.write_text(
+        f"sleep 600 & echo $! >> {strangers}\n"  # a child
+        f"setsid sleep 600 & echo $! >> {strangers}\n"  # in a session of its own
+        f"sh -c 'sleep 600 & echo $! >> {strangers}; sleep 0.5' &\n"  # a grandchild whose parent ends during the job
+        f"exec {launch}\n"
+    )
+    with open(tmp_path / "out", "wb") as out:  # a pipe would stay open for as long as a stranger lives
+        ended = subprocess.run(["sh", entrypoint], env=environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+    pids = [int(pid) for pid in strangers.read_text().split()]
+    alive = [pid for pid in pids if Path(f"/proc/{pid}").exists() and "sleep" in Path(f"/proc/{pid}/comm").read_text()]
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    assert ended.returncode == 0, (tmp_path / "out").read_text()
+    assert len(pids) == 3 and alive == pids
+    assert not processes_of(tmp_path / "run")
