@@ -283,6 +283,46 @@ def test_a_plain_script_is_restarted_as_a_whole_at_a_new_address(start: Start, t
     assert failure_event["rank"] == 1, "only the culprit is a failure"
 
 
+PEERS = """
+import os, socket, time
+port, count = int(os.environ["MASTER_PORT"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if count:
+    raise SystemExit
+if os.environ["RANK"] == "1":
+    with socket.create_server(("127.0.0.1", port)) as server:
+        peer, _ = server.accept()
+    peer.close()
+    time.sleep(0.3)
+    {end}
+while True:
+    try:
+        peer = socket.create_connection(("127.0.0.1", port))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.01)
+if not peer.recv(1):
+    {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "culprit"),
+    [
+        ("os.kill(os.getpid(), 9)", "raise ConnectionResetError('Connection reset by peer')", 1),
+        ("raise SystemExit(137)", "os.abort()", 1),  # a shell around the worker; a library's thread
+        ("raise ValueError('mine')", "raise ValueError('first')", 0),
+    ],
+)
+def test_of_plain_workers_the_one_that_was_killed_is_named_and_not_the_one_that_lost_it(
+    start: Start, tmp_path: Path, end: str, error: str, culprit: int
+) -> None:
+    """The survivor's error may well come first: the kernel takes long to end a process of many gigabytes."""
+    job = start(options=workers(2), script=script(tmp_path, PEERS.format(end=end, error=error)))
+    assert job.wait() == 0, job.output
+    (failure,), (incident,) = job.events("failure_detected"), job.events("incident")
+    assert failure["rank"] == culprit and f"worker w{culprit}-1" in incident["what"]
+
+
 def test_a_plain_script_that_keeps_failing_is_given_up(start: Start, tmp_path: Path) -> None:
     failing = script(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(7)\ntime.sleep(600)\n")
     job = start(options=workers(2, "--max-restarts", 1), script=failing)

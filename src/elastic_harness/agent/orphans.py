@@ -32,7 +32,7 @@ class Orphans:
         self._sessions.add(session)
 
     def end(self) -> None:
-        """Kill and reap every process that a dead agent left: this process is the subreaper, so all are its children."""
+        """Kill and reap every process that a dead agent left. All are children of this process, the subreaper."""
         while ours := [pid for pid in children() if self._is_ours(pid)]:
             for pid in ours:
                 with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -4,13 +4,14 @@ python slow.py KIND [--seconds S] [--longest-s S] [--run-dir DIR]
 
     forward   the forward of one sample (a long document)
     work      that, reading another sample, and the code after one step (an evaluation)
-    compile   the last, shorter micro-batch of an epoch: the compiler is called for another shape
+    compile   the last, shorter micro-batch of an epoch: torch.compile calls its (made-up) compiler for another shape
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -63,7 +64,12 @@ def main() -> None:
             },
         }
     )
-    forward = torch.compile(model, dynamic=False) if compiles else model
+
+    def compiler(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        time.sleep(given.seconds if any(len(tensor) == 2 for tensor in inputs) else 0)
+        return module.forward
+
+    forward = torch.compile(model, dynamic=False, backend=compiler) if compiles else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run = elastic_harness.start(model, optimizer, dataset, config, run_dir=given.run_dir)
     for step in run.steps():
