@@ -64,7 +64,7 @@ def test_the_same_error_long_after_is_not_in_a_row() -> None:
     assert restart_delay([error, error, *endings("user_error", 1, LONG)], RestartLimits())[0] is None
 
 
-@pytest.mark.parametrize("cause", ["config", "refused", "unfit"])
+@pytest.mark.parametrize("cause", ["config", "refused", "unfit", "other_samples"])
 def test_what_no_restart_cures_is_final(cause: Cause) -> None:
     assert restart_delay(endings(cause, 1, LONG), RestartLimits())[0] is None
 
@@ -84,6 +84,7 @@ def test_the_delay_is_always_bounded(history: list[tuple[Cause, float]]) -> None
         (["config", "refused"], 2),
         (["user_error", "config"], 1),
         (["user_error", "exit"], 1),
+        (["other_samples"], 1),
         (["spawn", "machine"], 4),
         (["killed", "user_error"], 3),
         (["hung"], 3),

@@ -32,6 +32,14 @@ from elastic_harness.membership.types import Generation, Limits, Report
 
 TICK_S = 0.05
 WAITING_NOTICE_S = 5.0
+_ADVICE: dict[Cause, str] = {
+    "unfit": "check this machine's memory and CPU, or start with elastic.exactness=relaxed",
+    "other_samples": "let a sample depend on its number alone: seed the dataset's own generator from it, or use "
+    "the default ones of torch, numpy or random, which are seeded for each slot; or compare this machine's copy of the data",
+    "refused": "correct what differs, or start anew with --fresh or another --run-dir",
+    "config": "correct the configuration; the message is in the log",
+}
+_ONCE: tuple[Cause, ...] = ("user_error", "refused", "config", "machine", "other_samples")  # shown in full but once
 
 
 class ElasticRun:
@@ -56,7 +64,7 @@ class ElasticRun:
         self._values = KeyValues()
         self._places = Places(options.workers, options.spares, options.api_restarts)
         self._admission = Admission(agent)
-        self._unfit: dict[str, str] = {}
+        self._unfit: dict[str, tuple[Cause, str]] = {}
         self._ever_members: set[str] = set()  # whoever was told of any generation hears of every later one
         self._finished: dict[str, dict[str, Any]] = {}
         self._slot_errors: dict[tuple[int, int], dict[str, Any]] = {}
@@ -119,7 +127,7 @@ class ElasticRun:
             case "error":
                 worker.error = message
             case "unfit":
-                self.agreement.tell(leader.Unfit(message["member"], message["reason"]))
+                self.agreement.tell(leader.Unfit(message["member"], message["reason"], message["samples"]))
             case "leaving":
                 worker.released = worker.released or f"{LEFT_OUT} {message['generation']}"
                 self.agreement.tell(leader.Lost(worker.member))
@@ -292,8 +300,8 @@ class ElasticRun:
                     for worker in self.agent.workers.values():
                         if worker.hello:
                             self._tell(worker.member, {"type": "pause", "reason": reason})
-            case leader.Evict(member, reason):
-                self._evict(member, reason)
+            case leader.Evict(member, reason, samples):
+                self._evict(member, "other_samples" if samples else "unfit", reason)
             case leader.Poison(at_step, slot, members, reason):
                 self._on_poison(at_step, slot, members, reason)
             case leader.Done(version):
@@ -338,8 +346,8 @@ class ElasticRun:
         if self.agent.outcome is None:
             self.agent.console.notice(text)
 
-    def _evict(self, member: str, reason: str) -> None:
-        self._unfit[member] = reason
+    def _evict(self, member: str, cause: Cause, reason: str) -> None:
+        self._unfit[member] = cause, reason
         self.agent.console.notice(f"worker {member} is not fit for this run: {reason}")
         worker = self.agent.workers.get(member)
         if worker:
@@ -456,8 +464,9 @@ class ElasticRun:
             worker.error = worker.error or {"error": self._admission.refused[worker.member]}
             return "refused", self._admission.refused[worker.member]
         if worker.member in self._unfit:
-            worker.error = worker.error or {"error": self._unfit[worker.member]}
-            return "unfit", self._unfit[worker.member]
+            cause, reason = self._unfit[worker.member]
+            worker.error = worker.error or {"error": reason}
+            return cause, reason
         if worker.hang:
             return "hung", worker.hang
         error = str(worker.error.get("error")) if worker.error else last
@@ -532,17 +541,12 @@ class ElasticRun:
 
     def _report(self, worker: Worker, done: str, cause: Cause, error: str) -> None:
         """One block per incident; the same error on further workers is one line each."""
-        advice = {
-            "unfit": "check this machine's memory and CPU, or start with elastic.exactness=relaxed",
-            "refused": "correct what differs, or start anew with --fresh or another --run-dir",
-            "config": "correct the configuration; the message is in the log",
-        }.get(cause, "")
-        if cause in ("user_error", "refused", "config", "machine") and error and error in self._errors_shown:
+        if cause in _ONCE and error and error in self._errors_shown:
             self.agent.report.failure(worker)
             self.agent.console.notice(f"worker {worker.member} failed in the same way ({error}); {done}")
             return
         self._errors_shown.add(error)
-        self.agent.report.incident(worker, done, advice)
+        self.agent.report.incident(worker, done, _ADVICE.get(cause, ""))
 
     def _what_was_done(self, worker: Worker, delay_s: float | None, why: str) -> str:
         generation, minimum = self._generation, self.agreement.least

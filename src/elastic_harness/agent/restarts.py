@@ -8,7 +8,19 @@ from typing import Literal
 
 from elastic_harness.errors import EXIT_CONFIG, EXIT_INFRASTRUCTURE, EXIT_TOO_FEW_WORKERS, EXIT_USER_CODE
 
-Cause = Literal["killed", "hung", "user_error", "exit", "machine", "config", "refused", "unfit", "spawn", "released"]
+Cause = Literal[
+    "killed",
+    "hung",
+    "user_error",
+    "exit",
+    "machine",
+    "config",
+    "refused",
+    "unfit",
+    "other_samples",
+    "spawn",
+    "released",
+]
 
 QUICK_DEATH_S = 5.0
 BACKOFF_FIRST_S = 0.5
@@ -19,6 +31,7 @@ _FINAL: dict[Cause, str] = {
     "config": "its configuration is wrong, another start would fail the same way",
     "refused": "it does not fit the run, another start would be refused as well",
     "unfit": "its arithmetic differs from its peers'",
+    "other_samples": "under the same numbers it reads other samples than its peers",
 }
 
 
@@ -87,6 +100,8 @@ def failure_exit_code(causes: Sequence[Cause]) -> tuple[int, str]:
     kinds = set(causes)
     if kinds and kinds <= {"config", "refused"}:
         return EXIT_CONFIG, "every worker was configured in a way that cannot work"
+    if kinds == {"other_samples"}:
+        return EXIT_USER_CODE, "the workers read different samples under the same numbers"
     if kinds and kinds <= {"user_error", "exit", "config"}:
         return EXIT_USER_CODE, "every worker failed in user code"
     if kinds and kinds <= {"spawn", "machine"}:

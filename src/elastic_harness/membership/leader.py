@@ -98,10 +98,11 @@ class Overdue:
 
 @dataclass(frozen=True)
 class Unfit:
-    """A member's canary hash differs from its peers': its arithmetic is not the run's."""
+    """A member's canary hash differs from its peers': its arithmetic is not the run's, or with `samples` its data."""
 
     member: str
     reason: str
+    samples: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,10 +174,11 @@ class Pause:
 
 @dataclass(frozen=True)
 class Evict:
-    """Stop this worker and do not restart it as it is."""
+    """Stop this worker and do not restart it as it is. `samples`: it reads other ones."""
 
     member: str
     reason: str
+    samples: bool = False
 
 
 @dataclass(frozen=True)
@@ -327,10 +329,10 @@ def _take(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
             draft.remove(member)
             if waited_for and state.trouble_at is None and state.previous is not None:
                 draft.state = replace(state, trouble_at=now, trouble_in=state.previous.number)
-        case Unfit(member, reason):
+        case Unfit(member, reason, samples):
             if member in draft.ready:
                 draft.remove(member)
-                return (Evict(member, reason),)
+                return (Evict(member, reason, samples),)
         case Reported(member, report):
             if _current(draft, member, report.generation) and not state.formed:
                 draft.reports.pop(member, None)
