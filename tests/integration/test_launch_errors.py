@@ -63,6 +63,37 @@ def test_a_wrong_command_line_is_exit_2(tmp_path: Path, arguments: tuple, named:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (["training.device=cuda"], "training.device is 'cuda', but this machine has none of /dev/nvidia"),
+        (["scheduler.warmup_steps=300", "training.max_steps=60"], "scheduler.warmup_steps is 300"),
+        (["training.global_batch_samples=7", "training.micro_batch_samples=2"], "training.global_batch_samples is 7"),
+        (["--config", "missing.yaml"], "missing.yaml does not exist"),
+    ],
+)
+def test_settings_of_the_built_in_trainer_that_cannot_work_are_one_line_before_anything_starts(
+    tmp_path: Path, settings: list[str], named: str
+) -> None:
+    if "cuda" in settings[0] and list(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("there is a GPU")
+    ended = run("launch", "--nproc-per-node", 2, "-m", "elastic_harness.train", *settings, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert named in ended.stderr and ended.stderr.count("\n") == 1 and not ended.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_scaling_before_any_worker_has_called_start_says_so(start: Start, tmp_path: Path) -> None:
+    slow_start = script(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
+    job = start(options=workers(2), script=slow_start)
+    job.until(lambda: "ready" in job.shown(), "ready")
+    refused = run("scale", job.run_dir, "--workers", 3)
+    assert refused.returncode == 2
+    assert "no worker has called elastic_harness.start() yet" in refused.stderr and "does not use" not in refused.stderr
+    job.send(signal.SIGTERM)
+    assert job.wait() == 143
+
+
 def test_a_missing_script_is_exit_2(start: Start, tmp_path: Path) -> None:
     job = start(options=workers(2), script=tmp_path / "missing.py")
     assert job.wait() == 2

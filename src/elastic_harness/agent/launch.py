@@ -42,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
+    _check_trainer(request.options.command)
     request = _for_several_nodes(request)
     run_id = request.run_id or (Path(request.run_dir).resolve().name if request.run_dir else folders.new_run_id())
     node = "" if request.options.store is None else f"@{request.options.node_name}"
@@ -75,6 +76,14 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
         return _Parent(path, lock).run()
     finally:
         os.close(lock)
+
+
+def _check_trainer(command: Sequence[str]) -> None:
+    """Say what is wrong with the built-in trainer's settings once, before any worker starts. Raises ConfigError."""
+    if tuple(command[1:3]) == ("-m", "elastic_harness.train"):
+        from elastic_harness import trainer_command
+
+        trainer_command.check(command[3:])
 
 
 def _for_several_nodes(request: LaunchRequest) -> LaunchRequest:

@@ -122,8 +122,9 @@ class PlainRun:
 
     def scale(self, target: int) -> None:
         raise ConfigError(
-            "this script does not use elastic_harness.start(), so its number of workers cannot change while it runs; "
-            "stop it and launch it with another --nproc-per-node"
+            "no worker has called elastic_harness.start() yet, and before that the number of workers cannot change. If "
+            "the script is on its way there, try again when `elastic-harness status` shows its steps; if it never "
+            "calls it, stop the job and launch it with another --nproc-per-node"
         )
 
     def status(self) -> dict[str, Any]:
