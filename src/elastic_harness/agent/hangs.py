@@ -77,11 +77,11 @@ class HangWatch:
 
 
 def _beyond_deadline(worker: Worker, reading: Reading, idle_s: float) -> Hang:
-    deadline_s = reading.deadline_ms / 1000
-    if reading.phase in LEARNED and not worker.stopped():
+    deadline_s, stopped = reading.deadline_ms / 1000, worker.stopped()
+    if reading.phase in LEARNED and not stopped:
         return Hang(worker, f"{reading.where} did not finish within {deadline_s:g} s", reading)
-    stopped = "; the process is stopped (SIGSTOP)" if worker.stopped() else ""
-    return Hang(worker, f"no progress for {idle_s:.1f} s while {reading.where} (deadline {deadline_s:g} s){stopped}")
+    why = "; the process is stopped (SIGSTOP)" if stopped else ""
+    return Hang(worker, f"no progress for {idle_s:.1f} s while {reading.where} (deadline {deadline_s:g} s){why}")
 
 
 def _is_needed(worker: Worker) -> bool:

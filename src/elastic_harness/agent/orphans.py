@@ -19,7 +19,7 @@ class Orphans:
     a session of its own. A process that has done so with another environment is not known, and is left alone."""
 
     def __init__(self) -> None:
-        self._mark = f"{os.getpid()}.{_started_at(os.getpid())}"
+        self._mark = os.urandom(8).hex()
         self._sessions: set[int] = set()
 
     def environment(self) -> dict[str, str]:
@@ -59,8 +59,3 @@ def children() -> list[int]:
     except OSError:
         return []
     return [int(pid) for pid in text.split()]
-
-
-def _started_at(pid: int) -> str:
-    """In ticks since the machine's start: with its number it names a process for good."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
