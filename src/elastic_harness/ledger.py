@@ -161,6 +161,7 @@ class Reached:
         self.from_step = 0  # of the newest lineage
         self.generation = 0  # the highest of all lines
         self.last: dict[str, Any] = {}  # of the line written last: what its event says too; empty: there is none
+        self.states: set[StateLine] = set()  # hand-overs, as far as the ledger was read
         self._steps: dict[int, list[list[int]]] = {}  # lineage -> sorted ranges [low, high), which do not touch
 
     @property
@@ -171,6 +172,11 @@ class Reached:
     def committed(self) -> int:
         """The highest step of the newest lineage, -1 if there is none."""
         return self._steps[self.lineage][-1][1] - 1 if self._steps else -1
+
+    @property
+    def farthest(self) -> int:
+        """The highest step of all lineages, -1 if there is none."""
+        return max((ranges[-1][1] - 1 for ranges in self._steps.values()), default=-1)
 
     def __contains__(self, key: tuple[int, int]) -> bool:
         ranges, step = self._steps.get(key[0], []), key[1]
@@ -224,7 +230,6 @@ class LedgerWriter:
         self.path = Path(path)
         self._file = json_lines.Appender(self.path)
         self.reached, self.damaged, self._bytes_since = reached(self.path)
-        self._states: set[StateLine] = set()  # that this writer has written; one that is there twice counts once
 
     def append(self, record: LedgerLine | StateLine | Mapping[str, Any]) -> bool:
         """True if written, False if this (lineage, step), or this very line about a state, is already there. Raises
@@ -243,10 +248,10 @@ class LedgerWriter:
         return True
 
     def _append_state(self, line: StateLine) -> bool:
-        if line in self._states:
+        if line in self.reached.states:
             return False
         self._bytes_since += self._file.append(line.to_json())
-        self._states.add(line)
+        self.reached.states.add(line)
         return True
 
     def sync(self) -> None:
@@ -274,6 +279,10 @@ def reached(path: Path) -> tuple[Reached, list[str], int]:
             found.last = found.last or _told(step)
         elif damage:
             damaged.append(damage)
+        elif line.record is not None and line.record["kind"] == STATE:
+            state, damage = _state_of(path, line)
+            found.states.update([state] if state is not None else [])
+            damaged += [damage] if damage else []
         elif line.record is not None and line.record["kind"] == REACHED:
             try:
                 found.include_all(line.record)
@@ -297,6 +306,14 @@ def _step_of(path: Path, line: json_lines.Line) -> tuple[LedgerLine | None, str]
         return None, ""
     try:
         return LedgerLine.from_json(line.record, f"{path} at byte {line.begin}"), ""
+    except LedgerError as error:
+        return None, str(error)
+
+
+def _state_of(path: Path, line: json_lines.Line) -> tuple[StateLine | None, str]:
+    """The side of a hand-over that a line tells of, or why it is none."""
+    try:
+        return StateLine.from_json(line.record or {}, f"{path} at byte {line.begin}"), ""
     except LedgerError as error:
         return None, str(error)
 
@@ -382,10 +399,9 @@ def read_ledger(*paths: str | Path) -> Ledger:
             elif damage:
                 damaged.append(damage)
             elif line.record is not None and line.record["kind"] == STATE:
-                try:
-                    states.append(StateLine.from_json(line.record, f"{file} at byte {line.begin}"))
-                except LedgerError as error:
-                    damaged.append(str(error))
+                state, damage = _state_of(file, line)
+                states += [state] if state is not None else []
+                damaged += [damage] if damage else []
     return Ledger(files, tuple(entries), any(map(json_lines.torn, files)), tuple(damaged), tuple(states))
 
 

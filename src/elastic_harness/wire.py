@@ -7,7 +7,7 @@ import socket
 import struct
 from typing import Any
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_MESSAGE_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
 

@@ -12,9 +12,10 @@ from typing import Any
 import observed_trainer
 import torch
 
+from elastic_harness import trainer_command
 from elastic_harness.comm import exchange, tree
 from elastic_harness.config import TrainerConfig
-from elastic_harness.train import apply, commit, loop, recovery, slots, trainer
+from elastic_harness.train import apply, commit, loop, recovery, slots
 from elastic_harness.train.state import Registry
 
 IS_SECOND = os.environ.get("LOCAL_RANK") == "1"
@@ -35,13 +36,13 @@ def order_of_additions_depends_on_the_number_of_workers() -> None:
 def two_threads() -> None:
     """The second worker computes with two threads."""
     if IS_SECOND:
-        load = trainer.load_config
+        load = trainer_command.load_config
 
         def loaded(*arguments: Any) -> TrainerConfig:
             config = load(*arguments)
             return dataclasses.replace(config, training=dataclasses.replace(config.training, threads=2))
 
-        trainer.load_config = loaded
+        trainer_command.load_config = loaded
 
 
 def _wrong_arithmetic() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from elastic_harness.agent.control import request
 from elastic_harness.events import read_events
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -98,6 +99,10 @@ class Job:
     def until_event(self, name: str, count: int = 1) -> dict[str, Any]:
         events = self.until(lambda: len(e := self.events(name)) >= count and e, f"{count} x {name}")
         return events[count - 1]
+
+    def status(self) -> dict[str, Any]:
+        """What the agent says now."""
+        return request(self.record()["control"], {"command": "status"})
 
     def members(self) -> list[str]:
         """The members of the newest generation, in rank order."""

@@ -103,7 +103,7 @@ class Worker:
 
     def run(self) -> None:
         fingerprint = {"run.seed": self.options.seed, "exactness": "strict"}
-        self.send("hello", protocol=2, member=self.member, pid=os.getpid(), fingerprint=fingerprint)
+        self.send("hello", protocol=wire.PROTOCOL, member=self.member, pid=os.getpid(), fingerprint=fingerprint)
         self.show(WAITING)
         switch = False
         while True:

@@ -174,12 +174,13 @@ def weights(run_dir: Path) -> str:
         ("isa", "this worker 'DEFAULT'"),
         ("model", "model.layout: the run has"),
         ("arithmetic", "the canary of ranks"),
+        ("noise", "read other samples under the same numbers"),
     ],
 )
 def test_an_odd_worker_is_refused_and_the_others_stay_exact(
     tmp_path: Path, usual: str, kind: str, named: str
 ) -> None:
-    workers = 3 if kind == "arithmetic" else 2
+    workers = 3 if kind in ("arithmetic", "noise") else 2
     ended = launch(tmp_path / "run", ODD, kind, 1, options=("--nproc-per-node", workers))
     assert ended.returncode == 0, said(ended)
     assert named in ended.stdout, said(ended)
@@ -194,6 +195,14 @@ def test_the_majority_decides_who_is_odd(tmp_path: Path, usual: str) -> None:
     assert ended.returncode == 0, said(ended)
     assert "threads: the run has 1, this worker 2" in ended.stdout, said(ended)
     assert weights(tmp_path / "run") == usual
+
+
+def test_a_data_set_that_nothing_has_seeded_is_named_and_ends_a_job_with_a_minimum(tmp_path: Path) -> None:
+    ended = launch(tmp_path / "run", ODD, "noise", "all", options=("--nproc-per-node", 3, "--min-workers", 2))
+    assert ended.returncode == 1, said(ended)
+    assert "read different samples under the same numbers (1 of at least 2 workers are left)" in ended.stdout
+    assert "seed the dataset" in ended.stdout and "memory and CPU" not in ended.stdout
+    assert ended.stdout.count("┌─ incident") == 1
 
 
 def test_an_odd_joiner_is_caught_by_the_canary(tmp_path: Path, usual: str) -> None:

@@ -63,6 +63,37 @@ def test_a_wrong_command_line_is_exit_2(tmp_path: Path, arguments: tuple, named:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (["training.device=cuda"], "training.device is 'cuda', but this machine has none of /dev/nvidia"),
+        (["scheduler.warmup_steps=300", "training.max_steps=60"], "scheduler.warmup_steps is 300"),
+        (["training.global_batch_samples=7", "training.micro_batch_samples=2"], "training.global_batch_samples is 7"),
+        (["--config", "missing.yaml"], "missing.yaml does not exist"),
+    ],
+)
+def test_settings_of_the_built_in_trainer_that_cannot_work_are_one_line_before_anything_starts(
+    tmp_path: Path, settings: list[str], named: str
+) -> None:
+    if "cuda" in settings[0] and list(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("there is a GPU")
+    ended = run("launch", "--nproc-per-node", 2, "-m", "elastic_harness.train", *settings, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert named in ended.stderr and ended.stderr.count("\n") == 1 and not ended.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_scaling_before_any_worker_has_called_start_says_so(start: Start, tmp_path: Path) -> None:
+    slow_start = script(tmp_path, "import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
+    job = start(options=workers(2), script=slow_start)
+    job.until(lambda: "ready" in job.shown(), "ready")
+    refused = run("scale", job.run_dir, "--workers", 3)
+    assert refused.returncode == 2
+    assert "no worker has called elastic_harness.start() yet" in refused.stderr and "does not use" not in refused.stderr
+    job.send(signal.SIGTERM)
+    assert job.wait() == 143
+
+
 def test_a_missing_script_is_exit_2(start: Start, tmp_path: Path) -> None:
     job = start(options=workers(2), script=tmp_path / "missing.py")
     assert job.wait() == 2
@@ -283,6 +314,46 @@ def test_a_plain_script_is_restarted_as_a_whole_at_a_new_address(start: Start, t
     assert failure_event["rank"] == 1, "only the culprit is a failure"
 
 
+PEERS = """
+import os, socket, time
+port, count = int(os.environ["MASTER_PORT"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if count:
+    raise SystemExit
+if os.environ["RANK"] == "1":
+    with socket.create_server(("127.0.0.1", port)) as server:
+        peer, _ = server.accept()
+    peer.close()
+    time.sleep(0.3)
+    {end}
+while True:
+    try:
+        peer = socket.create_connection(("127.0.0.1", port))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.01)
+if not peer.recv(1):
+    {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "culprit"),
+    [
+        ("os.kill(os.getpid(), 9)", "raise ConnectionResetError('Connection reset by peer')", 1),
+        ("raise SystemExit(137)", "os.abort()", 1),  # a shell around the worker; a library's thread
+        ("raise ValueError('mine')", "raise ValueError('first')", 0),
+    ],
+)
+def test_of_plain_workers_the_one_that_was_killed_is_named_and_not_the_one_that_lost_it(
+    start: Start, tmp_path: Path, end: str, error: str, culprit: int
+) -> None:
+    """The survivor's error may well come first: the kernel takes long to end a process of many gigabytes."""
+    job = start(options=workers(2), script=script(tmp_path, PEERS.format(end=end, error=error)))
+    assert job.wait() == 0, job.output
+    (failure,), (incident,) = job.events("failure_detected"), job.events("incident")
+    assert failure["rank"] == culprit and f"worker w{culprit}-1" in incident["what"]
+
+
 def test_a_plain_script_that_keeps_failing_is_given_up(start: Start, tmp_path: Path) -> None:
     failing = script(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(7)\ntime.sleep(600)\n")
     job = start(options=workers(2, "--max-restarts", 1), script=failing)
@@ -336,3 +407,26 @@ def test_ls_and_status_of_an_ended_run(start: Start, tmp_path: Path) -> None:
     missing = run("status", tmp_path / "nothing")
     assert missing.returncode == 2 and "no run" in missing.stderr
     assert run("stop", job.run_dir).returncode == 2
+
+
+def test_only_what_the_agent_started_is_ended(tmp_path: Path) -> None:
+    """An entrypoint script that starts a process beside the job and then becomes the launcher."""
+    strangers = tmp_path / "strangers"
+    worker = script(tmp_path, "import subprocess\nsubprocess.Popen(['sleep', '600'], start_new_session=True)\n")
+    entrypoint = tmp_path / "entrypoint.sh"
+    launch = " ".join(command("launch", "--standalone", "--run-dir", tmp_path / "run", worker))
+    entrypoint.write_text(
+        f"sleep 600 & echo $! >> {strangers}\n"  # a child
+        f"setsid sleep 600 & echo $! >> {strangers}\n"  # in a session of its own
+        f"sh -c 'sleep 600 & echo $! >> {strangers}; sleep 0.5' &\n"  # a grandchild whose parent ends during the job
+        f"exec {launch}\n"
+    )
+    with open(tmp_path / "out", "wb") as out:  # a pipe would stay open for as long as a stranger lives
+        ended = subprocess.run(["sh", entrypoint], env=environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+    pids = [int(pid) for pid in strangers.read_text().split()]
+    alive = [pid for pid in pids if Path(f"/proc/{pid}").exists() and "sleep" in Path(f"/proc/{pid}/comm").read_text()]
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    assert ended.returncode == 0, (tmp_path / "out").read_text()
+    assert len(pids) == 3 and alive == pids
+    assert not processes_of(tmp_path / "run")

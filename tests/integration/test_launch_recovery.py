@@ -56,6 +56,19 @@ def test_a_spare_takes_the_place_and_is_replaced(start: Start) -> None:
     job.finish()
 
 
+def test_losses_with_progress_in_between_never_use_the_restarts_up(start: Start) -> None:
+    job = start("--steps", 400, "--step-s", 0.01, options=workers(2, "--max-restarts", 1))
+    job.until_step(1)
+    for _ in range(3):
+        job.until(lambda: len(job.members()) == 2 and job.status()["formed"], "both")
+        job.until_step(job.status()["last_commit"].get("step", 0) + 15)
+        victim = job.kill_rank(1)
+        job.until(lambda v=victim: v not in job.members(), "the next generation")
+    job.until(lambda: len(job.members()) == 2, "a third restart at that place")
+    assert "given up" not in job.shown()
+    job.finish()
+
+
 def test_two_killed_at_once(start: Start) -> None:
     job = start("--steps", 60, "--step-s", 0.03, options=workers(4))
     job.until_step(4)
@@ -90,7 +103,7 @@ def test_a_hanging_worker_is_replaced(start: Start) -> None:
     job = start("--steps", 20, "--deadline-s", 0.4, "--hang-at", 6, options=workers(1))
     job.finish()
     (failure,) = job.events("failure_detected")
-    assert "no progress" in failure["what"] and failure["detected_by"] == "progress deadline"
+    assert "did not finish within 0.4 s" in failure["what"] and failure["detected_by"] == "progress deadline"
 
 
 def test_a_crash_in_native_code_is_named(start: Start) -> None:

@@ -139,7 +139,7 @@ def test_the_newest_checkpoint_counts_only_with_its_manifest(tmp_path: Path) -> 
 
 FACTS = incident.Facts(
     member="w2-1", rank=2, host="h", pid=12, lived_s=3.0, where="computing slot 4, step 7", exit_code=-9, error="",
-    hang="", requested=False, oom_kills=0, tail=("a", "b"), log="/l",
+    hang="", overdue=False, requested=False, oom_kills=0, tail=("a", "b"), log="/l",
 )  # fmt: skip
 
 
@@ -162,6 +162,7 @@ def test_a_kill_without_evidence_is_not_explained() -> None:
         ({"exit_code": 1, "error": "ValueError: x"}, "failed: ValueError: x", "exit code 1"),
         ({"exit_code": 0}, "exit code 0", "before the last step"),
         ({"hang": "no progress for 3 s"}, "hung: no progress", "SIGKILL after its progress deadline"),
+        ({"hang": "x did not finish within 2 s", "overdue": True}, "was ended: x did not finish", "has longer"),
         ({"tail": ()}, "SIGKILL", "wrote nothing"),
         ({"exit_code": -77}, "signal 77", "signal 77"),
     ],
@@ -323,7 +324,8 @@ def test_only_a_beat_that_stands_still_beyond_its_deadline_is_a_hang() -> None:
     assert watch.check([worker], 10.6) == []
     assert watch.check([worker], 11.0) == []
     (found,) = watch.check([worker], 11.2)
-    assert "no progress for 0.6 s while computing slot 4, step 7" in found[1]
+    assert found.evidence == "computing slot 4, step 7 did not finish within 0.5 s"
+    assert found.overdue is not None and found.overdue.slot == 4
     show(board, 3, EXCHANGE, 0)
     assert all(watch.check([worker], 11.2 + i * 0.5) == [] for i in range(100))
     board.close()
@@ -351,6 +353,6 @@ def test_a_stopped_worker_without_a_deadline_gets_the_newest_of_its_peers() -> N
     assert watch.check([stopped, peer], 1.5) == []
     assert watch.check([stopped, peer], 2.2) == []
     (found,) = watch.check([stopped, peer], 2.4)
-    assert found[0] is stopped and "SIGSTOP" in found[1]
+    assert found.worker is stopped and "SIGSTOP" in found.evidence and found.overdue is None
     for board in boards:
         board.close()

@@ -50,7 +50,21 @@ def test_the_same_error_twice_in_a_row_is_final_another_one_is_not() -> None:
     assert restart_delay(between, RestartLimits())[0] == 0
 
 
-@pytest.mark.parametrize("cause", ["config", "refused", "unfit"])
+def test_progress_forgives_what_came_before_it() -> None:
+    useful, useless = Ending("killed", "signal 9", LONG, 10), Ending("killed", "signal 9", LONG, 9)
+    assert restart_delay([useful] * 1000, RestartLimits(3))[0] == 0, "weeks of preemptions"
+    assert restart_delay([useful] * 1000 + [useless] * 3, RestartLimits(3))[0] is None
+    assert restart_delay([useless] * 3 + [useful], RestartLimits(3))[0] == 0
+    assert restart_delay([useful], RestartLimits(0))[0] is None, "none means none"
+
+
+def test_the_same_error_long_after_is_not_in_a_row() -> None:
+    error = Ending("user_error", "x", LONG, 50)
+    assert restart_delay([error, error], RestartLimits())[0] == 0
+    assert restart_delay([error, error, *endings("user_error", 1, LONG)], RestartLimits())[0] is None
+
+
+@pytest.mark.parametrize("cause", ["config", "refused", "unfit", "other_samples"])
 def test_what_no_restart_cures_is_final(cause: Cause) -> None:
     assert restart_delay(endings(cause, 1, LONG), RestartLimits())[0] is None
 
@@ -70,6 +84,7 @@ def test_the_delay_is_always_bounded(history: list[tuple[Cause, float]]) -> None
         (["config", "refused"], 2),
         (["user_error", "config"], 1),
         (["user_error", "exit"], 1),
+        (["other_samples"], 1),
         (["spawn", "machine"], 4),
         (["killed", "user_error"], 3),
         (["hung"], 3),

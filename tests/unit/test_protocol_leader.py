@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
+from typing import get_args
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness.membership import leader
+from elastic_harness.membership import leader, poison
 from elastic_harness.membership.leader import (
     Action,
     Announce,
@@ -17,6 +20,7 @@ from elastic_harness.membership.leader import (
     Evict,
     Finished,
     Lost,
+    Overdue,
     Pause,
     Poison,
     Publish,
@@ -42,7 +46,8 @@ events: st.SearchStrategy[Event] = st.one_of(
     st.builds(Trouble, members, numbers, st.lists(members, max_size=3).map(tuple), st.booleans()),
     st.builds(Committed, st.integers(0, 3)),
     st.builds(Finished, members, st.integers(1, 4)),
-    st.builds(SlotFailed, members, st.integers(0, 2), st.integers(0, 2), st.booleans()),
+    st.builds(SlotFailed, members, st.integers(0, 2), st.integers(0, 2), st.sampled_from(get_args(poison.How))),
+    st.builds(Overdue, members, st.integers(0, 2), st.floats(0, 9)),
     st.builds(Unfit, members, st.just("a canary")),
     st.builds(Scaled, st.integers(0, 9)),
     st.just(Tick()),
@@ -189,17 +194,54 @@ def test_below_the_minimum_the_job_pauses_and_goes_on() -> None:
 
 
 def test_a_slot_that_fails_on_two_members_stops_the_job() -> None:
-    state, actions = run(formed(3), SlotFailed("w0", 4, 7, killed=False), SlotFailed("w0", 4, 7, killed=False))
+    state, actions = run(formed(3), SlotFailed("w0", 4, 7, "error"), SlotFailed("w0", 4, 7, "error"))
     assert actions == [], "one member's failure, told twice, is one"
-    state, actions = run(state, SlotFailed("w1", 4, 7, killed=False))
-    assert actions == [Poison(4, 7, ("w0", "w1"))] and state.done
+    state, actions = run(state, SlotFailed("w1", 4, 7, "error"))
+    assert actions == [Poison(4, 7, ("w0", "w1"), "it failed by itself")] and state.done
 
 
-def test_kills_in_one_slot_need_a_third_member_to_be_poison() -> None:
-    state, actions = run(formed(3), SlotFailed("w0", 4, 7, True), SlotFailed("w1", 4, 7, True))
+@pytest.mark.parametrize("how", ["memory", "overdue"])
+def test_evidence_other_than_an_error_needs_a_third_member(how: poison.How) -> None:
+    state, actions = run(formed(3), SlotFailed("w0", 4, 7, how), SlotFailed("w1", 4, 7, how))
     assert actions == []
-    _, actions = run(state, SlotFailed("w2", 4, 7, True))
+    _, actions = run(state, SlotFailed("w2", 4, 7, how))
     assert [type(a) for a in actions] == [Poison]
+
+
+def test_kills_that_nobody_explains_blame_a_slot_only_if_there_are_many_in_no_other() -> None:
+    kills = [SlotFailed(f"w{i}", 4, 7, "killed") for i in range(poison.KILLS)]
+    state, actions = run(formed(3), *kills[:-1])
+    assert actions == []
+    _, actions = run(state, kills[-1])
+    assert [type(a) for a in actions] == [Poison]
+    _, actions = run(state, SlotFailed("x0", 4, 6, "killed"), kills[-1])
+    assert actions == [], "a killer that strikes elsewhere too does not depend on the slot"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "for_memory", "how"),
+    [
+        (1, False, "error"),
+        (-signal.SIGSEGV, False, "error"),
+        (-signal.SIGABRT, True, "error"),
+        (-signal.SIGKILL, True, "memory"),
+        (-signal.SIGKILL, False, "killed"),
+        (None, False, "killed"),
+        (-signal.SIGTERM, False, None),
+        (-signal.SIGTERM, True, None),
+    ],
+)
+def test_what_an_end_says_about_the_slot(exit_code: int | None, for_memory: bool, how: poison.How | None) -> None:
+    assert poison.evidence(exit_code, for_memory=for_memory) == how
+
+
+def test_a_missed_deadline_is_told_to_all_until_its_step_is_done() -> None:
+    state, _ = run(formed(3), Overdue("w2", 4, 2.0), Overdue("w2", 4, 1.0), Overdue("w2", 3, 9.0), Lost("w2"))
+    state, actions = run(state, *(Reported(m, Report(2, 4)) for m in ("w0", "w1")))
+    assert [a.digest.overdue for a in actions if isinstance(a, Publish)] == [((4, 2.0),)]
+    state, _ = run(state, Lost("w1"))
+    _, actions = run(state, Reported("w0", Report(3, 5)))
+    assert [a.digest.overdue for a in actions if isinstance(a, Publish)] == [()]
 
 
 def test_an_unfit_member_is_evicted_once_and_the_others_go_on() -> None:

@@ -83,10 +83,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        leader.State(Limits(), ready=("a",), failed_slots=((1, 2, "a", True),), trouble_at=1.5),
+        leader.State(Limits(), failed_slots=((1, 2, "a", "killed"),), overdue=((1, 2.5),), trouble_at=1.5),
         leader.State(Limits(), apart=((1.5, "a", "b"),), veterans=("a",)),
         leader.Reported("a", Report(1, 2, 1, ((0, 3),), (4, 2), True)),
-        leader.Publish(Digest(1, 2, 0, 0, {"a": Source("state", "b")}, {"a": ((0, 1),)}, ("b",)), "why"),
+        leader.Publish(Digest(1, 2, 0, 0, {"a": Source("state", "b")}, {"a": ((0, 1),)}, ("b",), ((2, 8.5),)), "why"),
         leader.Announce(Generation(3, ("a", "b"), True, "why")),
         leader.Trouble("a", 3, ("b",), cut=True),
     ],

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from elastic_harness.train.commit import Header, combine, gate
 from elastic_harness.train.partials import Contribution, SlotTable
+from elastic_harness.train.slots import samples_word
 
 
-def header(*, switch: int = 0, stop: bool = False, canary: int = 0, version: int = 5) -> Header:
-    return Header(3, version, switch, stop, canary, SlotTable.empty(4, 2, 70))
+def header(*, switch: int = 0, stop: bool = False, canary: int = 0, samples: int = 0, version: int = 5) -> Header:
+    return Header(3, version, switch, stop, canary, samples, SlotTable.empty(4, 2, 70))
 
 
 def test_a_header_survives_the_wire() -> None:
-    sent = header(switch=9, stop=True, canary=2**63 - 1)
+    sent = header(switch=9, stop=True, canary=2**63 - 1, samples=2**62 + 1)
     sent.table.enter((0, 1), [None] * 70, {0: Contribution(1.25, 0.5, 2**64 - 1)})
     got = Header.unpack(sent.pack(), sent.table)
     assert (got.generation, got.version, got.switch, got.stop, got.canary) == (3, 5, 9, True, 2**63 - 1)
+    assert got.samples == 2**62 + 1
     assert (got.table.words == sent.table.words).all()
     assert got.table.samples_N[0] == 2**64 - 1
 
@@ -50,6 +56,37 @@ def test_a_canary_that_differs_holds_up_the_commit(
     verdict, reason = gate([header(canary=c) for c in canaries], reference)
     assert verdict.unfit == unfit and verdict.commit == (not unfit)
     assert not unfit or str(unfit) in reason
+
+
+def test_whoever_read_other_samples_is_told_from_whoever_computes_otherwise() -> None:
+    same, data = header(canary=7, samples=1), header(canary=8, samples=2)
+    verdict, reason = gate([data, same, header(canary=9, samples=1), same], None)
+    assert (verdict.unfit, verdict.other_samples) == ((0, 2), (0,))
+    assert "ranks (0,) read other samples" in reason
+    assert gate([same, header(canary=7, samples=2)], None)[0].commit, "what does not change the gradient harms nobody"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(3), torch.ones(3)),
+        (torch.zeros(3), torch.zeros(3, 1)),
+        (torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.float32)),
+        (np.arange(3), np.arange(1, 4)),
+        ({"x": torch.zeros(1)}, {"y": torch.zeros(1)}),
+        ([1, [2, 3]], [1, 2, [3]]),
+        (("a", 1.5, None), ("a", 1.5, False)),
+    ],
+)
+def test_batches_that_differ_have_another_word(one: Any, other: Any) -> None:
+    assert samples_word(one) != samples_word(other)
+    assert samples_word(one) == samples_word(copy.deepcopy(one)) > 0
+
+
+def test_a_batch_may_hold_anything() -> None:
+    tensors = [torch.eye(2).to_sparse(), torch.zeros(0), torch.zeros(2, dtype=torch.bfloat16)]
+    odd = [object(), np.array([object()]), *tensors]
+    assert samples_word(odd) > 0
 
 
 def test_headers_of_different_steps_are_our_bug() -> None:

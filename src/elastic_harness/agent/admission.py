@@ -7,6 +7,7 @@ from typing import Any
 
 from elastic_harness import wire
 from elastic_harness.agent import fingerprint
+from elastic_harness.agent.hangs import Hang
 from elastic_harness.agent.loop import Agent
 from elastic_harness.agent.worker import Worker
 
@@ -77,4 +78,4 @@ class Admission:
                     f"it has not called elastic_harness.start() within {silent_s:.0f} s of its start "
                     f"(--join-timeout, at least {START_S_MIN:g} s); if it needs longer to get there, raise that"
                 )
-                self._agent.give_up(worker, evidence)
+                self._agent.give_up(Hang(worker, evidence))

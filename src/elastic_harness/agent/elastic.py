@@ -27,10 +27,19 @@ from elastic_harness.errors import (
 )
 from elastic_harness.membership import leader
 from elastic_harness.membership.leading import Known, Values
+from elastic_harness.membership.poison import evidence
 from elastic_harness.membership.types import Generation, Limits, Report
 
 TICK_S = 0.05
 WAITING_NOTICE_S = 5.0
+_ADVICE: dict[Cause, str] = {
+    "unfit": "check this machine's memory and CPU, or start with elastic.exactness=relaxed",
+    "other_samples": "let a sample depend on its number alone: seed the dataset's own generator from it, or use those "
+    "of torch, numpy or random, which are seeded for each slot; or compare this machine's copy of the data",
+    "refused": "correct what differs, or start anew with --fresh or another --run-dir",
+    "config": "correct the configuration; the message is in the log",
+}
+_ONCE: tuple[Cause, ...] = ("user_error", "refused", "config", "machine", "other_samples")  # shown in full but once
 
 
 class ElasticRun:
@@ -55,7 +64,7 @@ class ElasticRun:
         self._values = KeyValues()
         self._places = Places(options.workers, options.spares, options.api_restarts)
         self._admission = Admission(agent)
-        self._unfit: dict[str, str] = {}
+        self._unfit: dict[str, tuple[Cause, str]] = {}
         self._ever_members: set[str] = set()  # whoever was told of any generation hears of every later one
         self._finished: dict[str, dict[str, Any]] = {}
         self._slot_errors: dict[tuple[int, int], dict[str, Any]] = {}
@@ -116,11 +125,11 @@ class ElasticRun:
                 worker.slot_failed = True
                 worker.error = message
                 self._slot_errors[(message["step"], message["slot"])] = message
-                self.agreement.tell(leader.SlotFailed(worker.member, message["step"], message["slot"], killed=False))
+                self.agreement.tell(leader.SlotFailed(worker.member, message["step"], message["slot"], "error"))
             case "error":
                 worker.error = message
             case "unfit":
-                self.agreement.tell(leader.Unfit(message["member"], message["reason"]))
+                self.agreement.tell(leader.Unfit(message["member"], message["reason"], message["samples"]))
             case "leaving":
                 worker.released = worker.released or f"{LEFT_OUT} {message['generation']}"
                 self.agreement.tell(leader.Lost(worker.member))
@@ -146,13 +155,26 @@ class ElasticRun:
 
     def on_gone(self, worker: Worker) -> None:
         self._admission.forget(worker.member)
-        reading = worker.board.read()
-        if worker.hello and reading.phase == SLOT and reading.slot >= 0 and not worker.slot_failed:
-            code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
-            if not worker.released and not worker.error:
-                killed = bool(worker.hang) or code is None or code in (-9, -15)
-                self.agreement.tell(leader.SlotFailed(worker.member, reading.step, reading.slot, killed))
+        for event in self._what_it_shows(worker):
+            self.agreement.tell(event)
         self.agreement.tell(leader.Lost(worker.member))
+
+    def _what_it_shows(self, worker: Worker) -> list[leader.Event]:
+        """What a worker's end says about the work that it was doing, beside the loss."""
+        if not worker.hello or worker.released or worker.error:
+            return []
+        if worker.overdue is not None:
+            late, deadline_s = worker.overdue, worker.overdue.deadline_ms / 1000
+            shown: list[leader.Event] = [leader.Overdue(worker.member, late.step, deadline_s)]
+            if late.phase == SLOT and deadline_s >= worker.deadline_max_s:
+                shown.append(leader.SlotFailed(worker.member, late.step, late.slot, "overdue"))
+            return shown
+        reading = worker.board.read()
+        if worker.hang or worker.killed_on_request or reading.phase != SLOT or reading.slot < 0:
+            return []
+        code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
+        how = evidence(code, for_memory=bool(worker.oom_kills))
+        return [leader.SlotFailed(worker.member, reading.step, reading.slot, how)] if how else []
 
     def on_exit(self, worker: Worker) -> None:
         cause, error = self._cause(worker)
@@ -167,7 +189,8 @@ class ElasticRun:
             self._refill()
             return
         self._last_error = error
-        ending = Ending(cause, error, time.monotonic() - worker.started_at)
+        served = 0 if worker.serves_from is None else self.agent.records.farthest - worker.serves_from
+        ending = Ending(cause, error, time.monotonic() - worker.started_at, served)
         delay_s, why = self._places.ended(worker.index, ending, born=self.agreement.born)
         if delay_s is None:
             self._adapt_target()
@@ -263,6 +286,9 @@ class ElasticRun:
             case leader.Publish(digest, reason):
                 self._formed = True
                 records = self.agent.records
+                for worker in self.agent.workers.values():
+                    if worker.member in self._members and worker.serves_from is None:
+                        worker.serves_from = records.farthest
                 if (digest.lineage, digest.from_step) != (records.lineage, records.from_step):
                     records.remember(lineage=digest.lineage, from_step=digest.from_step)
                 message = {"type": "digest", **digest.to_json()}
@@ -276,10 +302,10 @@ class ElasticRun:
                     for worker in self.agent.workers.values():
                         if worker.hello:
                             self._tell(worker.member, {"type": "pause", "reason": reason})
-            case leader.Evict(member, reason):
-                self._evict(member, reason)
-            case leader.Poison(at_step, slot, members):
-                self._on_poison(at_step, slot, members)
+            case leader.Evict(member, reason, samples):
+                self._evict(member, "other_samples" if samples else "unfit", reason)
+            case leader.Poison(at_step, slot, members, reason):
+                self._on_poison(at_step, slot, members, reason)
             case leader.Done(version):
                 self._on_done(version)
             case leader.Stop(reason):
@@ -295,6 +321,9 @@ class ElasticRun:
         self.agent.records.use_number(number)
         self._values.forget_before(number)
         message = {"type": "generation", **generation.to_json()}
+        for stood_by in self.agent.workers.values():
+            if stood_by.member in set(members) - self._ever_members:
+                stood_by.serves_from = None  # now it has to be of use as a member
         self._ever_members.update(members)
         left_out = [w.member for w in self.agent.workers.values() if w.member in self._ever_members - set(members)]
         self._generation, self._formed, self._waiting = generation, False, ""
@@ -319,8 +348,8 @@ class ElasticRun:
         if self.agent.outcome is None:
             self.agent.console.notice(text)
 
-    def _evict(self, member: str, reason: str) -> None:
-        self._unfit[member] = reason
+    def _evict(self, member: str, cause: Cause, reason: str) -> None:
+        self._unfit[member] = cause, reason
         self.agent.console.notice(f"worker {member} is not fit for this run: {reason}")
         worker = self.agent.workers.get(member)
         if worker:
@@ -328,10 +357,10 @@ class ElasticRun:
             worker.lost = True
             self.agent.after(2.0, lambda: worker.signal(9))
 
-    def _on_poison(self, at_step: int, slot: int, members: tuple[str, ...]) -> None:
+    def _on_poison(self, at_step: int, slot: int, members: tuple[str, ...], reason: str) -> None:
         known = self._slot_errors.get((at_step, slot), {})
         samples = f"; its samples are {known['samples']}" if known.get("samples") else ""
-        error = known.get("error", "the process was killed each time")
+        error = known.get("error", reason)
         self.agent.finish(
             Outcome(
                 EXIT_USER_CODE,
@@ -408,6 +437,7 @@ class ElasticRun:
         worker.hello = True
         worker.beat_seen_at = time.monotonic()
         worker.restore_priority()
+        worker.deadline_max_s = message.get("deadline_max_s", 0.0)
         self._max_steps = message.get("max_steps")
         self._admission.ask(worker, message)
         self._admit()
@@ -418,6 +448,7 @@ class ElasticRun:
             per_launch = {"training.max_steps": self._max_steps} if self._max_steps is not None else {}
             self.agreement.describe({**(self.agent.folder.record.get("fingerprint") or {}), **per_launch})
         for member in admitted:
+            self.agent.workers[member].serves_from = self.agent.records.farthest
             if not self._done and self.agent.outcome is None:
                 waited_since = self._admission.began_at if self._generation is None else None
                 self.agreement.tell(leader.Ready(member), waited_since)
@@ -435,8 +466,9 @@ class ElasticRun:
             worker.error = worker.error or {"error": self._admission.refused[worker.member]}
             return "refused", self._admission.refused[worker.member]
         if worker.member in self._unfit:
-            worker.error = worker.error or {"error": self._unfit[worker.member]}
-            return "unfit", self._unfit[worker.member]
+            cause, reason = self._unfit[worker.member]
+            worker.error = worker.error or {"error": reason}
+            return cause, reason
         if worker.hang:
             return "hung", worker.hang
         error = str(worker.error.get("error")) if worker.error else last
@@ -511,17 +543,12 @@ class ElasticRun:
 
     def _report(self, worker: Worker, done: str, cause: Cause, error: str) -> None:
         """One block per incident; the same error on further workers is one line each."""
-        advice = {
-            "unfit": "check this machine's memory and CPU, or start with elastic.exactness=relaxed",
-            "refused": "correct what differs, or start anew with --fresh or another --run-dir",
-            "config": "correct the configuration; the message is in the log",
-        }.get(cause, "")
-        if cause in ("user_error", "refused", "config", "machine") and error and error in self._errors_shown:
+        if cause in _ONCE and error and error in self._errors_shown:
             self.agent.report.failure(worker)
             self.agent.console.notice(f"worker {worker.member} failed in the same way ({error}); {done}")
             return
         self._errors_shown.add(error)
-        self.agent.report.incident(worker, done, advice)
+        self.agent.report.incident(worker, done, _ADVICE.get(cause, ""))
 
     def _what_was_done(self, worker: Worker, delay_s: float | None, why: str) -> str:
         generation, minimum = self._generation, self.agreement.least

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from elastic_harness.agent.board import SLOT
+from elastic_harness.agent.board import APPLY, DATA, SLOT, Reading
 from elastic_harness.agent.worker import LEFT_OUT, Worker
 
 STOPPED_CHECK_S = 0.1
 STOPPED_DEADLINE_MS = 5000
 OWN_PAUSE_S = 1.0
+LEARNED = (DATA, SLOT, APPLY)  # phases with a deadline from measured times, which may be too short for what comes
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A worker that makes no progress, with the evidence in words. overdue: the work that it did not finish in time, if
+    it may only be slow."""
+
+    worker: Worker
+    evidence: str
+    overdue: Reading | None = None
 
 
 class HangWatch:
@@ -24,15 +36,15 @@ class HangWatch:
         self._stopped_at = 0.0
         self._stopped_since: dict[str, float] = {}
 
-    def check(self, workers: Iterable[Worker], now: float) -> list[tuple[Worker, str]]:
-        """Every worker that hangs, with the evidence in words."""
+    def check(self, workers: Iterable[Worker], now: float) -> list[Hang]:
+        """Every worker that hangs."""
         living = [w for w in workers if w.running and w.hello and not w.lost and _is_needed(w)]
         if self._checked_at is not None and now - self._checked_at > OWN_PAUSE_S:
             for worker in living:
                 worker.beat_seen_at += now - self._checked_at
             self._stopped_since.clear()
         self._checked_at = now
-        hung: list[tuple[Worker, str]] = []
+        hung: list[Hang] = []
         for worker in living:
             reading = worker.board.read()
             if worker.last_reading is None or reading.beat != worker.last_reading.beat:
@@ -42,20 +54,13 @@ class HangWatch:
             worker.last_reading = reading
             idle_s = now - worker.beat_seen_at
             if reading.deadline_ms and idle_s > reading.deadline_ms / 1000:
-                stopped = "; the process is stopped (SIGSTOP)" if worker.stopped() else ""
-                hung.append(
-                    (
-                        worker,
-                        f"no progress for {idle_s:.1f} s while {reading.where} "
-                        f"(deadline {reading.deadline_ms / 1000:g} s){stopped}",
-                    )
-                )
+                hung.append(_beyond_deadline(worker, reading, idle_s))
         if now - self._stopped_at >= STOPPED_CHECK_S:
             self._stopped_at = now
-            hung += self._stopped([w for w in living if w not in [h for h, _ in hung]], now)
+            hung += self._stopped([w for w in living if w not in [hang.worker for hang in hung]], now)
         return hung
 
-    def _stopped(self, living: list[Worker], now: float) -> list[tuple[Worker, str]]:
+    def _stopped(self, living: list[Worker], now: float) -> list[Hang]:
         stopped = {w.member for w in living if w.stopped()}
         self._stopped_since = {m: self._stopped_since.get(m, now) for m in stopped}
         common_ms = max((w.compute_deadline_ms for w in living), default=0)
@@ -67,8 +72,16 @@ class HangWatch:
             stopped_s = now - self._stopped_since[worker.member]
             if stopped_s > deadline_s:
                 evidence = f"the process was stopped (SIGSTOP) for {stopped_s:.1f} s (deadline {deadline_s:g} s)"
-                found.append((worker, evidence))
+                found.append(Hang(worker, evidence))
         return found
+
+
+def _beyond_deadline(worker: Worker, reading: Reading, idle_s: float) -> Hang:
+    deadline_s, stopped = reading.deadline_ms / 1000, worker.stopped()
+    if reading.phase in LEARNED and not stopped:
+        return Hang(worker, f"{reading.where} did not finish within {deadline_s:g} s", reading)
+    why = "; the process is stopped (SIGSTOP)" if stopped else ""
+    return Hang(worker, f"no progress for {idle_s:.1f} s while {reading.where} (deadline {deadline_s:g} s){why}")
 
 
 def _is_needed(worker: Worker) -> bool:

@@ -23,6 +23,7 @@ class Facts:
     exit_code: int | None
     error: str
     hang: str
+    overdue: bool
     requested: bool
     oom_kills: int | None
     tail: tuple[str, ...]
@@ -70,8 +71,11 @@ def build(facts: Facts, done: str, advice: str = "") -> Incident:
     """The block for one failed worker. A cause is named only where there is evidence for it."""
     evidence: list[str] = []
     if facts.hang:
-        what = f"worker {facts.member} hung: {facts.hang}"
+        what = f"worker {facts.member} {'was ended' if facts.overdue else 'hung'}: {facts.hang}"
         evidence.append("the agent ended it with SIGKILL after its progress deadline")
+        if facts.overdue:
+            evidence.append("whoever does this step now has longer, elastic.progress_timeout_factor times as long")
+            advice = advice or "if such work is to be expected, raise elastic.progress_timeout_min_s"
         advice = advice or "if this repeats at the same place, look for a deadlock or slow storage in the log"
     elif facts.error:
         what = f"worker {facts.member} failed: {facts.error}"

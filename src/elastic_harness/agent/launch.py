@@ -2,7 +2,7 @@
 
 The parent knows nothing of the training. It copies the agent's output to the terminal, passes signals on, starts a new
 agent if one dies by itself, and ends with the agent's exit code. Whatever a dead agent leaves behind becomes the
-parent's child and is ended before the next one starts.
+parent's child and is ended before the next one starts (`orphans`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from elastic_harness import memory_slots
 from elastic_harness import origin as origins
 from elastic_harness.agent import folder as folders
 from elastic_harness.agent.options import LaunchRequest, parse
+from elastic_harness.agent.orphans import Orphans, children
 from elastic_harness.agent.worker import die_with_parent
 from elastic_harness.errors import EXIT_INFRASTRUCTURE, InfrastructureError
 
@@ -42,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
+    _check_trainer(request.options.command)
     request = _for_several_nodes(request)
     run_id = request.run_id or (Path(request.run_dir).resolve().name if request.run_dir else folders.new_run_id())
     node = "" if request.options.store is None else f"@{request.options.node_name}"
@@ -80,6 +82,14 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
         os.close(lock)
 
 
+def _check_trainer(command: Sequence[str]) -> None:
+    """Say what is wrong with the built-in trainer's settings once, before any worker starts. Raises ConfigError."""
+    if tuple(command[1:3]) == ("-m", "elastic_harness.train"):
+        from elastic_harness import trainer_command
+
+        trainer_command.check(command[3:])
+
+
 def _for_several_nodes(request: LaunchRequest) -> LaunchRequest:
     """With what this machine knows of itself filled in. Raises ConfigError before anything is begun."""
     options = request.options
@@ -99,6 +109,7 @@ class _Parent:
         self._lock = lock
         self._slots = memory_slots.create()  # here, so that they outlive an agent too
         self._agent: subprocess.Popen[bytes] | None = None
+        self._orphans = Orphans()
         self._signalled = 0
         self._starts: deque[float] = deque()
 
@@ -109,7 +120,7 @@ class _Parent:
         try:
             while True:
                 code = self._run_agent()
-                _end_descendants()
+                self._orphans.end()
                 if code in _KNOWN_EXITS:
                     return code
                 if self._signalled:
@@ -130,7 +141,7 @@ class _Parent:
             if self._agent is not None and self._agent.poll() is None:
                 self._agent.kill()
                 self._agent.wait()
-            _end_descendants()
+            self._orphans.end()
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -148,6 +159,7 @@ class _Parent:
         try:
             agent = subprocess.Popen(
                 command,
+                env=self._orphans.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -158,6 +170,7 @@ class _Parent:
         except OSError as error:
             raise InfrastructureError(f"cannot start the agent: {error.strerror or error}") from error
         self._agent = agent
+        self._orphans.adopt(agent.pid)
         if self._signalled:
             agent.send_signal(self._signalled)
         assert agent.stdout is not None
@@ -175,7 +188,7 @@ class _Parent:
 
     def _reap_orphans(self, _number: int, _frame: FrameType | None) -> None:
         """What ended workers had started becomes this process's child; let none stay behind as a zombie."""
-        for pid in _children():
+        for pid in children():
             if self._agent is not None and pid != self._agent.pid:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
@@ -213,22 +226,3 @@ def _describe(code: int) -> str:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"
-
-
-def _children() -> list[int]:
-    try:
-        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-    except OSError:
-        return []
-    return [int(pid) for pid in text.split()]
-
-
-def _end_descendants() -> None:
-    """Kill and reap every process that a dead agent left: as subreaper they are all this process's children."""
-    while children := _children():
-        for pid in children:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in children:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)

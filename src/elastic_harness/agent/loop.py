@@ -19,7 +19,7 @@ from elastic_harness.agent import worker as workers
 from elastic_harness.agent.console import Console
 from elastic_harness.agent.control import ControlServer
 from elastic_harness.agent.folder import RunFolder, newest_checkpoint
-from elastic_harness.agent.hangs import HangWatch
+from elastic_harness.agent.hangs import Hang, HangWatch
 from elastic_harness.agent.options import LaunchOptions
 from elastic_harness.agent.records import Records
 from elastic_harness.agent.reporting import Reporter
@@ -306,9 +306,10 @@ class Agent:
         if fields.get("fatal"):
             self.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", str(fields.get("error"))), graceful=False)
 
-    def give_up(self, worker: Worker, evidence: str) -> None:
+    def give_up(self, hang: Hang) -> None:
         """Treat a worker that hangs as lost, and kill it."""
-        worker.hang = evidence
+        worker = hang.worker
+        worker.hang, worker.overdue = hang.evidence, hang.overdue
         worker.signal(signal.SIGKILL)
         self._gone(worker, "progress deadline")
 
@@ -329,8 +330,8 @@ class Agent:
     def _tick(self) -> None:
         self.after(TICK_S, self._tick)
         now = time.monotonic()
-        for worker, hang in self._hangs.check(self.workers.values(), now):
-            self.give_up(worker, hang)
+        for hang in self._hangs.check(self.workers.values(), now):
+            self.give_up(hang)
         if self.outcome is None and os.getppid() != self._parent_pid:
             self._on_signal(signal.SIGHUP)
         if self.console.pending:
@@ -435,6 +436,7 @@ class Agent:
     def _gone(self, worker: Worker, detected_by: str) -> None:
         worker.detected_at = time.time()
         worker.detected_by = detected_by
+        worker.oom_kills = self.report.oom_kills_since()
         self._read_link(worker)
         worker.lost = True
         self.supervisor.on_gone(worker)

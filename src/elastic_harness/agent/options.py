@@ -19,8 +19,9 @@ API_RESTARTS = 100
 PLAIN_RESTARTS = 3
 
 EPILOG = f"""\
-A worker is restarted up to {API_RESTARTS} times at its place while the others go on. A script that does not use
-elastic_harness.start() is restarted as a whole, up to {PLAIN_RESTARTS} times; --max-restarts sets both.
+A worker is restarted up to {API_RESTARTS} times at its place while the others go on; once it has taken part in 10 new
+steps the count begins anew. A script that does not use elastic_harness.start() is restarted as a whole, up to
+{PLAIN_RESTARTS} times; --max-restarts sets both.
 The same --run-dir again resumes the run.
 
 several machines: the same command on each, in any order and at any time, with an etcd that all of them reach

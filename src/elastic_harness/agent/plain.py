@@ -6,6 +6,7 @@ the job into an elastic run.
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 from elastic_harness import wire
@@ -29,6 +30,14 @@ RESTART_DELAY_S = 0.5
 RESTART_DELAY_MAX_S = 30.0
 
 
+def explains_others(exit_code: int) -> bool:
+    """Whether a worker that ended so is no consequence of another's end. A lost peer shows as an error, or as an abort
+    in a library's thread; it never kills, and says nothing about the configuration."""
+    if exit_code in (128 + signal.SIGKILL, 128 + signal.SIGTERM):  # what a shell makes of it
+        return True
+    return exit_code == EXIT_CONFIG or (exit_code < 0 and exit_code != -signal.SIGABRT)
+
+
 class PlainRun:
     """The supervisor until the first hello, and for good if none comes."""
 
@@ -37,13 +46,14 @@ class PlainRun:
         self._restarts = 0
         self._ports: set[int] = set()
         self._culprit: Worker | None = None
+        self._suspects: list[Worker] = []
         self._errors: dict[int, tuple[int, str]] = {}
         self._succeeded: set[int] = set()
         self._stopping = False
 
     def start(self) -> None:
         """Start all workers with an address of their own, never used before."""
-        self._culprit, self._stopping = None, False
+        self._culprit, self._suspects, self._stopping = None, [], False
         self._errors.clear()
         self._succeeded.clear()
         port = free_port()
@@ -72,13 +82,20 @@ class PlainRun:
         elastic = ElasticRun(self.agent)
         self.agent.supervisor = elastic
         elastic.on_message(worker, message)
+        for suspect in self._suspects:
+            suspect.failure_reported = False
+            elastic.on_exit(suspect)
         elastic.start()
 
     def on_gone(self, worker: Worker) -> None:
-        """The first to fail is the culprit; what fails after it is a consequence and no failure of its own."""
-        if worker.released or self._culprit is not None or not worker.exit_code_early():
+        """What fails after the culprit is a consequence and no failure of its own."""
+        code = worker.exit_code_early()
+        if worker.released or self._culprit is not None or not code:
             return
-        self._blame(worker)
+        if explains_others(code):
+            self._blame(worker)
+        else:
+            worker.failure_reported = True  # not yet: it may be a consequence
 
     def on_exit(self, worker: Worker) -> None:
         if self.agent.outcome is not None:
@@ -105,8 +122,9 @@ class PlainRun:
 
     def scale(self, target: int) -> None:
         raise ConfigError(
-            "this script does not use elastic_harness.start(), so its number of workers cannot change while it runs; "
-            "stop it and launch it with another --nproc-per-node"
+            "no worker has called elastic_harness.start() yet, and before that the number of workers cannot change. If "
+            "the script is on its way there, try again when `elastic-harness status` shows its steps; if it never "
+            "calls it, stop the job and launch it with another --nproc-per-node"
         )
 
     def status(self) -> dict[str, Any]:
@@ -115,15 +133,32 @@ class PlainRun:
     def _blame(self, culprit: Worker) -> None:
         self._culprit = culprit
         for worker in self.agent.workers.values():
-            worker.failure_reported = worker is not culprit
+            worker.failure_reported = True
+        culprit.failure_reported = False
 
     def _on_failure(self, worker: Worker) -> None:
         code = worker.exit_code or 0
         self._errors[worker.index] = (code, (worker.log.tail(1) or [""])[0])
-        if self._culprit is None:
+        if self._culprit is None and explains_others(code):
             self._blame(worker)
-        if worker is not self._culprit:
-            return
+        if self._culprit is None:
+            self._suspects.append(worker)
+            if len(self._suspects) == 1:
+                self.agent.after(SAME_ERROR_WAIT_S, lambda: self._blame_a_suspect(worker))
+        elif worker is self._culprit:
+            self._answer(worker)
+
+    def _blame_a_suspect(self, first: Worker) -> None:
+        """Nobody else explains the errors of these workers: the earliest is the culprit."""
+        waiting = self._culprit is None and first in self._suspects
+        if waiting and self.agent.outcome is None and self.agent.supervisor is self:
+            earliest = min(self._suspects, key=lambda worker: worker.detected_at)
+            self._blame(earliest)
+            self._answer(earliest)
+
+    def _answer(self, worker: Worker) -> None:
+        """Report the culprit's failure and stop the others."""
+        code, _ = self._errors[worker.index]
         if code == EXIT_CONFIG:
             self.agent.report.incident(worker, "the job ends: another start would fail the same way")
             self.agent.finish(Outcome(EXIT_CONFIG, "failed", self._last_error(worker)), graceful=False)
@@ -131,20 +166,17 @@ class PlainRun:
         left = self.agent.options.plain_restarts - self._restarts
         done = "all workers are stopped and started again as a whole" if left else "all workers are stopped"
         self.agent.report.incident(worker, f"{done} (restarts left: {left})")
-        wait_s = SAME_ERROR_WAIT_S if code > 0 else 0.0
-        self.agent.after(wait_s, lambda: self._stop_others(worker))
-
-    def _stop_others(self, culprit: Worker) -> None:
-        if self._culprit is culprit and self.agent.outcome is None:
-            self._stopping = True
-            for worker in self.agent.workers.values():
-                self.agent.stop_worker(worker, "stopped after a failure", graceful=False)
+        self._stopping = True
+        for other in self.agent.workers.values():
+            self.agent.stop_worker(other, "stopped after a failure", graceful=False)
 
     def _on_all_ended(self) -> None:
         workers = self.agent.options.workers
         if len(self._succeeded) == workers:
             self.agent.finish(Outcome(EXIT_SUCCESS, "finished", "all workers succeeded"), graceful=False)
             return
+        if self._culprit is None:
+            self._blame_a_suspect(self._suspects[0])
         assert self._culprit is not None
         code, error = self._errors[self._culprit.index]
         if len(self._errors) == workers and len(set(self._errors.values())) == 1 and code > 0:

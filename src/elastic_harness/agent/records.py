@@ -38,6 +38,7 @@ class Records:
         self.born: bool = record.get("born", False)
         self.history: str = record.get("history", "")
         self.committed, self.committed_at = -1, 0.0  # the newest step, and when it was told of
+        self.farthest = self._ledger.reached.farthest  # the newest step of all lineages: what is beyond is new
         self.damaged = list(self._ledger.damaged)  # lines that were passed over
         self._learn_from(self._ledger.reached)
         if self.damaged:
@@ -105,6 +106,7 @@ class Records:
         fields = {k: v for k, v in message.items() if k not in ("type", "ledger")}
         self.event("step_committed", **fields)
         self.committed, self.committed_at = message["step"], time.time()
+        self.farthest = max(self.farthest, self.committed)
         if not self.born:
             self.remember(born=True)
         return True

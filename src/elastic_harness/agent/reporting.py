@@ -39,12 +39,14 @@ class Reporter:
             t_detected=worker.detected_at,
         )
 
+    def oom_kills_since(self) -> int | None:
+        """By how much the out-of-memory counter rose since this was last asked; None where it cannot be read."""
+        before, self._oom_kills = self._oom_kills, incident.oom_kill_counter()
+        return None if before is None or self._oom_kills is None else self._oom_kills - before
+
     def incident(self, worker: Worker, done: str, advice: str = "") -> None:
         """Show and write the block about a worker that failed; it has been reaped."""
         self.failure(worker)
-        oom_kills = incident.oom_kill_counter()
-        risen = None if oom_kills is None or self._oom_kills is None else oom_kills - self._oom_kills
-        self._oom_kills = oom_kills
         reading = worker.last_reading
         block = incident.build(
             incident.Facts(
@@ -58,7 +60,8 @@ class Reporter:
                 error=(worker.error or {}).get("error", ""),
                 hang=worker.hang,
                 requested=worker.killed_on_request,
-                oom_kills=risen,
+                overdue=worker.overdue is not None,
+                oom_kills=worker.oom_kills,
                 tail=tuple(worker.log.tail()),
                 log=str(worker.log.path),
             ),

@@ -8,26 +8,42 @@ from typing import Literal
 
 from elastic_harness.errors import EXIT_CONFIG, EXIT_INFRASTRUCTURE, EXIT_TOO_FEW_WORKERS, EXIT_USER_CODE
 
-Cause = Literal["killed", "hung", "user_error", "exit", "machine", "config", "refused", "unfit", "spawn", "released"]
+Cause = Literal[
+    "killed",
+    "hung",
+    "user_error",
+    "exit",
+    "machine",
+    "config",
+    "refused",
+    "unfit",
+    "other_samples",
+    "spawn",
+    "released",
+]
 
 QUICK_DEATH_S = 5.0
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 SAME_ERROR_MAX = 2
+FORGIVING_STEPS = 10
 _FINAL: dict[Cause, str] = {
     "config": "its configuration is wrong, another start would fail the same way",
     "refused": "it does not fit the run, another start would be refused as well",
     "unfit": "its arithmetic differs from its peers'",
+    "other_samples": "under the same numbers it reads other samples than its peers",
 }
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How one worker at a local index ended: the cause, the error as one line, and how long it had lived."""
+    """How one worker at a local index ended: the cause, the error as one line, how long it had lived, and how many new
+    steps were committed while it took part, or stood by as a spare."""
 
     cause: Cause
     error: str
     lived_s: float
+    new_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,18 +51,31 @@ class RestartLimits:
     max_restarts: int = 100
 
 
+def not_forgiven(endings: Sequence[Ending]) -> Sequence[Ending]:
+    """The endings that still count against their place: from the newest one on whose worker was of use. A worker is of
+    use when FORGIVING_STEPS new steps were committed with it. Steps of others prove nothing about this place, and steps
+    that are done again after a restore are no progress."""
+    useful = [i for i, ending in enumerate(endings) if ending.new_steps >= FORGIVING_STEPS]
+    return endings[useful[-1] :] if useful else endings
+
+
 def restart_delay(endings: Sequence[Ending], limits: RestartLimits) -> tuple[float | None, str]:
     """Seconds until the next start at this index (None: never again), and why. `endings` is its history, newest last.
 
     The first restart is immediate; only workers that die again within seconds of their start are held back, twice as
     long each time. The same error of the user's code twice in a row, or a cause that no restart can cure, is final.
+    Progress forgives: see `not_forgiven`.
     """
+    endings = not_forgiven(endings)
     newest = endings[-1]
     if newest.cause in _FINAL:
         return None, _FINAL[newest.cause]
     restarts = len([e for e in endings if e.cause != "released"]) - 1
     if restarts >= limits.max_restarts:
-        return None, f"it was restarted {restarts} times already (--max-restarts {limits.max_restarts})"
+        return None, (
+            f"it was restarted {restarts} times without taking part in {FORGIVING_STEPS} new steps "
+            f"(--max-restarts {limits.max_restarts})"
+        )
     if newest.cause in ("user_error", "exit", "machine"):
         same = 0
         for ending in reversed(endings):
@@ -54,7 +83,7 @@ def restart_delay(endings: Sequence[Ending], limits: RestartLimits) -> tuple[flo
                 break
             same += 1
         if same >= SAME_ERROR_MAX:
-            return None, f"it ended with the same error {same} times in a row"
+            return None, f"it ended with the same error {same} times in a row, with hardly any new step in between"
     quick = 0
     for ending in reversed(endings):
         if ending.lived_s > QUICK_DEATH_S:
@@ -71,6 +100,8 @@ def failure_exit_code(causes: Sequence[Cause]) -> tuple[int, str]:
     kinds = set(causes)
     if kinds and kinds <= {"config", "refused"}:
         return EXIT_CONFIG, "every worker was configured in a way that cannot work"
+    if kinds == {"other_samples"}:
+        return EXIT_USER_CODE, "the workers read different samples under the same numbers"
     if kinds and kinds <= {"user_error", "exit", "config"}:
         return EXIT_USER_CODE, "every worker failed in user code"
     if kinds and kinds <= {"spawn", "machine"}:

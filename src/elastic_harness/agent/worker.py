@@ -57,7 +57,11 @@ class Worker:
     released: str = ""
     killed_on_request: bool = False
     hang: str = ""
+    overdue: Reading | None = None  # the work that it was ended in because it took too long
+    deadline_max_s: float = 0.0  # the longest that it may ever give itself for a piece of work
+    oom_kills: int | None = None  # by how much the out-of-memory counter had risen when it was gone
     failure_reported: bool = False
+    serves_from: int | None = None  # the run's farthest step when it began to take part, or to stand by as a spare
     finished: dict[str, Any] | None = None
     error: dict[str, Any] | None = None
     slot_failed: bool = False

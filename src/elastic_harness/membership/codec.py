@@ -18,8 +18,8 @@ _CLASSES: dict[str, type[Any]] = {
     for cls in (
         types.Generation, types.Report, types.Source, types.Digest, types.Limits, leader.State,
         leader.Ready, leader.Lost, leader.Reported, leader.Trouble, leader.Committed, leader.Finished,
-        leader.SlotFailed, leader.Unfit, leader.Scaled, leader.Leaving, leader.StopAsked, leader.Announce,
-        leader.Publish, leader.Pause, leader.Evict, leader.Poison, leader.Done, leader.Stop,
+        leader.SlotFailed, leader.Overdue, leader.Unfit, leader.Scaled, leader.Leaving, leader.StopAsked,
+        leader.Announce, leader.Publish, leader.Pause, leader.Evict, leader.Poison, leader.Done, leader.Stop,
     )
 }  # fmt: skip
 PACKED_FROM = 2048  # characters; what is shorter stays readable in the store

@@ -16,11 +16,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from elastic_harness.membership.decide import View, decide
+from elastic_harness.membership.poison import Failure, How, blame
 from elastic_harness.membership.reconcile import reconcile
 from elastic_harness.membership.types import Digest, Generation, Limits, Report, node_of
 
-POISON_ERRORS = 2  # members that fail in the same slot with an error of their own before the job stops
-POISON_KILLS = 3  # … that are killed by SIGKILL or SIGTERM in it (which is more often chance)
 TROUBLE_PATIENCE = 2  # generations that may break on the same link before that pair is separated …
 TROUBLE_MEMORY = 4  # … out of so many; a break long ago says nothing about the link
 APART_S = 60.0  # so long two nodes whose network was seen to be cut are kept apart before they are tried again
@@ -79,20 +78,31 @@ class Finished:
 
 @dataclass(frozen=True)
 class SlotFailed:
-    """A member failed while computing a slot: by an error of its own, or killed from outside."""
+    """A member failed while computing a slot."""
 
     member: str
     step: int
     slot: int
-    killed: bool
+    how: How
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """A member was ended because it did not finish a piece of work of a step within the deadline it had: whoever does
+    that step now has longer."""
+
+    member: str
+    step: int
+    deadline_s: float
 
 
 @dataclass(frozen=True)
 class Unfit:
-    """A member's canary hash differs from its peers': its arithmetic is not the run's."""
+    """A member's canary hash differs from its peers': its arithmetic is not the run's, or with `samples` its data."""
 
     member: str
     reason: str
+    samples: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,19 @@ class Tick:
 
 
 Event = (
-    Ready | Lost | Reported | Trouble | Committed | Finished | SlotFailed | Unfit | Scaled | Leaving | StopAsked | Tick
+    Ready
+    | Lost
+    | Reported
+    | Trouble
+    | Committed
+    | Finished
+    | SlotFailed
+    | Overdue
+    | Unfit
+    | Scaled
+    | Leaving
+    | StopAsked
+    | Tick
 )
 
 # ---- actions
@@ -152,10 +174,11 @@ class Pause:
 
 @dataclass(frozen=True)
 class Evict:
-    """Stop this worker and do not restart it as it is."""
+    """Stop this worker and do not restart it as it is. `samples`: it reads other ones."""
 
     member: str
     reason: str
+    samples: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,6 +188,7 @@ class Poison:
     step: int
     slot: int
     members: tuple[str, ...]
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -190,7 +214,8 @@ Action = Announce | Publish | Pause | Evict | Poison | Done | Stop
 class State:
     """Everything the leader knows. `number` is the last generation number ever used, `born` whether any step was
     ever committed (then nobody starts silently from zero), `veterans` who of the newest generation that was formed is
-    known to hold the state. `apart`: when two nodes were last seen to be cut from each other."""
+    known to hold the state. `apart`: when two nodes were last seen to be cut from each other. `overdue`: steps that
+    members were ended in, and the longest deadline that one had there."""
 
     limits: Limits
     number: int = 0
@@ -207,7 +232,8 @@ class State:
     reports: tuple[tuple[str, Report], ...] = ()
     finished: tuple[tuple[str, int], ...] = ()
     arrived: tuple[str, ...] = ()
-    failed_slots: tuple[tuple[int, int, str, bool], ...] = ()
+    failed_slots: tuple[Failure, ...] = ()
+    overdue: tuple[tuple[int, float], ...] = ()
     veterans: tuple[str, ...] = ()
     broken: tuple[tuple[int, str, str], ...] = ()
     apart: tuple[tuple[float, str, str], ...] = ()
@@ -303,10 +329,10 @@ def _take(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
             draft.remove(member)
             if waited_for and state.trouble_at is None and state.previous is not None:
                 draft.state = replace(state, trouble_at=now, trouble_in=state.previous.number)
-        case Unfit(member, reason):
+        case Unfit(member, reason, samples):
             if member in draft.ready:
                 draft.remove(member)
-                return (Evict(member, reason),)
+                return (Evict(member, reason, samples),)
         case Reported(member, report):
             if _current(draft, member, report.generation) and not state.formed:
                 draft.reports.pop(member, None)
@@ -330,10 +356,14 @@ def _take(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
                 if state.formed:
                     draft.arrived[member] = None
             draft.state = replace(state, born=True)
-        case SlotFailed(member, at_step, slot, killed):
+        case SlotFailed(member, at_step, slot, how):
             recent = tuple(failed for failed in state.failed_slots if failed[0] >= at_step - 1)
-            draft.state = replace(state, failed_slots=(*recent, (at_step, slot, member, killed)))
-            return _poison(draft.state, at_step, slot)
+            draft.state = replace(state, failed_slots=(*recent, (at_step, slot, member, how)))
+            members, reason = blame(draft.state.failed_slots, at_step, slot, dict(state.overdue).get(at_step, 0.0))
+            return (Poison(at_step, slot, members, reason),) if members else ()
+        case Overdue(_, at_step, deadline_s):
+            had_s = max(deadline_s, dict(state.overdue).get(at_step, 0.0))
+            draft.state = replace(state, overdue=tuple(sorted({**dict(state.overdue), at_step: had_s}.items())))
         case Leaving(member):
             if member in draft.ready:
                 draft.leaving[member] = None
@@ -388,15 +418,6 @@ def _note_trouble(draft: _Draft, member: str, generation: int, peers: tuple[str,
     accused = [p for p in suspects if frozenset((node_of(member), node_of(p))) not in apart]
     draft.add_broken((generation, min(member, p), max(member, p)) for p in accused)
     draft.troubled[member] = None
-
-
-def _poison(state: State, at_step: int, slot: int) -> tuple[Action, ...]:
-    here = [(m, killed) for s, j, m, killed in state.failed_slots if (s, j) == (at_step, slot)]
-    own = {m for m, killed in here if not killed}
-    everyone = {m for m, _ in here}
-    if len(own) >= POISON_ERRORS or len(everyone) >= POISON_KILLS:
-        return (Poison(at_step, slot, tuple(sorted(everyone))),)
-    return ()
 
 
 def _advance(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
@@ -485,6 +506,7 @@ def _form(state: State, generation: Generation) -> tuple[State, tuple[Action, ..
     digest, reason = reconcile(
         generation, dict(state.reports), born=state.born, lineage=state.lineage, from_step=state.from_step
     )
+    digest = replace(digest, overdue=tuple(pair for pair in state.overdue if pair[0] >= digest.version))
     state = replace(
         state,
         formed=True,
@@ -496,5 +518,6 @@ def _form(state: State, generation: Generation) -> tuple[State, tuple[Action, ..
         trouble_at=state.trouble_at if state.trouble_in == generation.number else None,
         lineage=digest.lineage,
         from_step=digest.from_step,
+        overdue=digest.overdue,
     )
     return state, (Publish(digest, reason),)

@@ -99,7 +99,8 @@ class Source:
 @dataclass(frozen=True)
 class Digest:
     """What the leader concluded from all reports of a generation: the version to resume at, who takes state from
-    whom, which lanes of the running step are already finished (and where), which members' canary is due."""
+    whom, which lanes of the running step are already finished (and where), which members' canary is due. overdue: steps
+    that are still to be done in which a member was ended, because it did not finish its work within so many seconds."""
 
     generation: int
     version: int
@@ -108,6 +109,7 @@ class Digest:
     sources: dict[str, Source]
     lanes: dict[str, LaneRanges] = field(default_factory=dict)
     unverified: tuple[str, ...] = ()
+    overdue: tuple[tuple[int, float], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -118,6 +120,7 @@ class Digest:
             "sources": {m: [s.kind, s.donor] for m, s in self.sources.items()},
             "lanes": {m: [list(r) for r in ranges] for m, ranges in self.lanes.items()},
             "unverified": list(self.unverified),
+            "overdue": [list(pair) for pair in self.overdue],
         }
 
     @staticmethod
@@ -130,6 +133,7 @@ class Digest:
             {m: Source(kind, donor) for m, (kind, donor) in data["sources"].items()},
             {m: tuple((lo, hi) for lo, hi in ranges) for m, ranges in data["lanes"].items()},
             tuple(data["unverified"]),
+            tuple((step, seconds) for step, seconds in data["overdue"]),
         )
 
 

@@ -165,7 +165,7 @@ class Workers(Cluster):
         table: Any = None  # not looked at
         ranked = [headers[m] for m in w.members]
         packed = [
-            Header(generation=w.gen, version=w.version, switch=switch, stop=False, canary=canary, table=table)
+            Header(w.gen, w.version, switch=switch, stop=False, canary=canary, samples=0, table=table)
             for switch, canary in ranked
         ]
         return gate(packed, reference)[0]

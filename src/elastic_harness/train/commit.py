@@ -16,43 +16,47 @@ import torch
 
 from elastic_harness.train.partials import SlotTable, Words
 
-FIXED_WORDS = 5
+FIXED_WORDS = 6
 
 
 @dataclass(frozen=True)
 class Header:
     """generation, version: of the sender, to be sure. switch: the newest planned generation it knows of, or 0.
     stop: whether it was asked to stop. canary: 63 bits of the hash of its canary micro-batch's gradient, or 0 if none
-    was due."""
+    was due. samples: of that micro-batch itself, as it was read, to tell other data from other arithmetic."""
 
     generation: int
     version: int
     switch: int
     stop: bool
     canary: int
+    samples: int
     table: SlotTable
 
     def pack(self) -> torch.Tensor:
-        fixed = np.array([self.generation, self.version, self.switch, self.stop, self.canary], np.int64)
+        words = [self.generation, self.version, self.switch, self.stop, self.canary, self.samples]
+        fixed = np.array(words, np.int64)
         return torch.from_numpy(np.concatenate([fixed, self.table.words]))
 
     @staticmethod
     def unpack(words: torch.Tensor, like: SlotTable) -> Header:
         array: Words = words.numpy()
-        generation, version, switch, stop, canary = (int(word) for word in array[:FIXED_WORDS])
+        generation, version, switch, stop, canary, samples = (int(word) for word in array[:FIXED_WORDS])
         table = SlotTable(like.slots, like.lanes, like.entries, array[FIXED_WORDS:])
-        return Header(generation, version, switch, bool(stop), canary, table)
+        return Header(generation, version, switch, bool(stop), canary, samples, table)
 
 
 @dataclass(frozen=True)
 class Verdict:
     """commit: whether this step may be applied. unfit: ranks whose canary differs from the reference. switch: the
-    generation everybody moves to after this step, or 0. stop: everybody leaves after this step."""
+    generation everybody moves to after this step, or 0. stop: everybody leaves after this step. other_samples: those of
+    the unfit whose samples differ already."""
 
     commit: bool
     unfit: tuple[int, ...]
     switch: int
     stop: bool
+    other_samples: tuple[int, ...] = ()
 
 
 def gate(headers: Sequence[Header], reference: int | None) -> tuple[Verdict, str]:
@@ -69,7 +73,12 @@ def gate(headers: Sequence[Header], reference: int | None) -> tuple[Verdict, str
         expected = headers[reference].canary if reference is not None else Counter(canaries).most_common(1)[0][0]
         unfit = tuple(rank for rank, h in enumerate(headers) if h.canary not in (0, expected))
         if unfit:
-            return Verdict(False, unfit, 0, False), f"the canary of ranks {unfit} differs from {expected:#x}"
+            true = next(h.samples for h in headers if h.canary == expected)
+            other_samples = tuple(rank for rank in unfit if headers[rank].samples != true)
+            reason = f"the canary of ranks {unfit} differs from {expected:#x}"
+            if other_samples:
+                reason += f": ranks {other_samples} read other samples under the same numbers"
+            return Verdict(False, unfit, 0, False, other_samples), reason
     switch = min(h.switch for h in headers)
     stop = all(h.stop for h in headers)
     return Verdict(True, (), switch if switch > first.generation else 0, stop), "all contributions agree"

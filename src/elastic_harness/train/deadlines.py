@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from elastic_harness.config import ElasticConfig
@@ -12,23 +12,30 @@ from elastic_harness.train.board import Board, Phase
 
 class Deadlines:
     """A multiple of the slowest recent duration of a phase; `first_step_timeout_s` until one was measured (compiling,
-    warming up). Durations fade by a tenth with every measurement, so one slow outlier does not stay for ever."""
+    warming up). Durations fade by a tenth with every measurement, so one slow outlier does not stay for ever.
+
+    A worker that was ended because it did not finish its work in a step within D seconds is a measurement as well: such
+    work takes D at least. So in that step everybody has the same multiple of D, and each further try has longer."""
 
     def __init__(self, config: ElasticConfig, board: Board) -> None:
         self._config = config
         self._board = board
         self._slowest_s: dict[Phase, float] = {}
+        self._overdue_s: dict[int, float] = {}
 
-    def limit_s(self, phase: Phase) -> float:
-        slowest_s = self._slowest_s.get(phase)
-        if slowest_s is None:
-            return self._config.first_step_timeout_s
-        learned_s = self._config.progress_timeout_factor * slowest_s
-        return min(max(learned_s, self._config.progress_timeout_min_s), self._config.progress_timeout_max_s)
+    def heed(self, overdue: Iterable[tuple[int, float]]) -> None:
+        """Steps in which somebody did not finish within so many seconds."""
+        self._overdue_s = dict(overdue)
+
+    def limit_s(self, phase: Phase, step: int) -> float:
+        slowest_s, overdue_s = self._slowest_s.get(phase), self._overdue_s.get(step, 0.0)
+        learned_s = self._config.progress_timeout_factor * max(slowest_s or 0.0, overdue_s)
+        bounded_s = min(max(learned_s, self._config.progress_timeout_min_s), self._config.progress_timeout_max_s)
+        return bounded_s if slowest_s is not None else max(bounded_s, self._config.first_step_timeout_s)
 
     def enter(self, phase: Phase, step: int = -1, slot: int = -1) -> None:
         """Show a phase on the board with its learned deadline."""
-        self._board.show(phase, step, slot, self.limit_s(phase))
+        self._board.show(phase, step, slot, self.limit_s(phase, step))
 
     @contextmanager
     def measured(self, phase: Phase, step: int = -1, slot: int = -1) -> Iterator[None]:

@@ -213,8 +213,9 @@ def stop_at_boundary(parts: Parts, progress: Progress) -> Left:
 
 
 def report_unfit(parts: Parts, formed: Formed, verdict: Verdict, reason: str) -> None:
-    """Name the members whose arithmetic differs; the lowest rank that fits does it."""
+    """Name the members whose samples or arithmetic differ; the lowest rank that fits does it."""
     fit = [rank for rank in range(formed.world) if rank not in verdict.unfit]
     if fit and fit[0] == formed.rank:
         for rank in verdict.unfit:
-            parts.link.send("unfit", member=formed.generation.members[rank], reason=reason)
+            samples = rank in verdict.other_samples
+            parts.link.send("unfit", member=formed.generation.members[rank], reason=reason, samples=samples)

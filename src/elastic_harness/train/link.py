@@ -37,7 +37,7 @@ class Link(Protocol):
     wake: Callable[[], None]
     stop_requested: dict[str, Any] | None
 
-    def hello(self, fingerprint: dict[str, Any], max_steps: int) -> None: ...
+    def hello(self, fingerprint: dict[str, Any], max_steps: int, deadline_max_s: float) -> None: ...
     def next_generation(self, after: int, *, planned: bool = False) -> Generation: ...
     def urgent(self, current: int) -> bool: ...
     def planned(self, current: int) -> int: ...
@@ -171,7 +171,7 @@ class AgentLink:
             except wire.Closed:
                 os._exit(0)
 
-    def hello(self, fingerprint: dict[str, Any], max_steps: int) -> None:
+    def hello(self, fingerprint: dict[str, Any], max_steps: int, deadline_max_s: float) -> None:
         self.send(
             "hello",
             protocol=wire.PROTOCOL,
@@ -179,6 +179,7 @@ class AgentLink:
             pid=os.getpid(),
             fingerprint=fingerprint,
             max_steps=max_steps,
+            deadline_max_s=deadline_max_s,
         )
 
     def report(self, report: Report) -> None:

@@ -23,7 +23,7 @@ from elastic_harness.train.effects import committed, finish_copy, report_unfit, 
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
-from elastic_harness.train.slots import canary_word
+from elastic_harness.train.slots import canary_word, samples_word
 from elastic_harness.train.work import Work, finish_exchange, place, record_of
 
 CANARY: Node = (0, 1)
@@ -58,7 +58,7 @@ def compute(parts: Parts, progress: Progress, work: Work) -> Iterator[Any]:
         work.send_if_finished(node, partials)
     if work.canary_due:
         yield from run_slots(parts, progress, CANARY, rehearsal=True)
-        work.canary = canary_word(parts.slots.take()[0])
+        work.canary, work.samples = canary_word(parts.slots.take()[0]), samples_word(parts.slots.rehearsed)
 
 
 def run_slots(parts: Parts, progress: Progress, unit: Node, *, rehearsal: bool = False) -> Iterator[Any]:

@@ -84,6 +84,7 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
                 parts.pool.clear()
             failpoint("recovery.released", progress.version)
             progress = replace(progress, formed=formed, sent=None, serving=None)
+            parts.deadlines.heed(formed.digest.overdue)
             failpoint("recovery.reconciled", progress.version)
             with stages.timed("repair"):
                 progress = _repair(parts, progress, report)

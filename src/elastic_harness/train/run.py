@@ -309,7 +309,7 @@ def start(
     own = fingerprint(config, model, optimizer, data["dataset"], layout, shape)
     if origin is not None:
         own["run.origin"] = origin.identity
-    link.hello(own, config.training.max_steps)
+    link.hello(own, config.training.max_steps, config.elastic.progress_timeout_max_s)
     try:
         progress = recover(parts, Progress(), None)
     except Left as left:

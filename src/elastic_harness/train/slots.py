@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xxhash
 from torch import Tensor, nn
 
@@ -102,6 +103,7 @@ class SlotComputer:
         self._seen: tuple[float, float] | None = None  # loss, weight of the running slot
         self._buffer_sums: list[Tensor] = []
         self._contributions: dict[int, Contribution] = {}
+        self.rehearsed: list[int] = []  # a word for each batch of the newest rehearsal
 
     # ---- one unit: a lane, or two lanes of one slot each
 
@@ -125,6 +127,8 @@ class SlotComputer:
             self._reading(step, slot, ids.tolist())
             seed_everything(self._seed, step, slot)
             batch = self._dataset.read(ids)
+            if rehearsal:
+                self.rehearsed.append(samples_word(batch))  # now: the user's code may change it
             self._slot = (step, slot, len(ids) / self._shape.micro_batch)
             self._seen = None
             yield slot, batch
@@ -201,6 +205,7 @@ class SlotComputer:
         self._slot = None
         self._unit = None
         self._contributions = {}
+        self.rehearsed = []
         for parameter in self._parameters:
             parameter.grad = None
         self._buffer_sums = self._buffers.zeros()
@@ -213,3 +218,32 @@ def canary_word(gradients: Gradients) -> int:
         if gradient is not None:
             digest.update(content_of(gradient))
     return digest.intdigest() >> 1 | 1
+
+
+def samples_word(batch: Any) -> int:
+    """63 bits of the hash over what a batch holds, never 0. What is no tensor, array, collection or plain value does
+    not count: two batches may differ in it and have the same word."""
+    digest = xxhash.xxh3_64()
+    for content in _contents(batch):
+        digest.update(content)
+    return digest.intdigest() >> 1 | 1
+
+
+def _contents(value: Any) -> Iterator[bytes | memoryview]:
+    if isinstance(value, Tensor):
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        if value.layout == torch.strided:
+            yield content_of(value)
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        yield f"{value.dtype}{value.shape}".encode()
+        yield value.tobytes()
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield repr(key).encode()
+            yield from _contents(each)
+    elif isinstance(value, list | tuple):
+        yield str(len(value)).encode()
+        for each in value:
+            yield from _contents(each)
+    elif isinstance(value, str | bytes | int | float | None):
+        yield repr(value).encode()

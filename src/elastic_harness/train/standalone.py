@@ -87,7 +87,7 @@ class StandaloneLink:
 
     # ---- what the worker says
 
-    def hello(self, fingerprint: dict[str, Any], max_steps: int) -> None:
+    def hello(self, fingerprint: dict[str, Any], max_steps: int, deadline_max_s: float) -> None:
         if self._writes:
             self._held_lock = file_lock.take(self._run_dir / "lock", busy(self._run_dir))
             self._check(fingerprint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 from collections.abc import Sequence
@@ -14,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_harness.config import TrainerConfig, load_config
+from elastic_harness import trainer_command
+from elastic_harness.config import TrainerConfig
 from elastic_harness.data.corpus import Corpus
 from elastic_harness.data.dataset import ResumableDataset
 from elastic_harness.data.mixture import Mixture
@@ -185,6 +185,8 @@ def choose_device(wanted: str) -> torch.device:
 
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise trainer_command.no_gpu(f"torch {torch.__version__} sees no GPU here")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
@@ -198,15 +200,4 @@ def seed_all(seed: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m elastic_harness.train",
-        description="Train a small GPT on your text: with `elastic-harness launch … -m elastic_harness.train`, with "
-        "torchrun, or alone.",
-        epilog="example: elastic-harness launch --nproc-per-node 4 -m elastic_harness.train --config "
-        "configs/small.yaml data.path=my_texts/ training.max_steps=60",
-    )
-    parser.add_argument("--config", help="a YAML file; without it, the defaults")
-    parser.add_argument("--run-dir", help="where to write events, ledger and checkpoints when run without a launcher")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
-    arguments = parser.parse_intermixed_args(argv)
-    train(load_config(TrainerConfig, arguments.config, arguments.overrides), arguments.run_dir)
+    train(*trainer_command.read(argv))

@@ -39,6 +39,7 @@ class Work:
     canary_due: bool = False
     reference: int | None = None
     canary: int = 0
+    samples: int = 0
     buffers: list[Tensor] = field(default_factory=list)
 
     def send_if_finished(self, node: Node, partials: Partials) -> None:
@@ -125,6 +126,7 @@ def finish_exchange(parts: Parts, progress: Progress, work: Work) -> list[Header
         switch=parts.link.planned(generation.number),
         stop=parts.link.stop_requested is not None,
         canary=work.canary,
+        samples=work.samples,
         table=partials.table,
     )
 

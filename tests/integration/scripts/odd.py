@@ -1,5 +1,5 @@
-"""A small training in which one worker is odd: another number of threads, instruction set or model, or arithmetic
-that differs without any setting that would tell.
+"""A small training in which one worker is odd: another number of threads, instruction set or model, arithmetic that
+differs without any setting that would tell, or samples with noise that nothing has seeded.
 
 python odd.py KIND LOCAL_RANK [--run-dir DIR]
 """
@@ -12,7 +12,8 @@ import os
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("none", "threads", "isa", "model", "arithmetic", "raise", "raise-slot"))
+    kinds = ("none", "threads", "isa", "model", "arithmetic", "noise", "raise", "raise-slot")
+    parser.add_argument("kind", choices=kinds)
     parser.add_argument("local_rank")
     parser.add_argument("--run-dir")
     arguments = parser.parse_args()
@@ -38,6 +39,8 @@ def main() -> None:
         }
     )
     dataset = torch.randn(40, 8)
+    if kind == "noise":
+        dataset += torch.randn(40, 8, generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "big")))
     run = elastic_harness.start(model, optimizer, dataset, config, run_dir=arguments.run_dir)
     for step in run.steps():
         run.log("note", fatal=True, error="what a user logs never ends the job")

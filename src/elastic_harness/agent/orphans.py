@@ -1,0 +1,61 @@
+"""What an agent left behind, told from what else is a child of this process.
+
+The launcher adopts orphans, those of others too: of the shell whose place it took (`exec elastic-harness launch`), of
+whatever else runs in a container whose first process it is. It ends what its agents started and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+VARIABLE = "ELASTIC_HARNESS_LAUNCHERS"  # of this process and of launchers around it; inherited by all they start
+
+
+class Orphans:
+    """Knows what this process's agents started: by their sessions, and by a mark in the environment for what has begun
+    a session of its own. A process that has done so with another environment is not known, and is left alone."""
+
+    def __init__(self) -> None:
+        self._mark = os.urandom(8).hex()
+        self._sessions: set[int] = set()
+
+    def environment(self) -> dict[str, str]:
+        """What an agent is to be started with."""
+        around = os.environ.get(VARIABLE, "")
+        return {**os.environ, VARIABLE: f"{around}:{self._mark}" if around else self._mark}
+
+    def adopt(self, session: int) -> None:
+        """Processes of this session are an agent's."""
+        self._sessions.add(session)
+
+    def end(self) -> None:
+        """Kill and reap every process that a dead agent left. All are children of this process, the subreaper."""
+        while ours := [pid for pid in children() if self._is_ours(pid)]:
+            for pid in ours:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            for pid in ours:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+
+    def _is_ours(self, pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            if os.getsid(pid) in self._sessions:
+                return True
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                name, _, value = entry.partition(b"=")
+                if name == VARIABLE.encode():
+                    return self._mark.encode() in value.split(b":")
+        return False
+
+
+def children() -> list[int]:
+    """The direct children of this process."""
+    try:
+        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    except OSError:
+        return []
+    return [int(pid) for pid in text.split()]

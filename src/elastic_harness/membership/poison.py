@@ -1,0 +1,55 @@
+"""Whether a slot is to blame for the workers that failed in it. Pure.
+
+A slot that fails wherever it is computed would walk through every worker and spare, so the job has to stop. A death
+alone proves nothing about the slot: preemptions and operators kill too, and what a worker computes then is chance.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from typing import Literal
+
+How = Literal["error", "memory", "overdue", "killed"]
+"""error: an exception or a crash of its own. memory: the kernel ended it for memory. overdue: not finished within the
+longest deadline that is allowed. killed: by SIGKILL, nobody knows why."""
+Failure = tuple[int, int, str, How]
+"""Step, slot, member, how."""
+
+ERRORS = 2  # members that fail in a slot by themselves before the slot is blamed
+EVIDENT = 3  # … with other evidence among it: the kernel ended them for memory, or they did not finish in time
+KILLS = 10  # … that were killed, nobody knows why, beyond those killed in other slots of the step
+FROM_OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # whoever sends these wants the worker to end
+
+
+def evidence(exit_code: int | None, *, for_memory: bool) -> How | None:
+    """What a worker's end while it computed a slot says about that slot; None: nothing."""
+    if exit_code is not None and -exit_code in FROM_OUTSIDE:
+        return None
+    if exit_code is None or exit_code == -signal.SIGKILL:
+        return "memory" if for_memory else "killed"
+    return "error"
+
+
+def blame(failures: Iterable[Failure], step: int, slot: int, overdue_s: float) -> tuple[tuple[str, ...], str]:
+    """The members whose failures prove that this slot is at fault, none if it is not proved, and the reason.
+    `overdue_s`: the longest deadline that was missed in this step."""
+    in_step = [(j, member, how) for s, j, member, how in failures if s == step]
+    here = {member: how for j, member, how in in_step if j == slot}
+    errors = {member for member, how in here.items() if how == "error"}
+    evident = {member for member, how in here.items() if how != "killed"}
+    killed = here.keys() - evident
+    elsewhere = {member for j, member, how in in_step if j != slot and how == "killed"}
+    words: dict[How, str] = {
+        "error": "it failed by itself",
+        "memory": "the kernel ended it for memory",
+        "overdue": f"it did not finish within {overdue_s:g} s, as long as elastic.progress_timeout_max_s and "
+        "elastic.first_step_timeout_s allow",
+    }
+    if len(errors) >= ERRORS:
+        return tuple(sorted(here)), "it failed by itself"
+    if len(evident) >= EVIDENT:
+        return tuple(sorted(here)), " or ".join(words[how] for how in dict.fromkeys(here[m] for m in sorted(evident)))
+    if len(killed) - len(elsewhere) >= KILLS:
+        return tuple(sorted(here)), "each was killed while it computed this slot, nobody knows by whom"
+    return (), "the slot is not proved to be at fault"

@@ -1,0 +1,41 @@
+"""The built-in trainer's command line: read by the trainer, and by `launch` before it starts any worker. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+from collections.abc import Sequence
+
+from elastic_harness.config import TrainerConfig, load_config
+from elastic_harness.errors import ConfigError
+
+MODULE = "elastic_harness.train"
+GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")  # of NVIDIA's, AMD's and Windows' drivers
+
+
+def read(argv: Sequence[str] | None) -> tuple[TrainerConfig, str | None]:
+    """The configuration and the run folder of a command line. Raises ConfigError for settings that cannot work."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}",
+        description=f"Train a small GPT on your text: with `elastic-harness launch … -m {MODULE}`, with torchrun, or "
+        "alone.",
+        epilog=f"example: elastic-harness launch --nproc-per-node 4 -m {MODULE} --config configs/small.yaml "
+        "data.path=my_texts/ training.max_steps=60",
+    )
+    parser.add_argument("--config", help="a YAML file; without it, the defaults")
+    parser.add_argument("--run-dir", help="where to write events, ledger and checkpoints when run without a launcher")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    given = parser.parse_intermixed_args(argv)
+    return load_config(TrainerConfig, given.config, given.overrides), given.run_dir
+
+
+def check(argv: Sequence[str]) -> None:
+    """Raise ConfigError if no worker with this command line can train on this machine."""
+    config, _ = read(argv)
+    if config.training.device == "cuda" and not any(glob.glob(pattern) for pattern in GPU_FILES):
+        raise no_gpu("this machine has none of " + ", ".join(GPU_FILES))
+
+
+def no_gpu(why: str) -> ConfigError:
+    """What to say where `training.device` asks for a GPU that is not there."""
+    return ConfigError(f"training.device is 'cuda', but {why}; use training.device=auto, or cpu")
