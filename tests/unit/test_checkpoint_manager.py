@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from elastic_harness.checkpoint import (
@@ -281,6 +282,18 @@ def test_what_was_uploaded_comes_back_to_an_empty_disk(
     again = Training("adamw")
     again.restore(state)
     assert equal(again, training)
+
+
+def test_who_reads_a_checkpoint_goes_on_reading_it_when_it_is_pruned(tmp_path: Path) -> None:
+    """`load_file` maps the file, and closes it: nobody can see that it is still being read."""
+    readers: dict[int, torch.Tensor] = {}
+    with CheckpointManager(config(tmp_path, keep_last=1), silent) as manager:
+        for step in range(1, 7):
+            manager.save_checkpoint(CheckpointState(step, {"x": torch.full((100_000,), float(step))}), wait=True)
+            readers[step] = load_file(manager.folder / f"step-{step:08d}" / "state.safetensors")["model_state.x"]
+    assert [checkpoint.step for checkpoint in newest(tmp_path / "checkpoints")] == [6], "the others were pruned"
+    for step, x in readers.items():
+        assert x.unique().tolist() == [float(step)], f"the reader of step {step} has another state"
 
 
 def test_there_is_nothing_yet(tmp_path: Path) -> None:

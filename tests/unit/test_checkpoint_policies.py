@@ -140,28 +140,3 @@ def test_names_are_mended_and_follow_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to("step-00000099")
     retention.point(tmp_path, Retention())
     assert [(tmp_path / name).resolve().name for name in ("latest", "best")] == ["step-00000002", "step-00000001"]
-
-
-def test_a_removed_file_is_written_over(tmp_path: Path) -> None:
-    """Only one that no other checkpoint needs."""
-    for step in (1, 2, 3):
-        put(tmp_path, step)
-    inode = (tmp_path / "step-00000001" / "state.safetensors").stat().st_ino
-    retention.prune(tmp_path, Retention(keep_last=2), recycle=True)
-    put(tmp_path, 4)
-    assert (tmp_path / "step-00000004" / "state.safetensors").stat().st_ino == inode
-    for checkpoint in newest(tmp_path):
-        assert bool((local.load(checkpoint)[1]["x"] == checkpoint.step).all())
-    local.drop_spare(tmp_path)
-    assert not (tmp_path / local.SPARE).exists()
-
-
-def test_a_spare_that_others_still_need_is_left_alone(tmp_path: Path) -> None:
-    same = {"x": torch.ones(5000)}
-    for step in (1, 2, 3):
-        local.save(tmp_path, step, {}, same, {})
-    retention.prune(tmp_path, Retention(keep_last=1), recycle=True)
-    local.save(tmp_path, 4, {}, {"x": torch.zeros(9000)}, {})
-    for checkpoint in newest(tmp_path):
-        local.check(checkpoint)
-    assert torch.equal(local.load(newest(tmp_path)[1])[1]["x"], same["x"])

@@ -49,15 +49,13 @@ def superfluous(found: Sequence[Checkpoint], retention: Retention) -> list[Check
     return [checkpoint for checkpoint in found if checkpoint.step not in stay]
 
 
-def prune(
-    folder: Path, retention: Retention, in_use: Collection[int] = (), *, recycle: bool = False
-) -> list[Path]:
+def prune(folder: Path, retention: Retention, in_use: Collection[int] = ()) -> list[Path]:
     """Remove what need not stay, and return it; damaged ones are left to be looked at, as are steps that are in use.
-    Then `latest` and `best` lead to what is newest and best. `recycle`: see `local.remove`."""
+    Then `latest` and `best` lead to what is newest and best."""
     removed = []
     for checkpoint in superfluous(newest(folder), retention):
         if checkpoint.step not in in_use:
-            local.remove(checkpoint.path, recycle=recycle)
+            local.remove(checkpoint.path)
             removed.append(checkpoint.path)
     point(folder, retention)
     return removed
