@@ -29,6 +29,7 @@ class LedgerLine:
 
     `computed_by` holds (member, first lane, one past the last lane). `slot_samples` holds, per slot, the
     first eight bytes (hexadecimal) of sha256 over the little-endian int64 sample ids that were read for it.
+    `skipped`: why the step's update was not applied; empty, and left out of the file, if it was.
     """
 
     lineage: int
@@ -45,6 +46,7 @@ class LedgerLine:
     slot_samples: tuple[str, ...]
     slot_weight: tuple[float, ...]
     loss: float
+    skipped: str = ""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -69,6 +71,7 @@ class LedgerLine:
                 slot_samples=tuple(str(digest) for digest in record["slot_samples"]),
                 slot_weight=tuple(float(weight) for weight in record["slot_weight"]),
                 loss=float("nan") if record["loss"] is None else float(record["loss"]),
+                skipped=str(record.get("skipped") or ""),
             )
         except (TypeError, ValueError) as error:
             raise LedgerError(
@@ -77,10 +80,10 @@ class LedgerLine:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object that `from_json` reads back."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "skipped" or value}
 
 
-_FIELD_NAMES = tuple(field.name for field in fields(LedgerLine))
+_FIELD_NAMES = tuple(field.name for field in fields(LedgerLine) if field.name != "skipped")
 _INTEGERS = tuple(field.name for field in fields(LedgerLine) if field.type in (int, "int"))
 
 

@@ -59,6 +59,7 @@ class Verdict:
     superseded: int = 0
     members: int = 0
     torn_line: bool = False
+    skipped: int = 0  # steps whose update was not finite, and was not applied
     finished: bool = False
     weights_sha256: str | None = None
     violations: tuple[str, ...] = field(default=())
@@ -85,6 +86,8 @@ class Verdict:
             lines.append(f"  {members}")
         else:
             lines.append(f"  {self.epochs_complete} whole epochs of {self.n_samples:,} samples; {members}")
+        if self.skipped:
+            lines.append(f"  {self.skipped} of them had an update that was not finite, which was not applied")
         if self.superseded:
             lines.append(f"  {self.superseded} steps of older lineages were superseded by a restore and don't count")
         if self.weights_sha256:
@@ -146,6 +149,7 @@ def judge(run: str, ledger: Ledger, *nodes: Iterable[Mapping[str, Any]], max_vio
         superseded=len({line.key for line in ledger.lines}) - len(lines),
         members=len({member for line in lines.values() for member, _, _ in line.computed_by}),
         torn_line=ledger.torn,
+        skipped=sum(1 for line in lines.values() if line.skipped),
         finished=finished is not None,
         weights_sha256=None if finished is None else finished.get("weights_sha256"),
         violations=tuple(_in_step_order(violations)),
@@ -333,10 +337,10 @@ def _newest_ends(ends: list[Mapping[str, Any]], lines: Mapping[int, LedgerLine])
 def _conflicting_lines(ledger: Ledger, *, several: bool) -> list[str]:
     """Of several nodes one may have told of a step whose data did not reach the others before it was lost: they have
     computed the same step again, with the same outcome, in another generation."""
-    seen: dict[tuple[int, int], LedgerLine] = {}
+    seen: dict[tuple[int, int], str] = {}
     for line in ledger.lines:
-        compared = replace(line, generation=0, world_size=0, computed_by=()) if several else line
-        if seen.setdefault(line.key, compared) != compared:
+        compared = repr(replace(line, generation=0, world_size=0, computed_by=()) if several else line)
+        if seen.setdefault(line.key, compared) != compared:  # as text: a loss that is NaN equals nothing
             return [f"step {line.step}: is recorded twice in lineage {line.lineage}, with different content"]
     return []
 

@@ -67,6 +67,7 @@ class Records:
             grad_norm=None,
             step_s=None,
             reason="written again from the ledger",
+            **({"skipped": last.skipped} if last.skipped else {}),
         )
 
     def event(self, event: str, **fields: Any) -> None:

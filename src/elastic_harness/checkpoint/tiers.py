@@ -169,12 +169,6 @@ class Tiers:
         """The newest snapshot that is complete, if there is one."""
         return next(iter(self._slots.complete()), None)
 
-    def forget_since(self, version: int) -> None:
-        """Offer no snapshot of a version after this one any more."""
-        for snapshot in self._slots.complete():
-            if snapshot.version > version:
-                snapshot.drop()
-
     def wait(self, snapshot: Snapshot) -> Outcome:
         """Block until it is settled on disk, or until there is no more hope for that."""
         while snapshot.here and snapshot.outcome == Outcome.OPEN:

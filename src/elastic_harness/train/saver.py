@@ -21,7 +21,6 @@ from typing import Any
 from torch import Tensor
 
 from elastic_harness import file_lock, memory_slots
-from elastic_harness.checkpoint import local
 from elastic_harness.checkpoint.interval import Timing
 from elastic_harness.checkpoint.layout import Slice
 from elastic_harness.checkpoint.manifest import newest
@@ -33,6 +32,8 @@ from elastic_harness.checkpoint.tiers import POLL_S, Report, Tiers
 from elastic_harness.config import CheckpointConfig
 from elastic_harness.errors import ConfigError, HarnessError, InfrastructureError
 from elastic_harness.membership.types import node_of
+from elastic_harness.train.nonfinite import NAME as NONFINITE
+from elastic_harness.train.nonfinite import Nonfinite
 from elastic_harness.train.standalone import busy
 from elastic_harness.train.state import Registry
 
@@ -124,14 +125,6 @@ class Saver:
             if version not in [checkpoint.step for checkpoint in newest(self._tiers.folder)]:
                 self.save(version, lineage, describe)
 
-    def set_aside_nonfinite(self, version: int) -> None:
-        """The loss of the step before `version` is not finite: offer no checkpoint of the last few steps any more."""
-        since = version - self._config.nonfinite_window
-        for checkpoint in newest(self._tiers.folder):
-            if checkpoint.step > since and local.set_aside(checkpoint, "nonfinite") is not None:
-                self._report("checkpoint_set_aside", {"step": checkpoint.step, "reason": "the loss became non-finite"})
-        self._tiers.forget_since(since)
-
     def _check(self) -> None:
         if self._own is not None:
             self._own.check()
@@ -199,7 +192,8 @@ class Saver:
     def restore(self, version: int) -> None:
         """Overwrite the whole state with a checkpoint's. Raises CheckpointCorrupt; it is not offered again then."""
         loaded = self._tiers.load(version)
-        self._registry.restore(loaded.skeleton, loaded.tensors)
+        ours = {NONFINITE: Nonfinite().state_dict()} if NONFINITE in self._registry.parts else {}
+        self._registry.restore({**ours, **loaded.skeleton}, loaded.tensors)  # older checkpoints are without
 
     @contextmanager
     def _folder_locked(self) -> Iterator[None]:
