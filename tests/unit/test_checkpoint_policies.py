@@ -134,6 +134,18 @@ def test_the_last_every_nth_and_the_best_stay(tmp_path: Path) -> None:
     assert steps(tmp_path) == [80, 60, 20]
 
 
+def test_what_was_before_updates_became_non_finite_stays(tmp_path: Path) -> None:
+    """The one at the row's first step, and the newest before it, until a newer row begins."""
+    since = {10: None, 20: None, 30: None, 40: 30, 50: 30, 60: 30, 70: 65, 80: 65}
+    left: dict[int, list[int]] = {}
+    for step, began in since.items():
+        meta = {} if began is None else {"nonfinite_since": began}
+        local.save(tmp_path, step, {}, {"x": torch.full((2000,), float(step))}, meta)
+        retention.prune(tmp_path, Retention(keep_last=1 if step > 30 else 3))
+        left[step] = steps(tmp_path)
+    assert left[40] == [40, 30, 20] and left[60] == [60, 30, 20] and left[70] == [70, 60] and left[80] == [80, 60]
+
+
 def test_names_are_mended_and_follow_what_is_there(tmp_path: Path) -> None:
     for step in (1, 2):
         put(tmp_path, step, float(step))

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.checkpoint import delta, local, tensor_file
+from elastic_harness.checkpoint import delta, local, retention, tensor_file
 from elastic_harness.checkpoint import manifest as manifests
 from elastic_harness.checkpoint.layout import PIECE_BYTES
 from elastic_harness.checkpoint.manifest import MANIFEST_FILE, Checkpoint, Hashed
@@ -207,10 +207,14 @@ def names(url: str) -> list[str]:
 
 
 def prune(url: str, keep_last: int) -> list[str]:
-    """Remove all but the newest checkpoints below a URL (0: none) and those from which they are made, each its manifest
-    first, and return their names."""
+    """Remove all but the newest checkpoints below a URL (0: none), those from which they are made, and those from
+    before the last row of non-finite updates; each its manifest first. Returns their names."""
     found = names(url)
     stay = set(found[:keep_last] if keep_last else found)
+    if keep_last and len(found) > keep_last:
+        meta = json.loads(_manifest(ObjectStore(f"{url.rstrip('/')}/{found[0]}")) or b"{}").get("meta", {})
+        before = retention.before_nonfinite([int(name[5:]) for name in found], meta)
+        stay |= {name for name in found if int(name[5:]) in before}
     for name in found:
         if name in stay:
             store = ObjectStore(f"{url.rstrip('/')}/{name}")
