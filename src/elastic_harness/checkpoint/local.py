@@ -135,16 +135,16 @@ def quarantine(checkpoint: Checkpoint) -> Path | None:
         check(checkpoint)
         return None
     except CheckpointCorrupt:
-        return set_aside(checkpoint, "damaged")
+        return set_aside(checkpoint.path, "damaged")
 
 
-def set_aside(checkpoint: Checkpoint, why: str) -> Path | None:
+def set_aside(path: Path, why: str) -> Path | None:
     """Rename a checkpoint so that it is not offered again; None if another process has done so."""
     endings = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
-    names = (checkpoint.path.with_name(f"{checkpoint.path.name}.{why}{ending}") for ending in endings)
+    names = (path.with_name(f"{path.name}.{why}{ending}") for ending in endings)
     aside = next(name for name in names if not name.exists())
     try:
-        os.rename(checkpoint.path, aside)
+        os.rename(path, aside)
     except OSError:
         return None
     return aside

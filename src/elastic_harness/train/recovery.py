@@ -198,7 +198,7 @@ def _repair(parts: Parts, progress: Progress, report: Report) -> Progress:
             except CheckpointCorrupt as error:
                 raise PeerFailed(f"checkpoint {digest.version} could not be restored: {error}") from error
         case "init":
-            pass
+            parts.saver.nothing_restored()
     return progress.at(digest.version, record=None, metrics=None)
 
 

@@ -191,9 +191,14 @@ class Saver:
 
     def restore(self, version: int) -> None:
         """Overwrite the whole state with a checkpoint's. Raises CheckpointCorrupt; it is not offered again then."""
+        self._tiers.tell_passed_over()
         loaded = self._tiers.load(version)
         ours = {NONFINITE: Nonfinite().state_dict()} if NONFINITE in self._registry.parts else {}
         self._registry.restore({**ours, **loaded.skeleton}, loaded.tensors)  # older checkpoints are without
+
+    def nothing_restored(self) -> None:
+        """Training begins at step 0: tell of what is here and could not be used."""
+        self._tiers.tell_passed_over()
 
     @contextmanager
     def _folder_locked(self) -> Iterator[None]:
@@ -234,7 +239,7 @@ def _printing(report: Report) -> Report:
     """Failures are printed as well: there is no agent to do it."""
 
     def told(event: str, fields: dict[str, Any]) -> None:
-        if event.endswith("_failed"):
+        if event.endswith(("_failed", "_corrupt", "_passed_over")):
             print(f"elastic-harness: {fields.get('error')}", file=sys.stderr, flush=True)
         report(event, fields)
 
