@@ -5,8 +5,8 @@
 All write the same tensors into new files of the same folder, in turns, and count as done when the data is on disk. The
 disk's own limit is one file of that size written through O_DIRECT and synced; the reading limit one file read cold into
 memory that is there. "Cold" means that the files were dropped from the page cache before. "Tiers" is the way of a
-running job: through shared memory and the writer, until it is on disk; files are written over older ones. Shares: 1,
-2 and 4 processes copy one state into shared memory. Object storage: a server on this machine, beside the bare client
+running job: through shared memory and the writer, until it is on disk, the one before removed after each. Shares: 1, 2
+and 4 processes copy one state into shared memory. Object storage: a server on this machine, beside the bare client
 (obstore) that sends and fetches one file of that size; a push also reads everything back, a pull checks and syncs.
 """
 
@@ -259,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=arguments.folder) as scratch:
         tiered = Tiered(Path(scratch), state)
         for _ in range(3):
-            tiered.save()  # both slots, and a file to write over
+            tiered.save()  # both slots, and one to be removed
         flat = memoryview(bytearray(nbytes))
         target_bytes = torch.frombuffer(flat, dtype=torch.uint8)
         for _ in range(arguments.rounds):

@@ -31,6 +31,7 @@ class TrainingConfig(Section):
     global_batch_samples: int = 32
     micro_batch_samples: int = 1  # samples in one slot
     clip_norm: float | None = 1.0  # of the global gradient; null: no clipping
+    nonfinite_steps_max: int = 10  # so many updates in a row are skipped for being non-finite before the job stops
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     lanes: int | None = None  # leaves of the gradient tree; null: min(slots, 8 * elastic.max_workers)
     threads: int = 1  # compute threads per worker: part of what exactness depends on
@@ -44,6 +45,7 @@ class TrainingConfig(Section):
 
     def check(self) -> None:
         self._at_least(1, "max_steps", "global_batch_samples", "micro_batch_samples", "threads")
+        self._at_least(1, "nonfinite_steps_max")
         self._at_least(1, "eval_batches", "log_interval_steps", "lanes")
         self._at_least(0, "eval_interval_steps")
         self._positive("clip_norm")
@@ -132,7 +134,6 @@ class CheckpointConfig(Section):
     interval_max_s: float = 3600.0
     peer_copies: int = 1  # of a process group's snapshots in memory, on so many other nodes; 0: none
     node_name: str | None = None  # what tells this rank's machine from the others'; null: its host name and boot id
-    nonfinite_window: int = 0  # when the loss is not finite, checkpoints of so many steps before are set aside; 0: none
 
     def check(self) -> None:
         for name in ("checkpoint_interval", "memory_snapshot_interval"):
@@ -140,7 +141,7 @@ class CheckpointConfig(Section):
             self._require(value == "auto" or value >= 0, name, 'must be "auto" or at least 0')
         self._at_least(1, "keep_last", "upload_interval")
         self._at_least(0, "keep_every", "keep_best", "s3_keep_last", "full_every", "upload_mbps_max")
-        self._at_least(0, "nonfinite_window", "peer_copies")
+        self._at_least(0, "peer_copies")
         self._require(self.node_name != "", "node_name", "must name this machine", "or leave it out")
         self._positive("mtbf_hours", "interval_min_s")
         self._require(self.nvme_path != "", "nvme_path", "must name a folder", "or leave it out")

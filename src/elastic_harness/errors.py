@@ -3,6 +3,7 @@
 HarnessError
 ├── ConfigError            fix the configuration            exit 2
 ├── UserCodeError          fix the training script          exit 1
+│   └── Diverged           fix the data or the settings     exit 1
 ├── TooFewWorkers          add machines or lower the minimum exit 3
 ├── InfrastructureError    look at the machine              exit 4
 │   └── CheckpointCorrupt  load an older checkpoint
@@ -42,6 +43,10 @@ class UserCodeError(HarnessError):
     """The training script failed in a way that another worker would repeat."""
 
     exit_code = EXIT_USER_CODE
+
+
+class Diverged(UserCodeError):
+    """Training does not get on: the updates of many steps in a row were not finite."""
 
 
 class TooFewWorkers(HarnessError):

@@ -31,6 +31,7 @@ PLACES = (
     "exchange.finished",
     "apply.gradients",
     "apply.optimizer",
+    "apply.skipped",
     "apply.finished",
     "recovery.released",
     "recovery.reported",

@@ -38,6 +38,7 @@ class LedgerLine:
 
     `computed_by` holds (member, first lane, one past the last lane). `slot_samples` holds, per slot, the
     first eight bytes (hexadecimal) of sha256 over the little-endian int64 sample ids that were read for it.
+    `skipped`: why the step's update was not applied; empty, and left out of the file, if it was.
     """
 
     lineage: int
@@ -54,6 +55,7 @@ class LedgerLine:
     slot_samples: tuple[str, ...]
     slot_weight: tuple[float, ...]
     loss: float
+    skipped: str = ""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -78,6 +80,7 @@ class LedgerLine:
                 slot_samples=_unpacked_digests(record["slot_samples"]),
                 slot_weight=_unpacked_runs(record["slot_weight"]),
                 loss=float("nan") if record["loss"] is None else float(record["loss"]),
+                skipped=str(record.get("skipped") or ""),
             )
         except (TypeError, ValueError) as error:
             raise LedgerError(
@@ -89,10 +92,11 @@ class LedgerLine:
         counted, which halves the file and makes it ten times as fast to read."""
         runs = [[weight, len(list(same))] for weight, same in itertools.groupby(self.slot_weight)]
         packed = base64.b64encode(bytes.fromhex("".join(self.slot_samples))).decode()
-        return {**asdict(self), "slot_samples": packed, "slot_weight": runs}
+        line = {**asdict(self), "slot_samples": packed, "slot_weight": runs}
+        return {name: value for name, value in line.items() if name != "skipped" or value}
 
 
-_FIELD_NAMES = tuple(field.name for field in fields(LedgerLine))
+_FIELD_NAMES = tuple(field.name for field in fields(LedgerLine) if field.name != "skipped")
 _INTEGERS = tuple(field.name for field in fields(LedgerLine) if field.type in (int, "int"))
 
 
@@ -295,7 +299,7 @@ def reached(path: Path) -> tuple[Reached, list[str], int]:
 
 def _told(line: LedgerLine) -> dict[str, Any]:
     names = ("lineage", "step", "generation", "world_size", "loss")
-    return {name: getattr(line, name) for name in names}
+    return {name: getattr(line, name) for name in names} | ({"skipped": line.skipped} if line.skipped else {})
 
 
 def _step_of(path: Path, line: json_lines.Line) -> tuple[LedgerLine | None, str]:

@@ -20,9 +20,14 @@ def is_remote(path: str | Path) -> bool:
     return str(path).startswith(SCHEMES)
 
 
+class NotThere(ConfigError):
+    """The storage answers, and has no such object."""
+
+
 class ObjectStore:
     """The objects below a URL. Credentials are those of the usual environment variables. Every call blocks; it raises
-    ConfigError for what is not there or not allowed, InfrastructureError if the storage does not answer."""
+    NotThere for what is not there, ConfigError for what is not allowed, InfrastructureError if the storage does not
+    answer."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -94,7 +99,7 @@ class ObjectStore:
             try:
                 return request()
             except (FileNotFoundError, errors.NotFoundError) as error:
-                raise ConfigError(f"{where} does not exist.") from error
+                raise NotThere(f"{where} does not exist.") from error
             except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
                 raise ConfigError(f"These credentials are not enough for {where}: {error}.") from error
             except Exception as error:

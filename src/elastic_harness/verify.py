@@ -72,6 +72,7 @@ class Verdict:
     handovers: int = 0  # of the whole state, that count: joins and restores
     unproven: int = 0  # of these: one side's hash is not in the ledger
     torn_line: bool = False
+    skipped: int = 0  # steps whose update was not finite, and was not applied
     damaged: tuple[str, ...] = ()
     finished: bool = False
     weights_sha256: str | None = None
@@ -104,6 +105,8 @@ class Verdict:
             lines.append(f"  {members}")
         else:
             lines.append(f"  {self.epochs_complete} whole epochs of {self.n_samples:,} samples; {members}")
+        if self.skipped:
+            lines.append(f"  {self.skipped} of them had an update that was not finite, which was not applied")
         if self.superseded:
             lines.append(f"  {self.superseded} steps of older lineages were superseded by a restore and don't count")
         if self.handovers:
@@ -191,13 +194,14 @@ def judge(
     violations += _told_twice(ledger)
     lines = ledger.followed()
     replay = _Replay(identity, lines)
-    samples, members = 0, set[str]()
+    samples, skipped, members = 0, 0, set[str]()
     for step, line in lines.items():
         if len(violations) >= max_violations:
             break
         found = replay.violations_of(line)
         violations += [f"step {step}: {text}" for text in found]
         samples += line.count
+        skipped += bool(line.skipped)
         members.update(member for member, _, _ in line.computed_by)
     if len(violations) < max_violations:
         violations += replay.gaps(until) + replay.incomplete_epochs()
@@ -223,6 +227,7 @@ def judge(
         handovers=handovers,
         unproven=unproven,
         torn_line=ledger.torn,
+        skipped=skipped,
         damaged=ledger.damaged,
         finished=finished is not None or until is not None,
         weights_sha256=None if finished is None else finished.get("weights_sha256"),

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from elastic_harness.checkpoint import (
@@ -26,9 +27,11 @@ from elastic_harness.checkpoint import (
     CheckpointTier,
     capture_rng,
     restore_rng,
+    transfer,
 )
 from elastic_harness.checkpoint.manifest import newest
 from elastic_harness.errors import ConfigError, InfrastructureError
+from elastic_harness.object_store import ObjectStore
 
 pytestmark = pytest.mark.slow
 
@@ -237,15 +240,20 @@ def damage(folder: Path, kind: str) -> None:
         "a file", "foreign",
     ],
 )  # fmt: skip
-def test_any_damage_is_noticed_and_the_older_one_is_loaded(tmp_path: Path, kind: str) -> None:
+def test_any_damage_is_noticed_and_told_and_the_older_one_is_loaded(tmp_path: Path, kind: str) -> None:
+    told: list[tuple[str, str]] = []
     with CheckpointManager(config(tmp_path), silent) as manager:
         for step in (1, 2):
             draw = torch.Generator().manual_seed(step)
             state = CheckpointState(step, {"x": torch.rand(30_000, generator=draw), "step": torch.tensor(step)})
             manager.save_checkpoint(state, wait=True)
     damage(tmp_path / "checkpoints", kind)
-    with CheckpointManager(config(tmp_path), silent) as manager:
+    with CheckpointManager(
+        config(tmp_path), lambda event, fields: told.append((event, str(fields.get("error"))))
+    ) as manager:
         loaded = manager.load_checkpoint()
+        ((event, error),) = [(event, error) for event, error in told if event != "checkpoint_loaded"]
+        assert event in ("checkpoint_corrupt", "checkpoint_passed_over") and "step-00000002" in error
         assert loaded is not None and loaded.step == 1
         assert loaded.model_state is not None and int(loaded.model_state["step"]) == 1
         manager.save_checkpoint(CheckpointState(3, {"x": torch.ones(3)}), wait=True)
@@ -283,6 +291,84 @@ def test_what_was_uploaded_comes_back_to_an_empty_disk(
     assert equal(again, training)
 
 
+def damage_object(url: str, kind: str) -> None:
+    """Do something to a checkpoint in object storage."""
+    store = ObjectStore(url)
+    (data,) = [name for name in store.names() if name.endswith(".safetensors")]
+    content = bytearray(store.read(data, 0, store.size(data)))
+    match kind:
+        case "object missing":
+            store.delete([data])
+        case "object cut off":
+            store.put(data, bytes(content[:-1]))
+        case "object flipped":
+            content[-1] ^= 1
+            store.put(data, bytes(content))
+        case "manifest missing":
+            store.delete(["manifest.json"])
+        case "manifest empty":
+            store.put("manifest.json", b"")
+        case "manifest foreign":
+            store.put("manifest.json", b'{"name": "of another program"}')
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["object missing", "object cut off", "object flipped", "manifest missing", "manifest empty", "manifest foreign"],
+)
+def test_what_is_damaged_in_object_storage_is_told_and_the_older_one_is_loaded(
+    moto: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    pytest.importorskip("obstore")
+    for name, value in moto.items():
+        monkeypatch.setenv(name, value)
+    settings = config(tmp_path, s3_bucket=f"bucket/{tmp_path.name}")
+    for step in (1, 2):
+        with CheckpointManager(settings, silent) as manager:
+            manager.save_checkpoint(CheckpointState(step, {"x": torch.full((1000,), float(step))}), CheckpointTier.S3)
+    shutil.rmtree(tmp_path / "checkpoints")
+    damage_object(f"{settings.upload_url}/step-00000002", kind)
+    told: list[tuple[str, dict[str, Any]]] = []
+    with CheckpointManager(settings, lambda event, fields: told.append((event, fields))) as manager:
+        state = manager.load_checkpoint()
+    assert state is not None and state.step == 1
+    (passed_over,) = [fields for event, fields in told if event == "checkpoint_passed_over"]
+    assert passed_over["where"].endswith("step-00000002") and "step-00000002" in passed_over["error"]
+    assert transfer.prune(str(settings.upload_url), 1) in ([], ["step-00000001"]), "prune lives with it"
+
+
+@pytest.mark.parametrize("kind", ["flip", "cut"])
+def test_what_is_damaged_on_disk_alone_comes_from_object_storage(
+    moto: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    pytest.importorskip("obstore")
+    for name, value in moto.items():
+        monkeypatch.setenv(name, value)
+    settings, told = config(tmp_path, s3_bucket=f"bucket/{tmp_path.name}"), []
+    with CheckpointManager(settings, silent) as manager:
+        manager.save_checkpoint(CheckpointState(2, {"x": torch.rand(30_000)}), CheckpointTier.S3, wait=True)
+    damage(tmp_path / "checkpoints", kind)
+    with CheckpointManager(settings, lambda event, fields: told.append(event)) as manager:
+        state = manager.load_checkpoint()
+    assert state is not None and state.step == 2
+    assert [event for event in told if event != "checkpoint_loaded"] == [
+        "checkpoint_corrupt" if kind == "flip" else "checkpoint_passed_over", "checkpoint_downloaded"
+    ]  # fmt: skip
+    assert (tmp_path / "checkpoints" / "step-00000002.damaged").is_dir(), "nothing of it is deleted"
+
+
+def test_who_reads_a_checkpoint_goes_on_reading_it_when_it_is_pruned(tmp_path: Path) -> None:
+    """`load_file` maps the file, and closes it: nobody can see that it is still being read."""
+    readers: dict[int, torch.Tensor] = {}
+    with CheckpointManager(config(tmp_path, keep_last=1), silent) as manager:
+        for step in range(1, 7):
+            manager.save_checkpoint(CheckpointState(step, {"x": torch.full((100_000,), float(step))}), wait=True)
+            readers[step] = load_file(manager.folder / f"step-{step:08d}" / "state.safetensors")["model_state.x"]
+    assert [checkpoint.step for checkpoint in newest(tmp_path / "checkpoints")] == [6], "the others were pruned"
+    for step, x in readers.items():
+        assert x.unique().tolist() == [float(step)], f"the reader of step {step} has another state"
+
+
 def test_there_is_nothing_yet(tmp_path: Path) -> None:
     with CheckpointManager(config(tmp_path), silent) as manager:
         assert manager.load_checkpoint() is None and manager.stored() == []
@@ -298,6 +384,22 @@ def test_intervals_in_steps(tmp_path: Path) -> None:
         due = {step: manager.due(step) for step in range(1, 8)}
     memory, disk = CheckpointTier.MEMORY, CheckpointTier.NVME
     assert due == {1: None, 2: memory, 3: None, 4: memory, 5: None, 6: disk, 7: None}
+
+
+@pytest.mark.parametrize("settings", [{}, {"checkpoint_interval": 1}, {"checkpoint_interval": "auto"}])
+def test_nothing_is_due_where_there_is_nothing_to_lose(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Neither before the first step nor at the step that was loaded."""
+    slow = {"interval_min_s": 1e-9, "interval_max_s": 1e-9} if "auto" in settings.values() else {}
+    made = config(tmp_path, **{"memory_snapshot_interval": 1, **settings, **slow})
+    with CheckpointManager(made, silent) as manager:
+        assert manager.due(0) is None
+        assert manager.due(1) is not None
+        manager.save_checkpoint(CheckpointState(2, {"x": torch.ones(3)}), wait=True)
+        assert manager.due(2) is None
+    with CheckpointManager(made, silent) as manager:
+        state = manager.load_checkpoint()
+        assert state is not None and (state.step, manager.due(2)) == (2, None)
+        assert manager.due(3) is not None
 
 
 def test_the_folder_is_for_one_job(tmp_path: Path) -> None:

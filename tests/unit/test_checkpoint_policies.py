@@ -134,34 +134,21 @@ def test_the_last_every_nth_and_the_best_stay(tmp_path: Path) -> None:
     assert steps(tmp_path) == [80, 60, 20]
 
 
+def test_what_was_before_updates_became_non_finite_stays(tmp_path: Path) -> None:
+    """The one at the row's first step, and the newest before it, until a newer row begins."""
+    since = {10: None, 20: None, 30: None, 40: 30, 50: 30, 60: 30, 70: 65, 80: 65}
+    left: dict[int, list[int]] = {}
+    for step, began in since.items():
+        meta = {} if began is None else {"nonfinite_since": began}
+        local.save(tmp_path, step, {}, {"x": torch.full((2000,), float(step))}, meta)
+        retention.prune(tmp_path, Retention(keep_last=1 if step > 30 else 3))
+        left[step] = steps(tmp_path)
+    assert left[40] == [40, 30, 20] and left[60] == [60, 30, 20] and left[70] == [70, 60] and left[80] == [80, 60]
+
+
 def test_names_are_mended_and_follow_what_is_there(tmp_path: Path) -> None:
     for step in (1, 2):
         put(tmp_path, step, float(step))
     (tmp_path / "latest").symlink_to("step-00000099")
     retention.point(tmp_path, Retention())
     assert [(tmp_path / name).resolve().name for name in ("latest", "best")] == ["step-00000002", "step-00000001"]
-
-
-def test_a_removed_file_is_written_over(tmp_path: Path) -> None:
-    """Only one that no other checkpoint needs."""
-    for step in (1, 2, 3):
-        put(tmp_path, step)
-    inode = (tmp_path / "step-00000001" / "state.safetensors").stat().st_ino
-    retention.prune(tmp_path, Retention(keep_last=2), recycle=True)
-    put(tmp_path, 4)
-    assert (tmp_path / "step-00000004" / "state.safetensors").stat().st_ino == inode
-    for checkpoint in newest(tmp_path):
-        assert bool((local.load(checkpoint)[1]["x"] == checkpoint.step).all())
-    local.drop_spare(tmp_path)
-    assert not (tmp_path / local.SPARE).exists()
-
-
-def test_a_spare_that_others_still_need_is_left_alone(tmp_path: Path) -> None:
-    same = {"x": torch.ones(5000)}
-    for step in (1, 2, 3):
-        local.save(tmp_path, step, {}, same, {})
-    retention.prune(tmp_path, Retention(keep_last=1), recycle=True)
-    local.save(tmp_path, 4, {}, {"x": torch.zeros(9000)}, {})
-    for checkpoint in newest(tmp_path):
-        local.check(checkpoint)
-    assert torch.equal(local.load(newest(tmp_path)[1])[1]["x"], same["x"])

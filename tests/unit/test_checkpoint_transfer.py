@@ -154,3 +154,12 @@ def test_a_manifest_is_created_once(s3: str) -> None:
     store = ObjectStore(s3)
     made: list[Any] = [store.create("a", b"first"), store.create("a", b"second")]
     assert made == [True, False] and store.read("a", 0, 5) == b"first"
+
+
+def test_what_was_before_updates_became_non_finite_stays_there_too(s3: str, tmp_path: Path) -> None:
+    for step in range(1, 7):
+        meta = {"nonfinite_since": 3} if step > 3 else {}
+        local.save(tmp_path, step, {}, {"x": torch.full((100,), float(step))}, meta)
+        transfer.push(local.newest(tmp_path)[0], s3)
+    transfer.prune(s3, 1)
+    assert transfer.names(s3) == ["step-00000006", "step-00000003", "step-00000002"]

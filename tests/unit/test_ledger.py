@@ -77,6 +77,22 @@ def test_exact_run_over_two_epochs_with_a_short_tail_passes(tmp_path: Path) -> N
     assert verdict.finished and verdict.weights_sha256 == "f00d"
 
 
+def test_skipped_updates_are_counted_and_a_loss_that_is_nan_is_no_contradiction(tmp_path: Path) -> None:
+    lines = [ledger_line(step) for step in range(6)]
+    for step in (2, 4):
+        lines[step] |= {"loss": float("nan"), "skipped": "the loss of 1 of 4 slots is not finite (slot 3)"}
+    nodes = [write_run(tmp_path / name, lines, version=6) for name in "ab"]
+    verdict = verification.verify(*nodes)
+    assert verdict.ok and verdict.skipped == 2, verdict.violations
+    assert "2 of them had an update that was not finite" in str(verdict)
+    with LedgerWriter(tmp_path / "again") as ledger:
+        for line in lines:
+            ledger.append(line)
+    reread = read_ledger(tmp_path / "again").lines
+    assert [line.skipped for line in reread] == [line.get("skipped", "") for line in lines]
+    assert "skipped" not in (tmp_path / "again").read_text().splitlines()[0]
+
+
 def swap_slots(lines: list[Line]) -> None:
     lines[3]["slot_samples"] = list(lines[2]["slot_samples"])
 
@@ -452,7 +468,7 @@ def test_a_line_about_a_state_is_written_once_and_is_no_step(tmp_path: Path) -> 
     for _ in range(2):
         with LedgerWriter(path) as writer:
             appended = [writer.append(line) for line in (side("m0"), side("m2", "m0"), ledger_line(0), side("m0"))]
-            assert len(writer) == 1
+            assert len(writer.reached) == 1
     assert appended == [False] * 4
     ledger = read_ledger(path)
     assert ledger.states == tuple(StateLine.from_json(line) for line in (side("m0"), side("m2", "m0")))

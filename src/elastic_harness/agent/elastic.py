@@ -110,6 +110,8 @@ class ElasticRun:
                     self.agent.send(worker, {"type": "kv", "generation": generation, "key": key, "value": known})
             case "commit":
                 if self.agent.records.commit(message):
+                    if message.get("skipped"):
+                        self.agent.report.skipped(message)
                     self._last_commit = {k: v for k, v in message.items() if k not in ("type", "ledger")}
                 self.agreement.tell(leader.Committed(message["step"]))
             case "state":
@@ -133,6 +135,8 @@ class ElasticRun:
             case "leaving":
                 worker.released = worker.released or f"{LEFT_OUT} {message['generation']}"
                 self.agreement.tell(leader.Lost(worker.member))
+            case "diverged":
+                self.agent.finish(Outcome(EXIT_USER_CODE, "failed", message["reason"]), graceful=False)
             case "unsaved":
                 self.agent.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", message["error"]), graceful=False)
             case "finished":

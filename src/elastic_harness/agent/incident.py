@@ -4,7 +4,7 @@ the kernel's out-of-memory counter."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,21 @@ def build(facts: Facts, done: str, advice: str = "") -> Incident:
     who = f"{rank}, host {facts.host}, pid {facts.pid}, {facts.lived_s:.1f} s after its start"
     who += f", {facts.where}" if facts.where else ""
     return Incident(what, who, tuple(evidence), done, advice, facts.log)
+
+
+def skipped_update(commit: Mapping[str, Any], ledger: str) -> Incident:
+    """The block for a committed step whose update was not finite, from what a member said about it."""
+    evidence = [commit["skipped"], f"loss of the step {commit['loss']}, norm of the gradient {commit['grad_norm']}"]
+    evidence += [f"  slot {slot} read the samples {samples}" for slot, samples in commit["bad_samples"].items()]
+    return Incident(
+        f"the update of step {commit['step']} was not finite and was skipped",
+        "all members alike: it is decided from the summed gradient and the losses",
+        tuple(evidence),
+        "weights, optimizer, buffers and moving average stay as they were; data and learning rate go on; the newest "
+        f"checkpoint from before is kept; after {commit['in_a_row_max']} such steps in a row the job stops",
+        "look at these samples, or lower the learning rate, if it happens again",
+        ledger,
+    )
 
 
 def _signal_evidence(number: int, oom_kills: int | None) -> str:

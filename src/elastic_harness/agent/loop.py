@@ -301,7 +301,7 @@ class Agent:
         if event in ("checkpoint_saved", "checkpoint_uploaded"):
             self.checkpoints[event.removeprefix("checkpoint_")] = fields["step"]
         self.records.event(event, **fields)
-        if event.endswith("_failed"):
+        if event.endswith(("_failed", "_corrupt", "_passed_over")):
             self.console.notice(f"{event.replace('_', ' ')}: {fields.get('error')}")
         if fields.get("fatal"):
             self.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", str(fields.get("error"))), graceful=False)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from elastic_harness.agent import incident
 from elastic_harness.agent.console import Console
+from elastic_harness.agent.incident import Incident
 from elastic_harness.agent.records import Records
 from elastic_harness.agent.worker import Worker
 
@@ -68,5 +71,18 @@ class Reporter:
             done,
             advice,
         )
+        self._show(block)
+
+    def skipped(self, commit: Mapping[str, Any]) -> None:
+        """Tell of a committed step whose update was skipped: one block for the first of a row, then a line each."""
+        if commit["in_a_row"] == 1:
+            self._show(incident.skipped_update(commit, str(self._records.folder.path / "ledger.jsonl")))
+        else:
+            self._console.notice(
+                f"the update of step {commit['step']} was skipped too: {commit['skipped']} ({commit['in_a_row']} in a "
+                f"row, the job stops at {commit['in_a_row_max']})"
+            )
+
+    def _show(self, block: Incident) -> None:
         self._records.event("incident", **block.to_json())
         self._console.block(block.render())

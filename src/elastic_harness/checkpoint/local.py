@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KEEP_FRACTION = 0.5  # an older file is linked if at least so much of it is still in use
-SPARE = ".spare.safetensors"  # a file of a removed checkpoint, to be written over
 _TEMPORARY = re.compile(r"step-\d{8,}(?:\.old)?\.tmp-(\d+)")
 Hashes = Mapping[Piece, str]
 
@@ -136,16 +135,16 @@ def quarantine(checkpoint: Checkpoint) -> Path | None:
         check(checkpoint)
         return None
     except CheckpointCorrupt:
-        return set_aside(checkpoint, "damaged")
+        return set_aside(checkpoint.path, "damaged")
 
 
-def set_aside(checkpoint: Checkpoint, why: str) -> Path | None:
+def set_aside(path: Path, why: str) -> Path | None:
     """Rename a checkpoint so that it is not offered again; None if another process has done so."""
     endings = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
-    names = (checkpoint.path.with_name(f"{checkpoint.path.name}.{why}{ending}") for ending in endings)
+    names = (path.with_name(f"{path.name}.{why}{ending}") for ending in endings)
     aside = next(name for name in names if not name.exists())
     try:
-        os.rename(checkpoint.path, aside)
+        os.rename(path, aside)
     except OSError:
         return None
     return aside
@@ -172,22 +171,13 @@ def clean(folder: Path) -> None:
                 remove(path)
 
 
-def remove(path: Path, *, recycle: bool = False) -> None:
-    """Removes a checkpoint; renamed first, so that a crash leaves no partial one under its name. `recycle`: leave one
-    file of it that no other has as a spare, for the next save to write over: that is faster than a new one."""
+def remove(path: Path) -> None:
+    """Removes a checkpoint; renamed first, so that a crash leaves no partial one under its name."""
     doomed = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
     failpoint("checkpoint.pruning")
-    state, spare = doomed / STATE_FILE, path.parent / SPARE
-    if recycle and state.exists() and state.stat().st_nlink == 1:
-        os.replace(state, spare)
     shutil.rmtree(doomed)
-
-
-def drop_spare(folder: Path) -> None:
-    """Remove the spare file; for when no more is going to be written."""
-    (folder / SPARE).unlink(missing_ok=True)
 
 
 def write_pieces(
@@ -211,7 +201,7 @@ def write_pieces(
         raise ValueError("A tensor is named __metadata__, which the safetensors format reserves; rename it.")
     if len(names) < len(entries):
         raise ValueError("A tensor has the name of a part of another one (name#number, name@place); rename it.")
-    made = tensor_file.write(folder / file, entries, folder.parent / SPARE)
+    made = tensor_file.write(folder / file, entries)
     for piece, begin in zip(fresh, made.begins, strict=True):
         there[piece] = Block(known[piece], file, begin)
     files[file] = {"bytes": made.nbytes, "header_bytes": made.header_bytes, "header_xxh3": made.header_hash}

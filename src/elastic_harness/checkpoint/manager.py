@@ -113,7 +113,8 @@ class CheckpointManager:
 
     def due(self, step: int) -> CheckpointTier | None:
         """Where the state after `step` steps should be saved now: what the intervals say, and local disk if the process
-        is about to be preempted. Call it once per step; in a process group on all ranks, for with "auto" intervals or
+        is about to be preempted. By the intervals nothing is due at step 0, at the step that was loaded and at one that
+        was saved. Call it once per step; in a process group on all ranks, for with "auto" intervals or
         `watch_preemption` it is collective."""
         self._timing.stepped(writing=self._tiers.busy())
         if self._previous is not None:
@@ -178,8 +179,7 @@ class CheckpointManager:
             self._peers.begin(snapshot)
         to_disk = tier != CheckpointTier.MEMORY
         self._timing.saved(to_disk=to_disk)
-        for each in (CheckpointTier.MEMORY, CheckpointTier.NVME) if to_disk else (CheckpointTier.MEMORY,):
-            self._last[each] = (state.step, time.monotonic())
+        self._note(state.step, on_disk=to_disk)
         self._tell(
             "snapshot_taken", {"step": state.step, "tier": tier.value, "stall_ms": 1e3 * (time.perf_counter() - began)}
         )
@@ -243,9 +243,14 @@ class CheckpointManager:
             found = self._peers.load_newest(step, -1 if on_disk is None else on_disk, target.memory if target else None)
             if found is not None:
                 return self._state(*found, target)
-        self._fetch()
+        self._tiers.tell_passed_over()
+        fetched = False
         while True:
             version = self._agree(step)
+            if version is None and not fetched:
+                self._fetch()
+                fetched = True
+                continue
             if version is None:
                 if step is not None:
                     raise ConfigError(f"There is no whole checkpoint of step {step} in {self.folder}.")
@@ -268,10 +273,16 @@ class CheckpointManager:
             tensors = target.filled()
         states = {name: decode(skeleton[name], tensors, layouts=target is None) for name in STATES}
         others = {name: meta[name] for name in _META if name in meta}
+        self._note(version, on_disk=tier == CheckpointTier.NVME)
         path = str(self.folder / f"step-{version:08d}") if tier == CheckpointTier.NVME else None
         return CheckpointState(
             version, **states, **others, tier=tier, path=path, packages=dict(meta.get("packages", {}))
         )
+
+    def _note(self, step: int, *, on_disk: bool) -> None:
+        """This step need not be saved again."""
+        for tier in (CheckpointTier.MEMORY, CheckpointTier.NVME) if on_disk else (CheckpointTier.MEMORY,):
+            self._last[tier] = (step, time.monotonic())
 
     def _fetch(self) -> None:
         """From object storage, if nothing is here."""
@@ -295,7 +306,7 @@ class CheckpointManager:
         if self._ranks.world > 1 and self._ranks.rank == 0:
             for checkpoint in newest(self.folder):
                 if checkpoint.step == version and local.quarantine(checkpoint) is None:
-                    local.set_aside(checkpoint, "refused")
+                    local.set_aside(checkpoint.path, "refused")
         self._ranks.barrier()
 
     # ---- the rest
@@ -333,7 +344,7 @@ class CheckpointManager:
 
     def _is_due(self, step: int, tier: CheckpointTier, interval: int | str) -> bool:
         last_step, last_at = self._last.get(tier, (None, 0.0))
-        if not interval or step == last_step:
+        if not interval or step in (0, last_step):  # at 0 nothing was trained: there is nothing to lose
             return False
         if isinstance(interval, int):
             return step % interval == 0

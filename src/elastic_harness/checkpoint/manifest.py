@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -180,6 +181,17 @@ def _examine(path: Path, folder_name: str) -> Checkpoint:
         raise CheckpointCorrupt(f"it has no {MANIFEST_FILE}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointCorrupt("its manifest is damaged") from error
+
+
+def passed_over(folder: Path) -> dict[Path, str]:
+    """The folders that have the name of a checkpoint and are none that `newest` gives, and why not."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for path in sorted(Path(folder).iterdir()):
+            name = NAME.fullmatch(path.name)
+            if name and not name[2] and read(path) is None:
+                found[path] = why_not(path)
+    return found
 
 
 def newest(folder: Path) -> list[Checkpoint]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from elastic_harness.checkpoint import local
 from elastic_harness.checkpoint.manifest import Checkpoint, newest
@@ -41,23 +41,32 @@ def by_metric(found: Sequence[Checkpoint], retention: Retention) -> list[Checkpo
 
 
 def superfluous(found: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
-    """Which of the valid checkpoints, newest first, need not stay. The newest always stays."""
+    """Which of the valid checkpoints, newest first, need not stay. The newest always stays, and so do those from before
+    the last row of updates that were skipped for being non-finite."""
     stay = {checkpoint.step for checkpoint in found[: max(1, retention.keep_last)]}
     stay |= {checkpoint.step for checkpoint in by_metric(found, retention)[: retention.keep_best]}
+    stay |= before_nonfinite([checkpoint.step for checkpoint in found], found[0].meta) if found else set()
     if retention.keep_every:
         stay |= {checkpoint.step for checkpoint in found if checkpoint.step % retention.keep_every == 0}
     return [checkpoint for checkpoint in found if checkpoint.step not in stay]
 
 
-def prune(
-    folder: Path, retention: Retention, in_use: Collection[int] = (), *, recycle: bool = False
-) -> list[Path]:
+def before_nonfinite(steps: Sequence[int], newest_meta: Mapping[str, Any]) -> set[int]:
+    """Of the steps of checkpoints the one at which updates became non-finite, and the newest before that: only of that
+    one it is known that a step from its weights was finite. `newest_meta`: of the newest checkpoint."""
+    since = newest_meta.get("nonfinite_since")
+    if not isinstance(since, int):
+        return set()
+    return {step for step in steps if step == since} | {max((step for step in steps if step < since), default=since)}
+
+
+def prune(folder: Path, retention: Retention, in_use: Collection[int] = ()) -> list[Path]:
     """Remove what need not stay, and return it; damaged ones are left to be looked at, as are steps that are in use.
-    Then `latest` and `best` lead to what is newest and best. `recycle`: see `local.remove`."""
+    Then `latest` and `best` lead to what is newest and best."""
     removed = []
     for checkpoint in superfluous(newest(folder), retention):
         if checkpoint.step not in in_use:
-            local.remove(checkpoint.path, recycle=recycle)
+            local.remove(checkpoint.path)
             removed.append(checkpoint.path)
     point(folder, retention)
     return removed

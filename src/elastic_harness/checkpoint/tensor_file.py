@@ -53,9 +53,11 @@ def hash_of(content: memoryview | bytes) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def write(path: Path, entries: Iterable[Entry], recycled: Path | None = None) -> Written:
-    """Write a new file and return once its content is on disk. `recycled`: a file nobody needs, whose place on the disk
-    is used again. Raises OSError; the file may then be partial."""
+def write(path: Path, entries: Iterable[Entry]) -> Written:
+    """Write a new file and return once its content is on disk. Raises OSError; the file may then be partial.
+
+    Always a new file: writing over one that had a name would be quicker on some disks, but somebody may have mapped it,
+    which no call tells on every file system (decision 0023)."""
     listed = list(entries)
     header: dict[str, object] = {}
     position, begins = 0, []
@@ -67,7 +69,7 @@ def write(path: Path, entries: Iterable[Entry], recycled: Path | None = None) ->
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
     text += b" " * (-(len(text) + 8) % PAGE)  # the format allows blanks, and says how long the header is
     start = struct.pack("<Q", len(text)) + text
-    writer = _Writer(path, recycled)
+    writer = _Writer(path)
     try:
         writer.write(memoryview(start))
         for entry in listed:
@@ -91,17 +93,14 @@ def read(descriptor: int, begin: int, into: memoryview) -> None:
 class _Writer:
     """Appends through an aligned buffer, past the page cache where the file system lets it."""
 
-    def __init__(self, path: Path, recycled: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        if recycled is not None and _take_over(recycled, path):
-            flags = os.O_WRONLY
         try:
             self._descriptor = os.open(path, flags | os.O_DIRECT, 0o644)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            if flags & os.O_CREAT:
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             self._descriptor = os.open(path, flags, 0o644)
         self._buffer = mmap.mmap(-1, BUFFER_BYTES)
         self._filled = 0
@@ -159,14 +158,3 @@ class _Writer:
 def _address(content: memoryview) -> int:
     """Where these bytes are in memory."""
     return int(np.frombuffer(content, np.uint8).__array_interface__["data"][0]) if len(content) else 0
-
-
-def _take_over(recycled: Path, path: Path) -> bool:
-    """Give a file that nobody needs a new name, if it is there and no other name leads to it."""
-    try:
-        if recycled.stat().st_nlink != 1:
-            return False
-        os.rename(recycled, path)
-        return True
-    except OSError:
-        return False

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from elastic_harness.checkpoint import local, transfer
+from elastic_harness.checkpoint import local, manifest, transfer
 from elastic_harness.checkpoint.layout import Piece, Slice
 from elastic_harness.checkpoint.manifest import Checkpoint, newest
 from elastic_harness.checkpoint.parts import Part
@@ -83,6 +83,7 @@ class Tiers:
         self._attempt = 0  # the last one this process copied a share of
         self._error: BaseException | None = None
         self._corrupt: set[tuple[CheckpointTier, int]] = set()
+        self._told: set[str] = set()  # what was passed over
 
     # ---- saving
 
@@ -169,12 +170,6 @@ class Tiers:
         """The newest snapshot that is complete, if there is one."""
         return next(iter(self._slots.complete()), None)
 
-    def forget_since(self, version: int) -> None:
-        """Offer no snapshot of a version after this one any more."""
-        for snapshot in self._slots.complete():
-            if snapshot.version > version:
-                snapshot.drop()
-
     def wait(self, snapshot: Snapshot) -> Outcome:
         """Block until it is settled on disk, or until there is no more hope for that."""
         while snapshot.here and snapshot.outcome == Outcome.OPEN:
@@ -202,11 +197,22 @@ class Tiers:
 
     def fetch(self, url: str) -> None:
         """Bring the newest checkpoint from object storage, if there is none in memory or on disk. Raises
-        InfrastructureError if it cannot be had: to begin at zero would be worse."""
+        InfrastructureError if it cannot be had: to begin at zero would be worse. What is not whole there is told."""
         if not self.stored():
-            pulled = transfer.pull_newest(url, self.folder)
+            pulled = transfer.pull_newest(url, self.folder, self._passed_over)
             if pulled is not None:
+                self._corrupt.discard((CheckpointTier.NVME, pulled.step))  # this one is another than was found damaged
                 self._report("checkpoint_downloaded", {"step": pulled.step, "url": url})
+
+    def tell_passed_over(self) -> None:
+        """Tell, once, of what is on disk under the name of a checkpoint and is not whole: an older one may be taken."""
+        for path, reason in manifest.passed_over(self.folder).items():
+            self._passed_over(str(path), reason)
+
+    def _passed_over(self, where: str, reason: str) -> None:
+        if where not in self._told:
+            self._told.add(where)
+            self._report("checkpoint_passed_over", {"where": where, "error": f"{where} is not whole: {reason}."})
 
     def load(self, version: int, into: Into | None = None, *, from_memory: bool = True) -> Loaded:
         """The state of a version, from memory or else from disk, each piece checked, and taken from the other where it

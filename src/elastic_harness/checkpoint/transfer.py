@@ -11,18 +11,18 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.checkpoint import delta, local, tensor_file
+from elastic_harness.checkpoint import delta, local, retention, tensor_file
 from elastic_harness.checkpoint import manifest as manifests
 from elastic_harness.checkpoint.layout import PIECE_BYTES
 from elastic_harness.checkpoint.manifest import MANIFEST_FILE, Checkpoint, Hashed
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
 from elastic_harness.failpoints import failpoint
-from elastic_harness.object_store import ObjectStore
+from elastic_harness.object_store import NotThere, ObjectStore
 
 REQUESTS = 8  # at once
 _STEP = r"step-\d{8,}"
@@ -106,10 +106,9 @@ def _parent(checkpoint: Checkpoint, url: str, full_every: int) -> tuple[Checkpoi
     here = {c.manifest["sha256"]: c for c in manifests.newest(checkpoint.path.parent) if c.step < checkpoint.step}
     for name in names(url):
         store = ObjectStore(f"{url.rstrip('/')}/{name}")
-        manifest = json.loads(_manifest(store) or b"{}")
-        parent = here.get(manifest.get("sha256"))
+        parent = here.get(_said_there(store).get("sha256", ""))
         if parent is not None:
-            index = _index(store, manifest)
+            index = _index(store, parent.manifest)
             chain = 1 + (index["chain"] if index else 0)
             return (parent, chain) if chain < full_every else None
     return None
@@ -120,7 +119,7 @@ def _index(store: ObjectStore, manifest: Mapping[str, Any]) -> dict[str, Any] | 
     place = _place(manifest, delta.INDEX_FILE)
     try:
         size = store.size(place)
-    except ConfigError:
+    except NotThere:
         return None
     try:
         index: dict[str, Any] = json.loads(store.read(place, 0, size))
@@ -135,7 +134,7 @@ def _index(store: ObjectStore, manifest: Mapping[str, Any]) -> dict[str, Any] | 
 def pull(url: str, folder: Path, progress: Progress = lambda nbytes: None) -> Checkpoint:
     """Download a checkpoint, or the newest of several below `url`, into a folder of checkpoints. It appears there when
     it is whole, checked and on disk. Raises ConfigError if there is none or one of that name is here, CheckpointCorrupt
-    if it is damaged there, InfrastructureError if the storage does not answer or the disk refuses."""
+    if it is damaged or incomplete there, InfrastructureError if the storage does not answer or the disk refuses."""
     store, name = _find(url)
     final = folder / name
     if final.exists():
@@ -147,7 +146,7 @@ def pull(url: str, folder: Path, progress: Progress = lambda nbytes: None) -> Ch
         temporary.mkdir()
         content = _manifest(store)
         if content is None:
-            raise ConfigError(f"There is no checkpoint at {store.url}.")
+            raise NotThere(f"There is no checkpoint at {store.url}.")
         described = _described(content, store.url)
         index = _index(store, described.manifest)
         if index is None:
@@ -182,7 +181,10 @@ def _pull_difference(
     with tempfile.TemporaryDirectory(dir=folder, prefix=".parents-") as fetched:
         parent = next((c for c in manifests.newest(folder) if c.manifest["sha256"] == named["sha256"]), None)
         if parent is None:
-            parent = pull(f"{store.url.rpartition('/')[0]}/{named['name']}", Path(fetched), progress)
+            try:
+                parent = pull(f"{store.url.rpartition('/')[0]}/{named['name']}", Path(fetched), progress)
+            except NotThere as error:
+                raise CheckpointCorrupt(f"{store.url} is a difference, and its parent is missing: {error}") from error
         if parent.manifest["sha256"] != named["sha256"]:
             raise CheckpointCorrupt(f"{store.url} is the difference to another {named['name']} than is there.")
         _download(store, _place(described.manifest, delta.DATA_FILE), int(index["bytes"]), packed, progress)
@@ -190,31 +192,50 @@ def _pull_difference(
         packed.unlink()
 
 
-def pull_newest(url: str, folder: Path) -> Checkpoint | None:
-    """Download the newest checkpoint below `url` that is whole there; None if there is none. Raises as `pull`."""
-    for name in names(url):
-        try:
-            return pull(f"{url.rstrip('/')}/{name}", folder)
-        except CheckpointCorrupt:
+def pull_newest(
+    url: str, folder: Path, passed_over: Callable[[str, str], None] = lambda where, reason: None
+) -> Checkpoint | None:
+    """Download the newest checkpoint below `url` that is whole there; None if there is none. `passed_over(where,
+    reason)` is told of each newer one. What has its name here, and is not whole, is set aside. Raises as `pull`."""
+    with_manifest = names(url)
+    for name in _in_order({found.partition("/")[0] for found in ObjectStore(url).names()}):
+        where = f"{url.rstrip('/')}/{name}"
+        if name not in with_manifest:
+            passed_over(where, f"it has no {MANIFEST_FILE}: its upload was cut off, or it was lost")
             continue
+        if (folder / name).exists() and manifests.read(folder / name) is None:
+            local.set_aside(folder / name, "damaged")
+        try:
+            return pull(where, folder)
+        except (CheckpointCorrupt, NotThere) as error:
+            passed_over(where, str(error).rstrip("."))
     return None
 
 
 def names(url: str) -> list[str]:
     """The checkpoints below a URL, the newest first."""
     found = (re.fullmatch(rf"({_STEP})/{MANIFEST_FILE}", name) for name in ObjectStore(url).names())
-    return sorted((match[1] for match in found if match), key=lambda name: -int(name[5:]))
+    return _in_order(match[1] for match in found if match)
+
+
+def _in_order(found: Iterable[str]) -> list[str]:
+    """What are names of checkpoints, the newest first."""
+    return sorted((name for name in found if re.fullmatch(_STEP, name)), key=lambda name: -int(name[5:]))
 
 
 def prune(url: str, keep_last: int) -> list[str]:
-    """Remove all but the newest checkpoints below a URL (0: none) and those from which they are made, each its manifest
-    first, and return their names."""
+    """Remove all but the newest checkpoints below a URL (0: none), those from which they are made, and those from
+    before the last row of non-finite updates; each its manifest first. Returns their names."""
     found = names(url)
     stay = set(found[:keep_last] if keep_last else found)
+    if keep_last and len(found) > keep_last:
+        meta = _said_there(ObjectStore(f"{url.rstrip('/')}/{found[0]}")).get("meta", {})
+        before = retention.before_nonfinite([int(name[5:]) for name in found], meta)
+        stay |= {name for name in found if int(name[5:]) in before}
     for name in found:
         if name in stay:
             store = ObjectStore(f"{url.rstrip('/')}/{name}")
-            index = _index(store, json.loads(_manifest(store) or b"{}"))
+            index = _index(store, manifest) if (manifest := _said_there(store)) else None
             stay |= {index["parent"]["name"]} if index else set()
     removed = [name for name in found if name not in stay]
     for name in removed:
@@ -227,9 +248,19 @@ def prune(url: str, keep_last: int) -> list[str]:
 def _manifest(store: ObjectStore) -> bytes | None:
     """The manifest that is there, if there is one."""
     try:
-        return store.read(MANIFEST_FILE, 0, store.size(MANIFEST_FILE))
-    except ConfigError:
+        size = store.size(MANIFEST_FILE)
+        return store.read(MANIFEST_FILE, 0, size) if size else b""
+    except NotThere:
         return None
+
+
+def _said_there(store: ObjectStore) -> dict[str, Any]:
+    """What the manifest there says; nothing if it is missing or makes no sense."""
+    try:
+        manifest: dict[str, Any] = _described(_manifest(store) or b"", store.url).manifest
+        return manifest
+    except CheckpointCorrupt:
+        return {}
 
 
 def _find(url: str) -> tuple[ObjectStore, str]:
@@ -268,8 +299,13 @@ def _described(content: bytes, where: str) -> Checkpoint:
 def _download(
     store: ObjectStore, name: str, size: int, path: Path, progress: Progress, parts: Sequence[Hashed] = ()
 ) -> None:
-    """Fetch an object into a new file that is on disk then; `parts` of it are checked as they come."""
-    if (there := store.size(name)) != size:
+    """Fetch an object into a new file that is on disk then; `parts` of it are checked as they come. Raises
+    CheckpointCorrupt if it is another one, or none."""
+    try:
+        there = store.size(name)
+    except NotThere as error:
+        raise CheckpointCorrupt(f"{error} The manifest names it.") from error
+    if there != size:
         raise CheckpointCorrupt(f"{store.url}/{name} has {there} bytes, its manifest says {size}.")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
@@ -315,7 +351,7 @@ def _whole(checkpoint: Checkpoint, store: ObjectStore, name: str) -> bool:
     try:
         if store.size(place) != int(checkpoint.manifest["files"][name]["bytes"]):
             return False
-    except ConfigError:
+    except NotThere:
         return False
 
     def right(part: Hashed) -> bool:

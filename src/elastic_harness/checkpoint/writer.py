@@ -77,8 +77,6 @@ class Writer:
                 local.clean(self._folder)
                 for checkpoint in newest(self._folder)[:1]:
                     self._uploader.offer(checkpoint.path, policy.uploading_next())
-        with contextlib.suppress(OSError):
-            local.drop_spare(self._folder)
 
     def wait_for_uploads(self) -> None:
         self._uploader.close()
@@ -125,7 +123,7 @@ class Writer:
         snapshot.settle(Outcome.DURABLE)
         failpoint("checkpoint.written", version)
         with contextlib.suppress(OSError):
-            retention.prune(self._folder, policy.retention, self._uploader.in_use(), recycle=True)
+            retention.prune(self._folder, policy.retention, self._uploader.in_use())
         failpoint("checkpoint.pruned", version)
         size = sum(len(content) for content in contents.values())
         seconds = time.perf_counter() - begun

@@ -6,9 +6,11 @@ others did. An exception between the first and the last change ends the process:
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from elastic_harness.errors import EXIT_USER_CODE, UserCodeError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.layout import Layout
+from elastic_harness.train.nonfinite import Facts, Nonfinite, before_apply
 from elastic_harness.train.partials import SlotTable
 from elastic_harness.train.rng import seed_everything
 
@@ -52,11 +56,15 @@ class Record:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Of a committed step: mean loss over its target tokens, gradient norm before clipping, learning rate."""
+    """Of a committed step: mean loss over its target tokens, gradient norm before clipping, learning rate. If its
+    update was skipped: why, the slots whose loss is not finite, and how many updates in a row were."""
 
     loss: float
     grad_norm: float | None
     lr: float
+    skipped: str = ""
+    bad_slots: tuple[int, ...] = ()
+    in_a_row: int = 0
 
 
 class Applier:
@@ -74,18 +82,20 @@ class Applier:
         scheduler: Any = None,
         scaler: Any = None,
         ema: Any = None,
+        nonfinite: Nonfinite | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._layout = layout
         parameters = dict(model.named_parameters())
         self._parameters = [parameters[e.name] for e in layout.entries[: layout.parameters]]
-        self._buffers = [buffers[name] for name in layout.buffers]
+        self._buffers = {name: buffers[name] for name in layout.buffers}
         self._seed = seed
         self._clip_norm = clip_norm
         self._scheduler = scheduler
         self._scaler = scaler
         self._ema = ema
+        self.nonfinite = nonfinite or Nonfinite()
 
     def apply(self, record: Record) -> Metrics:
         """Turn state of version `record.step` into version `record.step + 1`. Local; cannot be interrupted."""
@@ -110,20 +120,36 @@ class Applier:
         seed_everything(self._seed, record.step, -1)
         total = in_order(record.table.weight_N)
         self._set_gradients(record, total)
-        self._set_buffers(record)
-        failpoint("apply.gradients", record.step)
-        norm = self._optimize()
-        failpoint("apply.optimizer", record.step)
+        buffers = self._new_buffers(record)
+        norm = self._norm()
+        facts = self._facts(record, norm, buffers)
+        self.nonfinite.history, verdict, reason = before_apply(self.nonfinite.history, facts)
+        applies = verdict == "apply"
+        if applies:
+            self._set_buffers(buffers)
+            failpoint("apply.gradients", record.step)
+            self._optimize(norm)
+            failpoint("apply.optimizer", record.step)
+        else:
+            failpoint("apply.skipped", record.step)
+            if self._scales:
+                self._scaler.update()  # its answer to what it has seen
         lr = float(self._optimizer.param_groups[0]["lr"])
-        if self._scheduler is not None:
-            self._scheduler.step()
-        if self._ema is not None:
+        self._schedule(expected=applies)
+        if applies and self._ema is not None:
             self._ema.update_parameters(self._model)
         for parameter in self._parameters:
             parameter.grad = None
         if self._parameters[0].is_cuda:
             torch.cuda.synchronize()
-        return Metrics(in_order(record.table.loss_N * record.table.weight_N) / total, norm, lr)
+        return Metrics(
+            in_order(record.table.loss_N * record.table.weight_N) / total,
+            facts.norm if self._clip_norm is not None else None,
+            lr,
+            reason,
+            facts.bad_slots,
+            self.nonfinite.history.in_a_row,
+        )
 
     def _set_gradients(self, record: Record, total: float) -> None:
         """p.grad = sum / total weight, in new tensors: an optimizer may write into them, the record must stay."""
@@ -140,33 +166,79 @@ class Applier:
         for (parameter, _), mean in zip(chosen, means, strict=True):
             parameter.grad = mean.to(parameter.dtype)
 
-    @torch.no_grad()
-    def _set_buffers(self, record: Record) -> None:
+    def _new_buffers(self, record: Record) -> dict[str, Tensor]:
         """Averaged buffers: the mean over the step's slots of the value after forward; for integers the old value
         plus the rounded mean change."""
         slots = int(np.count_nonzero(record.table.weight_N))
-        for buffer, view in zip(self._buffers, self._layout.views(record.flat)[self._layout.parameters :], strict=True):
-            mean = (view / slots).to(buffer.device)
+        views = self._layout.views(record.flat)[self._layout.parameters :]
+        named = zip(self._buffers.items(), views, strict=True)
+        return {name: (view / slots).to(buffer.device) for (name, buffer), view in named}
+
+    @torch.no_grad()
+    def _set_buffers(self, means: Mapping[str, Tensor]) -> None:
+        for name, mean in means.items():
+            buffer = self._buffers[name]
             if buffer.is_floating_point():
                 buffer.copy_(mean)
             else:
                 buffer.add_(mean.round().to(buffer.dtype))
 
-    def _optimize(self) -> float | None:
-        """Unscale, clip by the global norm, step. Every member computes the norm alike, from the whole gradient."""
-        scaler = self._scaler
-        if scaler is not None and scaler.is_enabled():
-            scaler.scale(torch.zeros((), device=self._parameters[0].device))  # creates its state if no slot was here
-            scaler.unscale_(self._optimizer)
-        norm: float | None = None
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+    @property
+    def _scales(self) -> bool:
+        return self._scaler is not None and bool(self._scaler.is_enabled())
+
+    def _norm(self) -> Tensor:
+        """Unscale the gradients, and give their global norm. Every member computes it alike, from all of them."""
+        if self._scales:
+            self._scaler.scale(torch.zeros((), device=self._parameters[0].device))  # creates its state if no slot did
+            self._scaler.unscale_(self._optimizer)
+        return get_total_norm(self._gradients())
+
+    def _facts(self, record: Record, norm: Tensor, buffers: Mapping[str, Tensor]) -> Facts:
+        """What the decision over this update needs. The norm tells of anything non-finite in the gradient; only if it
+        does, is every element looked at: without clipping a norm that is too large for its type does no harm."""
+        table, value = record.table, float(norm)
+        counting = table.weight_N > 0
+        bad_slots = np.flatnonzero(counting & ~np.isfinite(table.loss_N)).tolist()
+        elements = math.isfinite(value) or all(bool(g.isfinite().all()) for g in self._gradients())
+        finite = math.isfinite(value) or (elements and self._clip_norm is None)
+        bad_buffers = [
+            name for name, mean in buffers.items() if bool((self._buffers[name].isfinite() & ~mean.isfinite()).any())
+        ]
+        return Facts(
+            record.step,
+            int(np.count_nonzero(counting)),
+            tuple(bad_slots),
+            value,
+            finite,
+            self._scales and not elements,
+            tuple(bad_buffers),
+        )
+
+    def _optimize(self, norm: Tensor) -> None:
+        """Clip by the global norm, step."""
         if self._clip_norm is not None:
-            norm = float(nn.utils.clip_grad_norm_(self._parameters, self._clip_norm))
-        if scaler is not None and scaler.is_enabled():
-            scaler.step(self._optimizer)
-            scaler.update()
+            clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
+        if self._scales:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
         else:
             self._optimizer.step()
-        return norm
+
+    def _schedule(self, *, expected: bool) -> None:
+        """The learning rate goes on with the steps. `expected`: the optimizer has stepped; torch would warn of a first
+        step without."""
+        if self._scheduler is None:
+            return
+        if expected:
+            self._scheduler.step()
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            self._scheduler.step()
 
 
 def in_order(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from elastic_harness import durable_file
 from elastic_harness.checkpoint.packages import packages
+from elastic_harness.errors import Diverged
 from elastic_harness.ledger import STATE
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.board import Phase
 from elastic_harness.train.commit import Verdict
 from elastic_harness.train.link import Left
+from elastic_harness.train.nonfinite import NAMED_MAX
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Formed, Progress, Sent
 from elastic_harness.train.work import Work
@@ -54,11 +56,7 @@ def save_if_due(parts: Parts, progress: Progress) -> None:
     assert formed is not None
     if progress.record is None or version >= parts.config.training.max_steps:
         return
-    window, metrics = parts.config.checkpoint.nonfinite_window, progress.metrics
-    if window and metrics is not None and not math.isfinite(metrics.loss):
-        if formed.speaks:
-            parts.saver.set_aside_nonfinite(version)
-    elif formed.speaks:
+    if formed.speaks:
         digest, (_, shares) = formed.digest, formed.on_node
         uploads = formed.rank == 0  # one node's copy is enough
         parts.saver.save_if_due(
@@ -85,7 +83,8 @@ def describe(parts: Parts, progress: Progress) -> Callable[[], dict[str, Any]]:
         formed, metrics = progress.formed, progress.metrics
         assert formed is not None
         span = parts.schedule.at(progress.version)
-        values = asdict(metrics) if metrics is not None else {}
+        values = {} if metrics is None else {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "lr": metrics.lr}
+        since = parts.applier.nonfinite.history.since
         return {
             "generation": formed.generation.number,
             "world_size": formed.world,
@@ -96,6 +95,7 @@ def describe(parts: Parts, progress: Progress) -> Callable[[], dict[str, Any]]:
             "data": {name: parts.configured[name] for name in ("order", "dataset")},
             "config": parts.config.to_dict(),
             "packages": packages(),
+            **({"nonfinite_since": since} if since >= 0 else {}),
         }
 
     return description
@@ -106,8 +106,10 @@ def tell_commit(parts: Parts, progress: Progress, step_s: float | None) -> None:
     formed, record, metrics = progress.formed, progress.record, progress.metrics
     assert formed is not None and record is not None and metrics is not None
     span = parts.schedule.at(record.step)
+    skipped = {"skipped": metrics.skipped} if metrics.skipped else {}
     parts.link.send(
         "commit",
+        **(_told_of_skip(parts, record, metrics) if skipped else {}),
         lineage=formed.digest.lineage,
         step=record.step,
         generation=record.generation,
@@ -132,6 +134,7 @@ def tell_commit(parts: Parts, progress: Progress, step_s: float | None) -> None:
             "slot_samples": [f"{int(h):016x}" for h in record.table.samples_N],
             "slot_weight": record.table.weight_N.tolist(),
             "loss": metrics.loss,
+            **skipped,
         },
     )
 
@@ -153,6 +156,36 @@ def tell_state(
             "taken_from": taken_from,
         },
     )
+
+
+def _told_of_skip(parts: Parts, record: Record, metrics: Metrics) -> dict[str, Any]:
+    """Why a step's update was skipped, and the samples of the first slots whose loss is not finite."""
+    slots = metrics.bad_slots[:NAMED_MAX]
+    return {
+        "skipped": metrics.skipped,
+        "in_a_row": metrics.in_a_row,
+        "in_a_row_max": parts.config.training.nonfinite_steps_max,
+        "bad_samples": {str(slot): parts.slots.sample_ids(record.step, slot) for slot in slots},
+    }
+
+
+def stop_if_diverged(parts: Parts, progress: Progress) -> None:
+    """Raise Diverged if too many updates in a row were skipped; all members come to that after the same step."""
+    metrics, limit = progress.metrics, parts.config.training.nonfinite_steps_max
+    if metrics is None or metrics.in_a_row < limit:
+        return
+    since = parts.applier.nonfinite.history.since
+    error = Diverged(
+        f"the updates of {metrics.in_a_row} steps in a row, {since} to {progress.version - 1}, were not finite and "
+        f"were skipped (training.nonfinite_steps_max={limit}). Of the last one, {metrics.skipped}. Look at the data "
+        f"and the learning rate. To go on from before, move the checkpoints after step-{since:08d} out of the run's "
+        "folder, and resume; if the weights themselves are no longer finite, that one as well"
+    )
+    if progress.sent is not None:
+        progress.sent.exchange.sent(parts.config.elastic.exchange_timeout_s)
+    tell_commit(parts, progress, None)  # the member that speaks may have died before it could
+    parts.link.send("diverged", reason=str(error))
+    raise error
 
 
 def recovered(parts: Parts, progress: Progress, started_at: float, stages: dict[str, float], planned: bool) -> None:

@@ -12,6 +12,7 @@ from elastic_harness.checkpoint.structure import Skeleton
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
 from elastic_harness.origin import Origin
 from elastic_harness.train.imprint import imprint, state_hash
+from elastic_harness.train.nonfinite import NAME as NONFINITE
 from elastic_harness.train.state import Registry
 
 OPTIMIZER, SCHEDULER = "optimizer", "scheduler"
@@ -19,13 +20,14 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Inherited:
-    """Made by `start` before the first step, when optimizer and scheduler are as the program has set them."""
+    """Made by `start` before the first step, when optimizer and scheduler are as the program has set them. What a run
+    knows of its own past steps begins anew."""
 
     def __init__(self, origin: Origin, registry: Registry) -> None:
         self.origin = origin
         self._registry = registry
         skeleton, tensors = registry.capture()
-        self._skeleton = {name: skeleton[name] for name in (OPTIMIZER, SCHEDULER) if name in skeleton}
+        self._skeleton = {name: skeleton[name] for name in (OPTIMIZER, SCHEDULER, NONFINITE) if name in skeleton}
         self._tensors = {name: tensor.clone() for name, tensor in tensors.items() if _is_setting(name)}
 
     @property
@@ -87,8 +89,8 @@ class Inherited:
         return skeleton, tensors
 
     def _with_own_settings(self, skeleton: Skeleton, tensors: Tensors) -> tuple[Skeleton, Tensors]:
-        others = {name for name in skeleton if name != SCHEDULER and not name.startswith("$")}
-        own = {name for name in self._registry.parts if name != SCHEDULER}
+        others = {name for name in skeleton if name not in (SCHEDULER, NONFINITE) and not name.startswith("$")}
+        own = {name for name in self._registry.parts if name not in (SCHEDULER, NONFINITE)}
         if others != own:
             raise ConfigError(
                 f"{self.origin} has the state of {', '.join(sorted(others))}, this program registers "
@@ -96,9 +98,10 @@ class Inherited:
             )
         groups = self._own_groups(skeleton[OPTIMIZER]["param_groups"])
         made = {**skeleton, OPTIMIZER: {**skeleton[OPTIMIZER], "param_groups": groups}}
-        made.pop(SCHEDULER, None)
-        if SCHEDULER in self._skeleton:
-            made[SCHEDULER] = self._skeleton[SCHEDULER]
+        for name in (SCHEDULER, NONFINITE):
+            made.pop(name, None)
+            if name in self._skeleton:
+                made[name] = self._skeleton[name]
         values = {name: tensor for name, tensor in tensors.items() if not _is_setting(name)}
         return made, values | self._tensors
 

@@ -19,7 +19,14 @@ from elastic_harness.errors import GenerationChanged, PeerFailed, Recoverable
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.board import Phase
 from elastic_harness.train.commit import gate
-from elastic_harness.train.effects import committed, finish_copy, report_unfit, save_if_due, stop_at_boundary
+from elastic_harness.train.effects import (
+    committed,
+    finish_copy,
+    report_unfit,
+    save_if_due,
+    stop_at_boundary,
+    stop_if_diverged,
+)
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
@@ -97,7 +104,8 @@ def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress
 
 def settle(parts: Parts, progress: Progress) -> Progress:
     """What the last commit left to be done once the user's code after it has run: save, stop, or move on to the
-    planned generation that all have heard of."""
+    planned generation that all have heard of. Raises Diverged if training cannot go on."""
+    stop_if_diverged(parts, progress)
     verdict, progress = progress.verdict, replace(progress, verdict=None)
     if verdict is not None and verdict.stop:
         raise stop_at_boundary(parts, progress)

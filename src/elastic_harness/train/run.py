@@ -28,6 +28,7 @@ from elastic_harness.errors import (
     EXIT_INFRASTRUCTURE,
     EXIT_USER_CODE,
     ConfigError,
+    Diverged,
     HarnessError,
     InfrastructureError,
     UserCodeError,
@@ -45,6 +46,8 @@ from elastic_harness.train.inherited import Inherited
 from elastic_harness.train.layout import averaged_buffers, make_layout
 from elastic_harness.train.link import AgentLink, Left, Link
 from elastic_harness.train.loop import commit_step, settle
+from elastic_harness.train.nonfinite import NAME as NONFINITE
+from elastic_harness.train.nonfinite import Nonfinite
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
@@ -242,7 +245,10 @@ def start(
             f"training.max_steps is {training.max_steps}, but the run begins from {origin}: give more steps than that"
         )
     schedule = Schedule(order.n_samples, training.global_batch_samples, *first)
-    given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
+    nonfinite = Nonfinite()
+    given: dict[str, Stateful | None] = {
+        "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema, NONFINITE: nonfinite
+    }  # fmt: skip
     check_extra(extra or {}, given, config.elastic.exactness)
     registry = Registry(model, {k: v for k, v in given.items() if v is not None} | dict(extra or {}), averaged)
     registry.capture()  # refuses now what could not be saved later
@@ -280,6 +286,7 @@ def start(
             scheduler=scheduler,
             scaler=scaler,
             ema=ema,
+            nonfinite=nonfinite,
         ),
         registry=registry,
         pool=Pool(layout.dtype, wire_device, pin=cuda and wire_device.type == "cpu"),
@@ -358,13 +365,14 @@ def _coordinator(run_dir: str | Path | None) -> tuple[Link, Path, Board]:
 
 def _report_errors(link: AgentLink, board: Board) -> None:
     """An uncaught exception is told to the agent, with the slot it happened in, and ends the process at once: a normal
-    interpreter exit would take most of a second. Of a wrong configuration or a failing machine only the message is
-    shown, and the exit code says which."""
+    interpreter exit would take most of a second. Of a wrong configuration, a failing machine or training that diverged
+    only the message is shown, and the exit code says which."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if isinstance(error, HarnessError) and error.exit_code in (EXIT_CONFIG, EXIT_INFRASTRUCTURE):
+        expected = isinstance(error, HarnessError) and error.exit_code in (EXIT_CONFIG, EXIT_INFRASTRUCTURE)
+        if expected or isinstance(error, Diverged):
             print(f"error: {error}", file=sys.stderr)
-            _leave(error.exit_code)
+            _leave(error.exit_code)  # type: ignore[attr-defined]
         text = "".join(traceback.format_exception(kind, error, trace))
         print(text, file=sys.stderr, flush=True)
         summary = "".join(traceback.format_exception_only(kind, error)).strip()

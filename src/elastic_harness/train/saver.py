@@ -21,7 +21,6 @@ from typing import Any
 from torch import Tensor
 
 from elastic_harness import file_lock, memory_slots
-from elastic_harness.checkpoint import local
 from elastic_harness.checkpoint.interval import Timing
 from elastic_harness.checkpoint.layout import Slice
 from elastic_harness.checkpoint.manifest import newest
@@ -34,6 +33,8 @@ from elastic_harness.config import CheckpointConfig
 from elastic_harness.errors import ConfigError, HarnessError, InfrastructureError
 from elastic_harness.membership.types import node_of
 from elastic_harness.train.inherited import Inherited
+from elastic_harness.train.nonfinite import NAME as NONFINITE
+from elastic_harness.train.nonfinite import Nonfinite
 from elastic_harness.train.standalone import busy
 from elastic_harness.train.state import Registry
 
@@ -128,14 +129,6 @@ class Saver:
             if version not in [checkpoint.step for checkpoint in newest(self._tiers.folder)]:
                 self.save(version, lineage, describe)
 
-    def set_aside_nonfinite(self, version: int) -> None:
-        """The loss of the step before `version` is not finite: offer no checkpoint of the last few steps any more."""
-        since = version - self._config.nonfinite_window
-        for checkpoint in newest(self._tiers.folder):
-            if checkpoint.step > since and local.set_aside(checkpoint, "nonfinite") is not None:
-                self._report("checkpoint_set_aside", {"step": checkpoint.step, "reason": "the loss became non-finite"})
-        self._tiers.forget_since(since)
-
     def _check(self) -> None:
         if self._own is not None:
             self._own.check()
@@ -206,11 +199,14 @@ class Saver:
         Raises CheckpointCorrupt; it is not offered again then."""
         if self._inherited is not None and version == self._inherited.version:
             return self._inherited.restore()
+        self._tiers.tell_passed_over()
         loaded = self._tiers.load(version)
-        return self._registry.restore(loaded.skeleton, loaded.tensors)
+        ours = {NONFINITE: Nonfinite().state_dict()} if NONFINITE in self._registry.parts else {}
+        return self._registry.restore({**ours, **loaded.skeleton}, loaded.tensors)  # older checkpoints are without
 
     def begin(self) -> None:
-        """Prepare the state of step 0, where nobody has any."""
+        """Prepare the state of step 0, where nobody has any; tell of what is here and could not be used."""
+        self._tiers.tell_passed_over()
         if self._inherited is not None:
             self._inherited.begin()
 
@@ -255,7 +251,7 @@ def _printing(report: Report) -> Report:
     """Failures are printed as well: there is no agent to do it."""
 
     def told(event: str, fields: dict[str, Any]) -> None:
-        if event.endswith("_failed"):
+        if event.endswith(("_failed", "_corrupt", "_passed_over")):
             print(f"elastic-harness: {fields.get('error')}", file=sys.stderr, flush=True)
         report(event, fields)
 

@@ -119,7 +119,7 @@ class SlotComputer:
         slots = self._shape.unit_slots(unit)
         self._prefetch(step + 1, slots)
         for slot in slots[len(self._contributions) :]:
-            ids = slot_sample_ids(self._schedule, self._order, step, slot, self._shape.micro_batch)
+            ids = self._ids(step, slot)
             samples = int.from_bytes(hashlib.sha256(ids.astype("<i8").tobytes()).digest()[:8], "big")
             if len(ids) == 0:
                 self._contributions[slot] = Contribution(0.0, 0.0, samples)
@@ -139,9 +139,16 @@ class SlotComputer:
     def _prefetch(self, step: int, slots: Sequence[int]) -> None:
         """Have a dataset that reads from far away fetch what these slots need next time."""
         if getattr(self._dataset, "remote", False):
-            size = self._shape.micro_batch
-            ids = [slot_sample_ids(self._schedule, self._order, step, slot, size) for slot in slots]
+            ids = [self._ids(step, slot) for slot in slots]
             self._dataset.prefetch(np.concatenate(ids))  # type: ignore[attr-defined]
+
+    def _ids(self, step: int, slot: int) -> npt.NDArray[np.int64]:
+        return slot_sample_ids(self._schedule, self._order, step, slot, self._shape.micro_batch)
+
+    def sample_ids(self, step: int, slot: int) -> list[int]:
+        """Which samples a slot of any step reads."""
+        found: list[int] = self._ids(step, slot).tolist()
+        return found
 
     def begun(self) -> Node | None:
         """The unit that has a finished slot but was not taken yet."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -133,6 +134,9 @@ class StandaloneLink:
             line = fields.pop("ledger")
             if self._ledger.append(line):
                 self._events.emit("step_committed", **fields)
+                if fields.get("skipped"):
+                    skipped = f"the update of step {fields['step']} was skipped: {fields['skipped']}"
+                    print(f"elastic-harness: {skipped}", file=sys.stderr, flush=True)
         elif type in ("event", "checkpoint"):
             self._events.emit(fields["event"], **fields["fields"])
         elif type == "finished":

@@ -1,0 +1,86 @@
+"""Training in which something is not finite. Prints the hash of the whole training state at the end.
+
+    python nonfinite.py KIND [--run-dir DIR] [--steps N] [--rejoin-at STEP] [--max-in-a-row N]
+
+sample: the inputs of one sample are NaN, so the loss of its slot is, and the statistics that forward makes of it.
+gradient: at one step a gradient is NaN though its loss is finite; without clipping. scaled: as sample, with a
+GradScaler whose scale is too large at first. ever: from one step on every loss is infinite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from features import Table, wait_for_a_joiner
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import elastic_harness
+from elastic_harness.checkpoint.tensors import content_of
+from elastic_harness.train.state import Registry, weights_sha256
+
+BAD_STEP, BAD_SAMPLE = 5, 17
+
+
+def loss_of(kind: str, model: nn.Module, step: int, batch: dict[str, Any]) -> Tensor:
+    with torch.autocast("cpu", torch.float16, enabled=kind == "scaled"):
+        logits = model(batch["x"]).float()
+    loss = F.cross_entropy(logits, batch["y"])
+    if kind == "gradient" and step == BAD_STEP:
+        return loss + (logits * 0).square().sum().sqrt()  # 0, whose derivative is infinity times 0
+    return loss * float("inf") if kind == "ever" and step >= BAD_STEP else loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=("sample", "gradient", "scaled", "ever"))
+    parser.add_argument("--run-dir")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rejoin-at", type=int)
+    parser.add_argument("--max-in-a-row", type=int, default=10)
+    arguments = parser.parse_args()
+    kind = arguments.kind
+    torch.manual_seed(11)
+    dataset = Table(48, 12)
+    if kind in ("sample", "scaled"):
+        dataset.inputs[BAD_SAMPLE] = float("nan")
+    model = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-2, total_steps=40)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    parts: dict[str, Any] = {"scheduler": scheduler, "ema": ema}
+    if kind == "scaled":
+        parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=3)
+    training = {
+        "max_steps": arguments.steps,
+        "global_batch_samples": 12,
+        "micro_batch_samples": 2,
+        "clip_norm": None if kind == "gradient" else 1.0,
+        "nonfinite_steps_max": arguments.max_in_a_row,
+    }
+    config = elastic_harness.Config.from_dict(
+        {"seed": 3, "training": training, "checkpoint": {"checkpoint_interval": 2, "keep_last": 1}}
+    )
+    run = elastic_harness.start(model, optimizer, dataset, config, run_dir=arguments.run_dir, **parts)
+    for step in run.steps():
+        if step.index == arguments.rejoin_at:
+            wait_for_a_joiner(run)
+        for batch in step.micro_batches():
+            step.backward(loss_of(kind, model, step.index, batch))
+    skeleton, tensors = Registry(model, {"optimizer": optimizer, **parts}).capture()
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    values = hashlib.sha256(json.dumps(skeleton, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(content_of(tensors[name]))
+    print("final-weights", weights_sha256(model), flush=True)
+    print("final-state", digest.hexdigest(), values, flush=True)
+
+
+if __name__ == "__main__":
+    main()

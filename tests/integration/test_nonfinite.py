@@ -1,0 +1,84 @@
+"""A loss or gradient that is not finite, with real workers: nothing of it gets into the state, and it is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_harness.checkpoint.manifest import newest
+from elastic_harness.errors import EXIT_USER_CODE
+from elastic_harness.events import read_events
+from elastic_harness.verify import verify
+from integration.script_tools import SCRIPTS, failing, finals, launch, one_message, python, said
+
+pytestmark = pytest.mark.slow
+SCRIPT = SCRIPTS / "nonfinite.py"
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(run_dir / "events.jsonl") if event["event"] == name]
+
+
+def skipped(run_dir: Path) -> list[int]:
+    return [event["step"] for event in events(run_dir, "step_committed") if event.get("skipped")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "faults"),
+    [
+        ("sample", [1, 7, 9], "apply.skipped member=w0-1 step=1 kill; apply.skipped member=w1-1 step=7 kill"),
+        pytest.param(
+            "scaled", [1, 7, 9], "apply.finished member=w0-1 step=1 kill; apply.finished member=w1-1 step=7 kill",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            "gradient", [5], "slot.backward member=w0-1 step=1 kill; apply.skipped member=w1-1 step=5 kill",
+            marks=pytest.mark.soak,
+        ),
+    ],
+)  # fmt: skip
+def test_skipped_updates_are_alike_whoever_dies(tmp_path: Path, kind: str, steps: list[int], faults: str) -> None:
+    alone = python(SCRIPT, kind, "--run-dir", tmp_path / "alone")
+    assert alone.returncode == 0, said(alone)
+    run_dir = tmp_path / "launched"
+    options = ("--nproc-per-node", 2, "--spares", 1)
+    ended = launch(run_dir, SCRIPT, kind, "--rejoin-at", 4, options=options, **failing(faults))
+    assert ended.returncode == 0, said(ended)
+    assert len(events(run_dir, "failure_detected")) == 2
+    assert set(finals(ended.stdout)) == set(finals(alone.stdout)), said(ended)
+    for folder in (run_dir, tmp_path / "alone"):
+        verdict = verify(folder)
+        assert verdict.ok and verdict.skipped == len(steps), verdict
+        assert skipped(folder) == steps
+    told = [event["what"] for event in events(run_dir, "incident") if "was skipped" in event["what"]]
+    assert told == [f"the update of step {step} was not finite and was skipped" for step in steps]
+    if kind != "gradient":
+        assert "17" in str([event["bad_samples"] for event in events(run_dir, "step_committed") if "skipped" in event])
+
+
+def test_too_many_in_a_row_stop_the_job_and_what_was_before_is_kept(tmp_path: Path) -> None:
+    """Also where the one who would have told of the last one dies; and a resume goes on counting."""
+    run_dir = tmp_path / "launched"
+    arguments = ("ever", "--max-in-a-row", 6, "--steps", 30)
+    dying = failing("apply.finished member=w0-1 step=10 kill")
+    ended = launch(run_dir, SCRIPT, *arguments, options=("--nproc-per-node", 2), **dying)
+    assert ended.returncode == EXIT_USER_CODE, said(ended)
+    assert "6 steps in a row, 5 to 10, were not finite" in one_message(ended)
+    assert skipped(run_dir) == [5, 6, 7, 8, 9, 10] and verify(run_dir).ok
+    found = newest(run_dir / "checkpoints")
+    assert found[-1].step <= 5 < found[0].step, "keep_last is 1, but one from before stays"
+    assert found[0].meta["nonfinite_since"] == 5
+    again = launch(run_dir, SCRIPT, *arguments, options=("--nproc-per-node", 1))
+    assert again.returncode == EXIT_USER_CODE, said(again)
+    assert "6 steps in a row, 5 to 10, were not finite" in one_message(again)
+    assert newest(run_dir / "checkpoints")[-1].step == found[-1].step
+
+
+def test_without_an_agent_it_is_said_and_ends_the_same_way(tmp_path: Path) -> None:
+    ended = python(SCRIPT, "ever", "--run-dir", tmp_path, "--max-in-a-row", 2)
+    assert ended.returncode == EXIT_USER_CODE
+    assert "the update of step 5 was skipped: the loss of 6 of 6 slots" in one_message(ended)
+    assert "error: the updates of 2 steps in a row, 5 to 6, were not finite" in ended.stderr
+    assert skipped(tmp_path) == [5, 6]
