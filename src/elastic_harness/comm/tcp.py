@@ -148,12 +148,12 @@ class TcpGroup:
         self.abort()
         self._thread.join()
         with self._changed:
-            peers, self._peers = self._peers, {}
-            if peers or self._bell >= 0:
+            if self._bell >= 0:
                 os.close(self._bell)
                 self._bell = -1
-        for peer in peers.values():
-            peer.sock.close()
+            for peer in self._peers.values():
+                peer.sock.close()
+                peer.arriving = peer.into = None
 
     # ---- the thread
 
@@ -196,18 +196,24 @@ class TcpGroup:
             if not peer.writing and not peer.broken:
                 peer.writing = True
                 poll.modify(peer.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
-                with contextlib.suppress(OSError):  # it shows again in the turn
-                    self._write(poll, peer)
+                self._write(poll, peer)
 
     def _write(self, poll: select.epoll, peer: _Peer) -> None:
-        """Send what the connection takes now."""
+        """Send what the connection takes now. If it takes nothing any more, what has come is still read to its end: a
+        peer that has died may have sent all that was wanted of it."""
         with self._changed:
             pieces = [peer.out[i][0] for i in range(min(len(peer.out), _PIECES_MAX))]
+        sent, error = 0, ""
         try:
             sent = peer.sock.sendmsg(pieces)
         except BlockingIOError:
             return
+        except OSError as failure:
+            error = failure.strerror or str(failure)
         with self._changed:
+            if error:
+                peer.fail_sends(error)
+                self._changed.notify_all()
             while peer.out and sent >= len(peer.out[0][0]):
                 content, work = peer.out.popleft()
                 sent -= len(content)
@@ -241,6 +247,8 @@ class TcpGroup:
             kind, tag, nbytes = _FRAME.unpack_from(peer.staging, at)
             at += _FRAME.size
             with self._changed:
+                if peer.broken:  # the group was aborted
+                    return
                 if kind == READY:
                     _put(peer.ready, tag, nbytes)
                     self._match(peer, tag)
@@ -288,12 +296,17 @@ class _Peer:
     def fail(self, reason: str) -> None:
         """Give up everything that is under way."""
         self.broken = self.broken or reason
-        waiting = [work for queue in (*self.sends.values(), *self.receives.values()) for work in queue]
-        waiting += [work for _, work in self.out if work is not None]
-        waiting += [self.arriving] if self.arriving is not None else []
-        for work in waiting:
-            work.error = work.error or reason
-        for pending in (self.sends, self.receives, self.ready, self.out):
+        self.fail_sends(reason)
+        for work in (*(work for queue in self.receives.values() for work in queue), self.arriving):
+            if work is not None:
+                work.error = reason
+        self.receives.clear()
+
+    def fail_sends(self, reason: str) -> None:
+        for work in (*(work for queue in self.sends.values() for work in queue), *(work for _, work in self.out)):
+            if work is not None:
+                work.error = reason
+        for pending in (self.sends, self.ready, self.out):
             pending.clear()
 
 
