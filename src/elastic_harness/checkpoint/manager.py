@@ -243,7 +243,8 @@ class CheckpointManager:
             found = self._peers.load_newest(step, -1 if on_disk is None else on_disk, target.memory if target else None)
             if found is not None:
                 return self._state(*found, target)
-        self._tiers.tell_passed_over()
+        if self._ranks.rank == 0:
+            self._tiers.tell_passed_over()
         fetched = False
         while True:
             version = self._agree(step)

@@ -197,10 +197,10 @@ def pull_newest(
 ) -> Checkpoint | None:
     """Download the newest checkpoint below `url` that is whole there; None if there is none. `passed_over(where,
     reason)` is told of each newer one. What has its name here, and is not whole, is set aside. Raises as `pull`."""
-    with_manifest = names(url)
-    for name in _in_order({found.partition("/")[0] for found in ObjectStore(url).names()}):
+    there = set(ObjectStore(url).names())
+    for name in _in_order({place.partition("/")[0] for place in there}):
         where = f"{url.rstrip('/')}/{name}"
-        if name not in with_manifest:
+        if f"{name}/{MANIFEST_FILE}" not in there:
             passed_over(where, f"it has no {MANIFEST_FILE}: its upload was cut off, or it was lost")
             continue
         if (folder / name).exists() and manifests.read(folder / name) is None:

@@ -167,15 +167,18 @@ class Applier:
             parameter.grad = mean.to(parameter.dtype)
 
     def _new_buffers(self, record: Record) -> dict[str, Tensor]:
-        """Averaged buffers: the mean over the step's slots of the value after forward; for integers the old value
-        plus the rounded mean change."""
+        """Of averaged buffers the mean over the slots of the value after forward; of integers that of the change."""
         slots = int(np.count_nonzero(record.table.weight_N))
         views = self._layout.views(record.flat)[self._layout.parameters :]
         named = zip(self._buffers.items(), views, strict=True)
-        return {name: (view / slots).to(buffer.device) for (name, buffer), view in named}
+        return {
+            name: (view / slots).to(buffer.device, buffer.dtype if buffer.is_floating_point() else view.dtype)
+            for (name, buffer), view in named
+        }
 
     @torch.no_grad()
     def _set_buffers(self, means: Mapping[str, Tensor]) -> None:
+        """The mean is the new value; of integers the rounded mean change is added to the old one."""
         for name, mean in means.items():
             buffer = self._buffers[name]
             if buffer.is_floating_point():
