@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness.errors import InfrastructureError
+from elastic_harness.shape import WHOLE_MAX, parse
 
 FILE_NAME = "ledger.jsonl"
 
@@ -59,8 +60,8 @@ class LedgerLine:
         integers: dict[str, int] = {}
         for name in _INTEGERS:
             value = record[name]
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise LedgerError(f"{where}: {name} is {value!r}; it must be an integer of at least 0")
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < WHOLE_MAX:
+                raise LedgerError(f"{where}: {name} is {value!r}; it must be an integer of at least 0, below 2**63")
             integers[name] = value
         try:
             return LedgerLine(
@@ -70,7 +71,7 @@ class LedgerLine:
                 slot_weight=tuple(float(weight) for weight in record["slot_weight"]),
                 loss=float("nan") if record["loss"] is None else float(record["loss"]),
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise LedgerError(
                 f"{where}: computed_by, slot_samples, slot_weight or loss has the wrong shape ({error})"
             ) from error
@@ -210,7 +211,7 @@ def _scan(path: Path) -> tuple[list[LedgerLine], int, bool]:
             return lines, position, True
         where = f"{path} line {number}"
         try:
-            record = json.loads(data[position:end])
+            record = parse(data[position:end])
         except ValueError as error:
             if end + 1 == len(data):
                 return lines, position, True

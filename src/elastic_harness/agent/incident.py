@@ -23,6 +23,7 @@ class Facts:
     exit_code: int | None
     error: str
     hang: str
+    garbled: str
     requested: bool
     oom_kills: int | None
     tail: tuple[str, ...]
@@ -73,6 +74,12 @@ def build(facts: Facts, done: str, advice: str = "") -> Incident:
         what = f"worker {facts.member} hung: {facts.hang}"
         evidence.append("the agent ended it with SIGKILL after its progress deadline")
         advice = advice or "if this repeats at the same place, look for a deadlock or slow storage in the log"
+    elif facts.garbled:
+        what = f"worker {facts.member} sent {facts.garbled}"
+        evidence.append("the agent ended it with SIGKILL: nothing that it says counts after that")
+        advice = advice or (
+            "use one version of elastic_harness everywhere, and write nothing into descriptors that a worker inherits"
+        )
     elif facts.error:
         what = f"worker {facts.member} failed: {facts.error}"
         evidence.append(describe_exit(facts.exit_code))
@@ -81,7 +88,7 @@ def build(facts: Facts, done: str, advice: str = "") -> Incident:
         what = f"worker {facts.member} {describe_exit(facts.exit_code)}"
     if facts.requested:
         evidence.append("`elastic-harness kill` asked for it")
-    elif not facts.hang and facts.exit_code is not None and facts.exit_code < 0:
+    elif not facts.hang and not facts.garbled and facts.exit_code is not None and facts.exit_code < 0:
         evidence.append(_signal_evidence(-facts.exit_code, facts.oom_kills))
         if facts.oom_kills:
             advice = advice or "use less memory per worker (fewer workers, smaller micro-batch), or raise the limit"

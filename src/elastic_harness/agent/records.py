@@ -10,6 +10,7 @@ from elastic_harness.agent.folder import RunFolder
 from elastic_harness.errors import InfrastructureError
 from elastic_harness.events import EventLog, read_events
 from elastic_harness.ledger import LedgerError, LedgerLine, LedgerWriter, read_ledger
+from elastic_harness.wire import Malformed
 
 EVENTS = "events.jsonl"
 LEDGER = "ledger.jsonl"
@@ -102,17 +103,20 @@ class Records:
         self.folder.update(**fields)
 
     def commit(self, message: dict[str, Any]) -> bool:
-        """Write a committed step once per (lineage, step); False if it was written before."""
+        """Write a committed step once per (lineage, step); False if it was written before. Raises Malformed for what
+        is no commit."""
         ledger = dict(message.get("ledger") or {})
         ledger["lineage"] = message["lineage"]
         ledger.setdefault("from_step", self.from_step)
         for name in ("step", "generation", "world_size", "loss"):
             ledger.setdefault(name, message[name])
         try:
-            if not self._ledger.append(ledger):
-                return False
+            line = LedgerLine.from_json(ledger, "its ledger line")
         except LedgerError as error:
-            raise InfrastructureError(f"a worker sent a commit that does not fit the ledger: {error}") from error
+            raise Malformed(f"a 'commit' message that does not fit the ledger: {error}") from error
+        try:
+            if not self._ledger.append(line):
+                return False
         except OSError as error:
             raise self._disk(error, self.folder.path / LEDGER) from error
         fields = {k: v for k, v in message.items() if k not in ("type", "ledger")}

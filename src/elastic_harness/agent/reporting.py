@@ -57,6 +57,7 @@ class Reporter:
                 exit_code=worker.exit_code,
                 error=(worker.error or {}).get("error", ""),
                 hang=worker.hang,
+                garbled=worker.garbled,
                 requested=worker.killed_on_request,
                 oom_kills=risen,
                 tail=tuple(worker.log.tail()),
