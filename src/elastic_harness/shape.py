@@ -49,7 +49,7 @@ def expect(values: Mapping[str, Any], shape: Shape) -> None:
 
 
 @cache
-def of(cls: type[Any]) -> Shape:
+def of(cls: Any) -> Shape:
     """Return the shape that a dataclass's fields have."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
