@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from elastic_harness.errors import Inconsistent
 from elastic_harness.train.commit import Header, combine, gate
 from elastic_harness.train.partials import Contribution, SlotTable
 
@@ -53,7 +54,7 @@ def test_a_canary_that_differs_holds_up_the_commit(
 
 
 def test_headers_of_different_steps_are_our_bug() -> None:
-    with pytest.raises(AssertionError, match="version 6"):
+    with pytest.raises(Inconsistent, match="version 6"):
         gate([header(), header(version=6)], None)
 
 

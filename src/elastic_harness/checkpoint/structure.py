@@ -22,7 +22,8 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """The value as JSON, with its tensors, by their path, put into `tensors`. Raises ConfigError for what would need
     pickle."""
     if isinstance(value, Tensor):
-        assert path not in tensors, f"two pieces of state are called {path}"
+        if path in tensors:
+            raise ConfigError(f"Two tensors of the state are both called {path!r}; rename a key that leads to one.")
         tensors[path] = value.detach()
         return {"$tensor": path}
     if isinstance(value, np.generic):

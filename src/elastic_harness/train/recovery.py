@@ -23,7 +23,14 @@ from typing import Any
 
 from elastic_harness.comm.group import Group
 from elastic_harness.comm.placement import Ranges, merge_ranges
-from elastic_harness.errors import EXIT_INFRASTRUCTURE, CheckpointCorrupt, PeerFailed, Recoverable, Unreachable
+from elastic_harness.errors import (
+    EXIT_INFRASTRUCTURE,
+    CheckpointCorrupt,
+    Inconsistent,
+    PeerFailed,
+    Recoverable,
+    Unreachable,
+)
 from elastic_harness.failpoints import failpoint
 from elastic_harness.membership.types import Generation, Report, SourceKind
 from elastic_harness.train.apply import Metrics, Record
@@ -188,7 +195,8 @@ def _repair(parts: Parts, progress: Progress, report: Report) -> Progress:
             return progress.dropped()
         case "replay":
             record = Record.from_payload(receive(), parts.new_partials(0).table)
-            assert record.step == progress.version, f"got the record of step {record.step} at {progress.version}"
+            if record.step != progress.version:
+                raise Inconsistent(f"the record of step {record.step} came to a member at version {progress.version}")
             return progress.at(digest.version, record=record, metrics=parts.applier.apply(record))
         case "state":
             return _take_state(parts, progress, digest.version, receive())
