@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 
-from elastic_harness.errors import EXIT_INTERRUPTED, HarnessError
+from elastic_harness.errors import EXIT_CONFIG, EXIT_INTERRUPTED, HarnessError
 
 COMMANDS = {
     "launch": ("elastic_harness.agent.launch", "main", "start (or resume) a training job on this machine"),
@@ -58,6 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:
             sys.stderr.close()
             return EXIT_INTERRUPTED
+    if arguments and not arguments[0].startswith("-"):
+        close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
+        print(f"elastic-harness: there is no command {arguments[0]!r}; {hint}", file=sys.stderr)
+        return EXIT_CONFIG
     parser = build_parser()
     given = parser.parse_args(arguments)
     if given.version:

@@ -6,7 +6,8 @@ HarnessError
 │   └── Diverged           fix the data or the settings     exit 1
 ├── TooFewWorkers          add machines or lower the minimum exit 3
 ├── InfrastructureError    look at the machine              exit 4
-│   └── CheckpointCorrupt  load an older checkpoint
+│   ├── CheckpointCorrupt  load an older checkpoint
+│   └── Inconsistent       report it: our own rules are broken
 ├── Refused                this worker does not fit the run exit 2
 └── Recoverable            handled inside the training loop, never seen by user code
     ├── PeerFailed         a peer or the link to it broke during a collective
@@ -63,6 +64,11 @@ class InfrastructureError(HarnessError):
 
 class CheckpointCorrupt(InfrastructureError):
     """A checkpoint's bytes do not match its manifest."""
+
+
+class Inconsistent(InfrastructureError):
+    """What must hold whatever fails does not: a bug of ours, or memory that changed. Going on could train on wrong
+    numbers, so nobody does. It is no `assert`, which PYTHONOPTIMIZE would take out."""
 
 
 class Refused(HarnessError):

@@ -81,8 +81,9 @@ def _parse(text: str) -> list[_Rule]:
         place, *words = part.split()
         if place not in PLACES or not words:
             raise ConfigError(f"{VARIABLE}: {part!r} is not 'PLACE [condition …] ACTION' with a place of {PLACES}")
-        conditions = dict(word.split("=", 1) for word in words[:-1])
+        conditions = dict(word.partition("=")[::2] for word in words[:-1])
         unknown = conditions.keys() - {"member", "step", "hit"}
+        unknown |= {name for name in ("step", "hit") if not conditions.get(name, "1").isdecimal()}
         action = words[-1]
         if unknown or not (action in ("kill", "stop", "raise") or action.startswith("pause:")):
             raise ConfigError(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness import durable_file
+from elastic_harness.shape import parse
 
 BLOCK_BYTES = 1 << 16
 
@@ -135,7 +136,7 @@ def torn(path: Path) -> bool:
 def _line(path: Path, begin: int, text: bytes) -> Line:
     end = begin + len(text)
     try:
-        record = json.loads(text)
+        record = parse(text)
     except ValueError as error:
         return Line(begin, end, None, f"{path} at byte {begin}: not JSON ({error})")
     if not isinstance(record, dict):

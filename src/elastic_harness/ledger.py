@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from elastic_harness import json_lines
 from elastic_harness.errors import InfrastructureError
+from elastic_harness.shape import WHOLE_MAX
 
 FILE_NAME = "ledger.jsonl"
 CHECKPOINT = "checkpoint"  # in place of a member, where the state came from a checkpoint
@@ -67,12 +68,7 @@ class LedgerLine:
         missing = [name for name in _FIELD_NAMES if name not in record]
         if missing:
             raise LedgerError(f"{where}: field {missing[0]!r} is missing; it holds {sorted(record)}")
-        integers: dict[str, int] = {}
-        for name in _INTEGERS:
-            value = record[name]
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise LedgerError(f"{where}: {name} is {value!r}; it must be an integer of at least 0")
-            integers[name] = value
+        integers = {name: _integer(record, name, where) for name in _INTEGERS}
         try:
             return LedgerLine(
                 **integers,
@@ -82,7 +78,7 @@ class LedgerLine:
                 loss=float("nan") if record["loss"] is None else float(record["loss"]),
                 skipped=str(record.get("skipped") or ""),
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise LedgerError(
                 f"{where}: computed_by, slot_samples, slot_weight or loss has the wrong shape ({error})"
             ) from error
@@ -129,8 +125,8 @@ class StateLine:
 
 def _integer(record: Mapping[str, Any], name: str, where: str) -> int:
     value = record.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise LedgerError(f"{where}: {name} is {value!r}; it must be an integer of at least 0")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < WHOLE_MAX:
+        raise LedgerError(f"{where}: {name} is {value!r}; it must be an integer of at least 0, below 2**63")
     return value
 
 

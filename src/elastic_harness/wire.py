@@ -7,6 +7,8 @@ import socket
 import struct
 from typing import Any
 
+from elastic_harness import shape
+
 PROTOCOL = 3
 MAX_MESSAGE_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
@@ -18,11 +20,23 @@ class Closed(ConnectionError):
     """The other end is gone."""
 
 
+class Malformed(ValueError):
+    """What was received is no message, or not one that its reader can act on."""
+
+
 def encode(message: Message) -> bytes:
     body = json.dumps(message, separators=(",", ":")).encode()
     if len(body) > MAX_MESSAGE_BYTES:
         raise ValueError(f"control message of {len(body)} bytes; the limit is {MAX_MESSAGE_BYTES}")
     return _LENGTH.pack(len(body)) + body
+
+
+def decode(body: bytes) -> Message:
+    """Return the message in a frame. Raises Malformed if it holds anything but a JSON object."""
+    try:
+        return shape.parse_object(body)
+    except ValueError as error:
+        raise Malformed(f"what is no JSON object ({error}): {body[:40]!r}") from None
 
 
 def send(sock: socket.socket, message: Message) -> None:
@@ -34,23 +48,27 @@ def send(sock: socket.socket, message: Message) -> None:
 
 
 class Decoder:
-    """Turns received bytes into messages; feed it whatever `recv` returned."""
+    """Cuts received bytes into frames; feed it whatever `recv` returned, and `decode` each frame by itself."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[Message]:
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the frames that are complete now. Raises Malformed if a frame is announced that is too long; after
+        that nothing can be made of the stream."""
         self._buffer += data
-        messages = []
+        frames: list[bytes] = []
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > MAX_MESSAGE_BYTES:
-                raise ValueError(f"control message of {length} bytes announced; the limit is {MAX_MESSAGE_BYTES}")
+                if frames:
+                    break  # those come first; the next call says what is wrong
+                raise Malformed(f"the announcement of {length} bytes in one message; the limit is {MAX_MESSAGE_BYTES}")
             if len(self._buffer) < _LENGTH.size + length:
                 break
-            messages.append(json.loads(bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])))
+            frames.append(bytes(self._buffer[_LENGTH.size : _LENGTH.size + length]))
             del self._buffer[: _LENGTH.size + length]
-        return messages
+        return frames
 
 
 class Channel:
@@ -59,22 +77,23 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._decoder = Decoder()
-        self._ready: list[Message] = []
+        self._frames: list[bytes] = []
 
     def send(self, message: Message) -> None:
         send(self.sock, message)
 
     def receive(self) -> Message:
-        """The next message; blocks until there is one, raises `Closed` at the end of the stream."""
-        while not self._ready:
+        """The next message; blocks until there is one. Raises `Closed` at the end of the stream, `Malformed` for what
+        is no message."""
+        while not self._frames:
             try:
                 data = self.sock.recv(1 << 16)
             except OSError as error:
                 raise Closed(str(error)) from error
             if not data:
                 raise Closed("end of stream")
-            self._ready.extend(self._decoder.feed(data))
-        return self._ready.pop(0)
+            self._frames.extend(self._decoder.feed(data))
+        return decode(self._frames.pop(0))
 
     def close(self) -> None:
         self.sock.close()

@@ -69,7 +69,7 @@ class Worker:
             data = self.sock.recv(1 << 16)
             if not data:
                 os._exit(0)
-            self.inbox += self.decoder.feed(data)
+            self.inbox += map(wire.decode, self.decoder.feed(data))
         message = self.inbox.pop(0)
         match message["type"]:
             case "generation":

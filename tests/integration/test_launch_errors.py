@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,10 +101,54 @@ def test_a_missing_script_is_exit_2(start: Start, tmp_path: Path) -> None:
     assert "missing.py" in job.output
 
 
-def test_a_missing_program_is_exit_4(start: Start, tmp_path: Path) -> None:
-    job = start(options=workers(1, "--no-python"), script=tmp_path / "missing")
-    assert job.wait() == 4
-    assert "missing" in job.output and "Traceback" not in job.output
+@pytest.mark.parametrize(
+    ("options", "script", "code", "named"),
+    [
+        (("--no-python",), "missing", 2, "there is no program"),
+        ((), "missing.py", 2, "there is no script"),
+        (("-m",), "missing_module", 2, "there is no module 'missing_module'"),
+        (("-m",), "elastic_harness.missing", 2, "there is no module 'elastic_harness.missing'"),
+        (("-m",), "elastic_harness.models", 2, "a package without a __main__ module"),
+        ((), "broken.py", 1, "line 2: invalid syntax"),
+        ((), "zeros.py", 1, "null bytes"),
+    ],
+)
+def test_what_cannot_be_started_is_said_in_one_line_before_any_worker(
+    tmp_path: Path, options: tuple[str, ...], script: str, code: int, named: str
+) -> None:
+    (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
+    (tmp_path / "zeros.py").write_bytes(b"x = 1\0")
+    ended = run("launch", "--nproc-per-node", 2, *options, script, cwd=tmp_path)
+    assert ended.returncode == code and not ended.stdout, ended.stdout + ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert named in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_script_in_a_package_or_an_archive_can_be_started(tmp_path: Path) -> None:
+    (tmp_path / "package" / "below").mkdir(parents=True)
+    for path in ("package/__main__.py", "package/below/script.py"):
+        (tmp_path / path).write_text("print('began')")
+    with zipfile.ZipFile(tmp_path / "archive", "w") as archive:
+        archive.writestr("__main__.py", "print('began')")
+    for words in (("-m", "package"), ("-m", "package.below.script"), ("package",), ("archive",)):
+        ended = run("launch", "--run-dir", "run", "--fresh", *words, cwd=tmp_path)
+        assert ended.returncode == 0 and "[w0] began" in ended.stdout, (words, ended.stdout + ended.stderr)
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", "..", "", "-x", "x" * 102, "a b", "ä"])
+def test_a_run_id_cannot_lead_out_of_its_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "here" / "there").mkdir(parents=True)
+    ended = run("launch", f"--run-id={name}", "nothing.py", cwd=tmp_path / "here" / "there")
+    assert ended.returncode == 2 and "--run-id is" in ended.stderr and "letters, digits" in ended.stderr
+    assert [p.name for p in tmp_path.rglob("*")] == ["here", "there"]
+
+
+def test_a_command_that_is_misspelt_is_suggested() -> None:
+    ended = run("lanch", "x.py")
+    assert ended.returncode == 2 and ended.stderr == (
+        "elastic-harness: there is no command 'lanch'; did you mean launch?\n"
+    )
 
 
 # ---- the run folder

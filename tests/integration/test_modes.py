@@ -72,6 +72,21 @@ def test_our_launcher_recovers_in_place(tmp_path: Path, alone: dict[str, Any]) -
     assert verdict.ok and verdict.lineage == 0, verdict
 
 
+def test_without_assertions_nothing_changes(tmp_path: Path, alone: dict[str, Any]) -> None:
+    """PYTHONOPTIMIZE=1, in the launcher, the agent and the workers: a death, a replay and a joiner."""
+    ended = launch(
+        tmp_path / "run",
+        OWN_LOOP,
+        *STEPS,
+        options=("--nproc-per-node", 2),
+        PYTHONOPTIMIZE="1",
+        **failing("exchange.header_sent member=w0-1 step=12 kill"),
+    )
+    assert ended.returncode == 0, said(ended)
+    assert finished(tmp_path / "run")["weights_sha256"] == alone["weights_sha256"]
+    assert verify(tmp_path / "run").ok
+
+
 def test_all_workers_at_once_begin_again_at_the_checkpoint(tmp_path: Path, alone: dict[str, Any]) -> None:
     rules = "slot.backward member=w0-1 step=25 kill; slot.backward member=w1-1 step=25 kill"
     ended = launch(tmp_path / "run", OWN_LOOP, *STEPS, options=("--nproc-per-node", 2), **failing(rules))

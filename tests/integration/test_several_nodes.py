@@ -15,14 +15,16 @@ from pathlib import Path
 import pytest
 from benchmarks.hosts import Network
 
+from elastic_harness.agent import elsewhere
 from elastic_harness.errors import InfrastructureError
 from elastic_harness.etcd.gateway import Gateway, encode
 from elastic_harness.etcd.store import EtcdStore
+from elastic_harness.membership import node
 from elastic_harness.membership.store import Put
 from elastic_harness.membership.types import node_of
 from etcd_servers import Cluster, certificates, want_password
 from integration.launch_tools import SOURCE
-from integration.several import Hosts
+from integration.several import RUN, Hosts
 from integration.slow_link import SlowLink
 
 pytestmark = pytest.mark.slow
@@ -166,6 +168,26 @@ def test_the_store_is_away_returns_and_loses_everything(hosts: Hosts, undisturbe
     hosts.fill(2)
     assert hosts.status()["lineage"] == 0, "the state was lost with the store"
     hosts.finish(undisturbed(STEPS), 0, 1)
+
+
+def test_values_that_somebody_overwrites_are_written_anew(hosts: Hosts, undisturbed: Weights) -> None:
+    """All of them at once, and hanging on no lease; then the leader vanishes, and another one reads what is there."""
+    hosts.begin(2, nodes="1:2")
+    store = elsewhere.store_of(hosts.store, RUN)
+    values = [e.key for e in store.range(node.EVERYTHING) if e.key != node.FENCE]
+    store.txn({}, [Put(key, '["damaged"]') for key in values])
+    hosts.advance(2)
+    damaged = lambda: [e.key for e in store.range(node.EVERYTHING) if e.value == '["damaged"]']  # noqa: E731
+    hosts.until(lambda: set(damaged()) <= {node.VALUES}, "the other values to be written anew")
+    hosts.advance(2)  # addresses come with the next generation, for which members have to be between two steps
+    hosts.until(lambda: not damaged(), "the addresses to be written anew")
+    said = {e["key"] for job in hosts.jobs.values() for e in job.events("store_damaged")}
+    assert node.DECISION in said and said <= set(values), said
+    assert all(len(e["members"]) == 2 for job in hosts.jobs.values() for e in job.events("generation")[-1:])
+    victim = hosts.leader()
+    hosts.network.hosts[victim].kill_all()
+    hosts.advance(2)
+    hosts.finish(undisturbed(STEPS), 1 - victim)
 
 
 @pytest.mark.soak

@@ -73,7 +73,7 @@ PATCHES = [
     ),
     Patch(
         "nodes that died with the leader are not missed",
-        "self._step([*(leader.Lost(m) for m in self.state.ready if m not in living), *self._scaled()], now)",
+        "self._step([*map(leader.Lost, lost), *self._scaled()], now)",
         "self._step(self._scaled(), now)",
     ),
     Patch(
@@ -90,8 +90,8 @@ PATCHES = [
     ),
     Patch(
         "the leader's claim outlives it",
-        "wanted.append(self._write({LEADER: self.key}, {LEADER: 0}, leased=True))",
-        "wanted.append(self._write({LEADER: self.key}, {LEADER: 0}, leased=False))",
+        "wanted.append(self._write({LEADER: self.key}, {LEADER: self._unled_at}, leased=True))",
+        "wanted.append(self._write({LEADER: self.key}, {LEADER: self._unled_at}, leased=False))",
     ),
     Patch(
         "actions are carried out before they are published",

@@ -10,8 +10,8 @@ import pytest
 
 from elastic_harness.agent.folder import RunFolder
 from elastic_harness.agent.records import Records
-from elastic_harness.errors import InfrastructureError
 from elastic_harness.events import read_events
+from elastic_harness.wire import Malformed
 
 
 def commit(step: int, lineage: int = 0, generation: int = 4, **ledger: Any) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def test_a_commit_that_is_no_ledger_line_is_refused(tmp_path: Path) -> None:
     records = opened(tmp_path)
     broken = commit(0)
     del broken["ledger"]["slots"]
-    with pytest.raises(InfrastructureError, match="slots"):
+    with pytest.raises(Malformed, match="slots"):
         records.commit(broken)
     records.close()
     assert events(tmp_path) == []

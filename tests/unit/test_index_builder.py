@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from elastic_harness.data import index_builder, index_cli, readers, tokenizers
+from elastic_harness.data import ResumableDataset, index_builder, index_cli, readers, tokenizers
 from elastic_harness.data.index_builder import build
 from elastic_harness.data.token_index import TokenIndexFile
 from elastic_harness.errors import ConfigError
@@ -178,6 +183,51 @@ def test_tokenizers_that_do_not_exist(tmp_path: Path) -> None:
     assert tokenizers.load(str(tmp_path)).identity == tokenizers.load(str(tmp_path / "tokenizer.json")).identity
     with pytest.raises(ConfigError, match="--eot"):
         tokenizers.load(str(tmp_path), eot="<stop>")
+
+
+def test_tokenizers_are_taken_as_objects_too(tmp_path: Path) -> None:
+    bpe = tokenizers.train_bpe(TEXTS, 300)
+    library_s = importlib.import_module("tokenizers").Tokenizer.from_str(bpe.file)
+    fast = SimpleNamespace(backend_tokenizer=library_s, eos_token="<|endoftext|>")  # as transformers has it
+    for given in (bpe, library_s, fast):
+        assert tokenizers.chosen(given).identity == bpe.identity
+    file = tmp_path / "tokenizer.json"
+    file.write_text(bpe.file)
+    assert tokenizers.chosen(file).identity == bpe.identity
+    build([str(jsonl(tmp_path / "a.jsonl", TEXTS))], tmp_path / "i.bin", tokenizer=library_s)
+    assert texts_of(tmp_path / "i.bin") == TEXTS
+    for odd in (7, None, str.split, SimpleNamespace(encode=str.split)):
+        with pytest.raises(ConfigError, match=f"tokenizer is {type(odd).__name__}; give bytes"):
+            ResumableDataset(data_files=["x"], tokenizer=odd, seq_length=8)
+
+
+def test_an_encoding_of_tiktoken_that_only_has_the_name_is_refused() -> None:
+    tiktoken = pytest.importorskip("tiktoken")
+    registry = importlib.import_module("tiktoken.registry")
+    ranks = {bytes([i]): i for i in range(256)}
+    made = {
+        name: tiktoken.Encoding(name, pat_str=r".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": end})
+        for name, end in (("ours", 256), ("other", 300))
+    }
+    registry.ENCODINGS["ours"] = made["ours"]
+    try:
+        assert tokenizers.chosen(made["ours"]).identity == {"kind": "tiktoken", "name": "ours"}
+        made["other"].name = "ours"
+        with pytest.raises(ConfigError, match="is another one"):
+            tokenizers.chosen(made["other"])
+    finally:
+        del registry.ENCODINGS["ours"]
+
+
+def test_tiktoken_without_a_network_says_what_to_do(tmp_path: Path) -> None:
+    """A real request, to a proxy at which nobody listens."""
+    pytest.importorskip("tiktoken")
+    program = "from elastic_harness.data import tokenizers; tokenizers.load('tiktoken:gpt2')"
+    offline = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": ""}
+    variables = {**os.environ, **offline}
+    ended = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True)
+    assert ended.stderr.splitlines()[-1].startswith("elastic_harness.errors.ConfigError: tiktoken keeps no copy"), ended
+    assert "Connection refused" in ended.stderr.splitlines()[-1] and "TIKTOKEN_CACHE_DIR" in ended.stderr
 
 
 @pytest.mark.usefixtures("small_units")

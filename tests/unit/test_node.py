@@ -78,6 +78,7 @@ class Nodes:
             self.seen[name].append(output)
             match output:
                 case node.Register():
+                    self.store.revoke(self.leases.get(name, 0))
                     self.leases[name] = self.store.lease(1e9)
                     self._do(name, made.take(node.Registered(), self.now))
                 case node.Follow(everything):

@@ -204,9 +204,13 @@ def test_a_run_is_forgotten_unless_nodes_are_there(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="knows no run 'job'"):
             elsewhere.status(address, "job")
         store = elsewhere.store_of(address, "job")
-        record = '{"places":2,"members":[]}'
+        known = '{"number":0,"born":false,"lineage":0,"from_step":0}'
+        record = f'{{"about":{{}},"places":2,"members":[],"known":{known},"events":[],"values":{{}}}}'
         store.txn({}, [Put(node.DECISION, "{}"), Put(node.STATE, "{}"), Put(f"{node.NODES}a-1.0", record)])
         assert "1 nodes are in the run" in elsewhere.forget(options)
+        with pytest.raises(InfrastructureError, match=r"run/head/decision .* \(origin is missing\)"):
+            elsewhere.status(address, "job")
+        store.txn({}, deletes=[node.DECISION])
         assert elsewhere.status(address, "job")["nodes"] == {"a-1": {"places": 2, "ready": 0, "ranks": []}}
         store.txn({}, deletes=[f"{node.NODES}a-1.0"])
         assert "is forgotten" in elsewhere.forget(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -43,6 +44,14 @@ def test_random_faults_violate_nothing() -> None:
 )
 def test_many_random_faults_violate_nothing(shape: Shape) -> None:
     failed = {e.seed: (e.violation, e.needed) for e in run_seeds(shape, range(1000, 1200), 2) if e.violation}
+    assert failed == {}
+
+
+@pytest.mark.parametrize("kinds", [("store damaged",), ("store damaged", "kill leader", "kill node", "lose answer")])
+def test_a_store_into_which_somebody_writes_violates_nothing(kinds: tuple[str, ...]) -> None:
+    """Damage alone, and with nodes that die of it or not."""
+    shape = replace(SMALL, kinds=kinds)
+    failed = {e.seed: (e.violation, e.detail) for e in run_seeds(shape, range(30), 1) if e.violation}
     assert failed == {}
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from elastic_harness.errors import Inconsistent
 from elastic_harness.train.commit import Header, combine, gate
 from elastic_harness.train.partials import Contribution, SlotTable
 from elastic_harness.train.slots import samples_word
@@ -90,7 +91,7 @@ def test_a_batch_may_hold_anything() -> None:
 
 
 def test_headers_of_different_steps_are_our_bug() -> None:
-    with pytest.raises(AssertionError, match="version 6"):
+    with pytest.raises(Inconsistent, match="version 6"):
         gate([header(), header(version=6)], None)
 
 

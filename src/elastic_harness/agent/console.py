@@ -41,11 +41,11 @@ class Console:
         """Show what the agent itself has to say."""
         prefix = "\x1b[1m[agent]\x1b[0m " if self._colour else "[agent] "
         for line in text.splitlines():
-            self._put(f"{prefix}{line}\n".encode(), may_drop=False)
+            self._put(f"{prefix}{line}\n".encode(errors="backslashreplace"), may_drop=False)
 
     def block(self, text: str) -> None:
         """Show a block of text as it is."""
-        self._put(text.encode() + b"\n", may_drop=False)
+        self._put(text.encode(errors="backslashreplace") + b"\n", may_drop=False)
 
     def flush(self) -> None:
         """Write what the reader takes now."""

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness import wire
-from elastic_harness.errors import HarnessError, InfrastructureError
+from elastic_harness.errors import EXIT_CONFIG, HarnessError, InfrastructureError
+from elastic_harness.messages import check_request
 
 _UNIX_PATH_MAX = 107
 Handler = Callable[[wire.Message], wire.Message]
@@ -59,19 +60,13 @@ class ControlServer:
             requests = self._clients[client].feed(data)
         except BlockingIOError:
             return
-        except (OSError, ValueError):
+        except (OSError, wire.Malformed):
             data, requests = b"", []
         for request in requests:
             try:
-                answer = self._handle(request)
-            except HarnessError as error:
-                answer = {"error": str(error), "exit_code": error.exit_code}
-            except (KeyError, TypeError, ValueError) as error:
-                answer = {"error": f"malformed request: {error!r}", "exit_code": 2}
-            try:
                 client.setblocking(True)
                 client.settimeout(0.2)
-                client.sendall(wire.encode(answer))
+                client.sendall(wire.encode(self._answer(request)))
                 client.setblocking(False)
             except OSError:
                 data = b""
@@ -79,6 +74,16 @@ class ControlServer:
             self._selector.unregister(client)
             del self._clients[client]
             client.close()
+
+    def _answer(self, frame: bytes) -> wire.Message:
+        try:
+            request = wire.decode(frame)
+            check_request(request)
+            return self._handle(request)
+        except HarnessError as error:
+            return {"error": str(error), "exit_code": error.exit_code}
+        except wire.Malformed as error:
+            return {"error": f"it was asked {error}", "exit_code": EXIT_CONFIG}
 
     def close(self) -> None:
         for client in self._clients:
@@ -116,10 +121,11 @@ def request(path: str, message: wire.Message, timeout_s: float = 5.0) -> dict[st
             channel = wire.Channel(sock)
             channel.send(message)
             answer = channel.receive()
-        except OSError as error:
+        except (OSError, wire.Malformed) as error:
             raise InfrastructureError(f"the run's agent does not answer on {path} ({error}); see its logs") from error
     if "error" in answer:
-        refusal = HarnessError(answer["error"])
-        refusal.exit_code = int(answer.get("exit_code", refusal.exit_code))
+        refusal = HarnessError(str(answer["error"]))
+        code = answer.get("exit_code")
+        refusal.exit_code = code if isinstance(code, int) else refusal.exit_code
         raise refusal
     return answer

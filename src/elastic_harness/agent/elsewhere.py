@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from elastic_harness import shape
 from elastic_harness.agent.options import LaunchOptions
 from elastic_harness.agent.store_link import STATUS
-from elastic_harness.errors import ConfigError
+from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.etcd.address import Address
 from elastic_harness.etcd.gateway import TIMEOUT_S, Gateway
 from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership import node
-from elastic_harness.membership.codec import from_text
+from elastic_harness.membership.records import read_decision, read_record
 from elastic_harness.membership.types import node_of
 
 _RUNS = "elastic-harness/"
@@ -51,13 +51,13 @@ def status(address: str, run_id: str) -> dict[str, Any]:
         everything = EtcdStore(Gateway(Address.parse(address)), _RUNS).range("")
         known = {entry.key.partition("/")[0] for entry in everything}
         raise ConfigError(f"the store knows no run {run_id!r}; it knows {', '.join(sorted(known)) or 'none'}")
-    decision = from_text(entries[node.DECISION]) if node.DECISION in entries else {}
-    told = json.loads(entries.get(STATUS, "{}"))
+    decision = _read(read_decision, entries, node.DECISION) if node.DECISION in entries else {}
+    told = _read(_read_status, entries, STATUS) if STATUS in entries else {}
     members = decision.get("members") or []
     nodes = {}
-    for key, value in entries.items():
+    for key in entries:
         if key.startswith(node.NODES):
-            record = from_text(value)
+            record = _read(read_record, entries, key)
             name = key.removeprefix(node.NODES).rpartition(".")[0]
             ranks = [rank for rank, member in enumerate(members) if node_of(member) == name]
             nodes[name] = {"places": record["places"], "ready": len(record["members"]), "ranks": ranks}
@@ -77,3 +77,20 @@ def status(address: str, run_id: str) -> dict[str, Any]:
         "step_age_s": round(time.time() - told["at"], 1) if "at" in told else None,
         "nodes": nodes,
     }
+
+
+def _read(read: Callable[[str], dict[str, Any]], entries: Mapping[str, str], key: str) -> dict[str, Any]:
+    try:
+        return read(entries[key])
+    except ValueError as error:
+        raise InfrastructureError(
+            f"the store's value {key} was not written by a node of this run ({error}); a node that lives writes it "
+            "anew: try again"
+        ) from error
+
+
+def _read_status(text: str) -> dict[str, Any]:
+    """Return how far the run is. Raises ValueError."""
+    told = shape.parse_object(text)
+    shape.expect(told, {"step": int, "at": float, "checkpoints": dict[str, int]})
+    return told

@@ -24,6 +24,7 @@ class Facts:
     error: str
     hang: str
     overdue: bool
+    garbled: str
     requested: bool
     oom_kills: int | None
     tail: tuple[str, ...]
@@ -77,6 +78,12 @@ def build(facts: Facts, done: str, advice: str = "") -> Incident:
             evidence.append("whoever does this step now has longer, elastic.progress_timeout_factor times as long")
             advice = advice or "if such work is to be expected, raise elastic.progress_timeout_min_s"
         advice = advice or "if this repeats at the same place, look for a deadlock or slow storage in the log"
+    elif facts.garbled:
+        what = f"worker {facts.member} sent {facts.garbled}"
+        evidence.append("the agent ended it with SIGKILL: nothing that it says counts after that")
+        advice = advice or (
+            "use one version of elastic_harness everywhere, and write nothing into descriptors that a worker inherits"
+        )
     elif facts.error:
         what = f"worker {facts.member} failed: {facts.error}"
         evidence.append(describe_exit(facts.exit_code))
@@ -85,7 +92,7 @@ def build(facts: Facts, done: str, advice: str = "") -> Incident:
         what = f"worker {facts.member} {describe_exit(facts.exit_code)}"
     if facts.requested:
         evidence.append("`elastic-harness kill` asked for it")
-    elif not facts.hang and facts.exit_code is not None and facts.exit_code < 0:
+    elif not facts.hang and not facts.garbled and facts.exit_code is not None and facts.exit_code < 0:
         evidence.append(_signal_evidence(-facts.exit_code, facts.oom_kills))
         if facts.oom_kills:
             advice = advice or "use less memory per worker (fewer workers, smaller micro-batch), or raise the limit"

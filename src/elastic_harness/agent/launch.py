@@ -27,6 +27,7 @@ from elastic_harness import origin as origins
 from elastic_harness.agent import folder as folders
 from elastic_harness.agent.options import LaunchRequest, parse
 from elastic_harness.agent.orphans import Orphans, children
+from elastic_harness.agent.script import check_command
 from elastic_harness.agent.worker import die_with_parent
 from elastic_harness.errors import EXIT_INFRASTRUCTURE, InfrastructureError
 
@@ -43,12 +44,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
+    check_command(request.options.command)
     _check_trainer(request.options.command)
     request = _for_several_nodes(request)
     run_id = request.run_id or (Path(request.run_dir).resolve().name if request.run_dir else folders.new_run_id())
     node = "" if request.options.store is None else f"@{request.options.node_name}"
     path = Path(request.run_dir) if request.run_dir else folders.RUNS / f"{run_id}{node}"
-    path = path.absolute()
+    path = Path(os.path.abspath(path))  # its last part names the run, so no ".." may stand there
     lock = folders.acquire(path)
     try:
         if request.fresh and (path / folders.RECORD).exists():
@@ -99,7 +101,7 @@ def _for_several_nodes(request: LaunchRequest) -> LaunchRequest:
     from elastic_harness.etcd import gateway
 
     host = own_address(options.host, gateway.Address.parse(options.store).endpoints)
-    name = options.node_name or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
+    name = options.node_name or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")[:100] or "node"
     return replace(request, options=replace(options, host=host, node_name=name))
 
 

@@ -33,6 +33,7 @@ from elastic_harness.errors import (
     InfrastructureError,
 )
 from elastic_harness.events import SCHEMA, passed_over
+from elastic_harness.messages import TO_AGENT, check
 
 TICK_S = 0.05
 POLL_S_MIN = 0.002
@@ -402,25 +403,30 @@ class Agent:
             self._read_link(worker)
 
     def _read_link(self, worker: Worker) -> None:
-        try:
-            messages, ended = worker.receive()
-        except ValueError as error:
-            self.console.notice(f"worker {worker.member} sent what is no message ({error}); it is stopped")
-            messages, ended = [], True
-        for message in messages:
-            if worker.lost:
+        messages, ended = worker.receive()
+        for frame in messages:
+            if worker.lost or worker.garbled:
                 break
             try:
+                message = wire.decode(frame)
+                check(message, TO_AGENT)
                 self.supervisor.on_message(worker, message)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                worker.error = {"error": f"it sent a malformed {message.get('type')!r} message ({error!r})"}
-                worker.signal(signal.SIGKILL)
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                worker.garbled = str(error) if isinstance(error, wire.Malformed) else f"a wrong message ({error!r})"
+        if worker.garbled and worker.link_open and not worker.lost:
+            self._end_garbled(worker)
+            ended = True
         if ended and worker.link_open:
             worker.link_open = False
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(worker.link)
             if worker.hello and not worker.released:
                 self.after(LINK_LOST_GRACE_S, lambda: self._without_link(worker))
+
+    def _end_garbled(self, worker: Worker) -> None:
+        """Nothing that a worker says counts after a message that is wrong: it is a failed worker."""
+        worker.error = {"error": f"it sent {worker.garbled}"}
+        worker.signal(signal.SIGKILL)
 
     def _without_link(self, worker: Worker) -> None:
         if worker.running and not worker.released and not worker.detected_at:

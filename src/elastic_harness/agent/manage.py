@@ -277,8 +277,9 @@ def _log_files(path: Path, worker: str | None) -> list[Path]:
     if worker == "agent":
         return list(folder.glob("agent.log"))
     place = worker.removeprefix("w")
-    pattern = f"worker-{place}-*.log" if place.isdigit() else f"worker-*-{worker}.log"
-    return sorted(folder.glob(pattern), key=lambda f: (f.stat().st_mtime, f.name))
+    begin, end = (f"worker-{place}-", ".log") if place.isdigit() else ("worker-", f"-{worker}.log")
+    found = [f for f in folder.glob("worker-*.log") if f.name.startswith(begin) and f.name.endswith(end)]
+    return sorted(found, key=lambda f: (f.stat().st_mtime, f.name))
 
 
 def _print_from(file: Path, position: int | None, lines: int, *, title: bool) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import glob
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,8 +12,8 @@ from typing import Any
 
 from elastic_harness.errors import ConfigError
 from elastic_harness.etcd.address import Address
+from elastic_harness.names import check_name
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}")
 API_RESTARTS = 100
 PLAIN_RESTARTS = 3
 
@@ -206,13 +205,11 @@ def _nodes(given: argparse.Namespace) -> tuple[int, int]:
         raise ConfigError("--standalone and --store exclude each other; leave one of them out")
     if given.store is not None:
         Address.parse(given.store)
-        if not given.run_id or not NAME.fullmatch(given.run_id):
-            raise ConfigError(
-                f"--run-id is {given.run_id!r}; several nodes find each other by it: give each the same, of letters, "
-                "digits, '.', '_' and '-'"
-            )
-        if given.node_name is not None and not NAME.fullmatch(given.node_name):
-            raise ConfigError(f"--node-name is {given.node_name!r}; it must be of letters, digits, '.', '_' and '-'")
+        check_name("--run-id", given.run_id or "", "several nodes find each other by it, so give each the same: ")
+        if given.node_name is not None:
+            check_name("--node-name", given.node_name)
+    elif given.run_id is not None:
+        check_name("--run-id", given.run_id, "it names the folder below runs/: ")
     for name, value in (("--node-name", given.node_name), ("--host", given.host)):
         if given.store is None and value is not None:
             raise ConfigError(f"{name} is {value!r}, but there is no --store: it is for several nodes")

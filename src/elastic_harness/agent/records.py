@@ -9,9 +9,9 @@ from typing import Any
 
 from elastic_harness.agent.folder import RunFolder
 from elastic_harness.durable_file import cannot_write
-from elastic_harness.errors import InfrastructureError
 from elastic_harness.events import EventLog, newest_events
-from elastic_harness.ledger import LedgerError, LedgerWriter, Reached
+from elastic_harness.ledger import LedgerError, LedgerWriter, Reached, parse_line
+from elastic_harness.wire import Malformed
 
 EVENTS = "events.jsonl"
 LEDGER = "ledger.jsonl"
@@ -95,7 +95,8 @@ class Records:
         self.folder.update(**fields)
 
     def commit(self, message: dict[str, Any]) -> bool:
-        """Write a committed step once per (lineage, step); False if it was written before."""
+        """Write a committed step once per (lineage, step); False if it was written before. Raises Malformed for what
+        is no commit."""
         ledger = dict(message.get("ledger") or {})
         ledger["lineage"] = message["lineage"]
         ledger.setdefault("from_step", self.from_step)
@@ -115,11 +116,12 @@ class Records:
         """Write one side of a hand-over of the whole state, once."""
         self._append(line)
 
-    def _append(self, line: dict[str, Any]) -> bool:
+    def _append(self, record: dict[str, Any]) -> bool:
         try:
-            return self._ledger.append(line)
+            line = parse_line(record)
         except LedgerError as error:
-            raise InfrastructureError(f"a worker sent a line that does not fit the ledger: {error}") from error
+            raise Malformed(f"a line that does not fit the ledger: {error}") from error
+        return self._ledger.append(line)
 
     def close(self) -> None:
         os.close(self._counter)

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 
 def answer(agent: Agent, request: wire.Message) -> wire.Message:
-    """Carry out one request. What is refused raises a HarnessError, which travels back as a message."""
-    match request.get("command"):
+    """Carry out one request, whose fields were checked. What is refused raises a HarnessError, which travels back as a
+    message."""
+    match request["command"]:
         case "status":
             return status(agent)
         case "stop":
@@ -26,12 +27,12 @@ def answer(agent: Agent, request: wire.Message) -> wire.Message:
         case "scale":
             if agent.outcome is not None:
                 raise ConfigError("the run is ending; it cannot be scaled any more")
-            agent.supervisor.scale(int(request["workers"]))
+            agent.supervisor.scale(request["workers"])
             return status(agent)
         case "kill":
-            return _kill(agent, str(request["worker"]))
+            return _kill(agent, request["worker"])
         case other:
-            raise ConfigError(f"unknown command {other!r}; this agent knows status, stop, scale and kill")
+            raise ConfigError(f"the command {other!r} cannot be carried out")
 
 
 def status(agent: Agent) -> dict[str, Any]:

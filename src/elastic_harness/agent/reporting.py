@@ -62,6 +62,7 @@ class Reporter:
                 exit_code=worker.exit_code,
                 error=(worker.error or {}).get("error", ""),
                 hang=worker.hang,
+                garbled=worker.garbled,
                 requested=worker.killed_on_request,
                 overdue=worker.overdue is not None,
                 oom_kills=worker.oom_kills,

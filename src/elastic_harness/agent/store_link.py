@@ -23,6 +23,7 @@ ONCE = "once/"
 STATUS = "status"
 CLOSE_S_MAX = 1.0
 
+_NO_ANSWER = (KeyError, TypeError, ValueError, AttributeError)  # JSON, but not what etcd answers: a proxy's, perhaps
 Asked = node.Register | node.Follow | node.Write
 
 
@@ -39,6 +40,7 @@ class StoreLink:
         self._watch: Watch | None = None
         self._following: node.Follow | None = None
         self._lease = 0
+        self._former = 0  # a lease that is given up, and perhaps not yet revoked
         self._once: Once | None = None
         self._ever = False  # there was a lease: from now on, whatever is wrong with the store may pass
         self._failing: dict[str, tuple[float, str]] = {}  # by thread: since when, and why
@@ -122,6 +124,9 @@ class StoreLink:
                         return
                     self._fails("requests", error)
                     self._closed.wait(PAUSE_S)
+                except _NO_ANSWER as error:
+                    self._fails("requests", _nonsense(error))
+                    self._closed.wait(PAUSE_S)
         if self._lease:
             with contextlib.suppress(HarnessError):
                 self._keeper.revoke(self._lease)
@@ -129,6 +134,10 @@ class StoreLink:
     def _request(self, asked: Asked) -> None:
         match asked:
             case node.Register():
+                self._former, self._lease = self._lease or self._former, 0
+                if self._former:  # what still hangs on it is of an earlier session, and would pass for another node
+                    self._store.revoke(self._former)
+                self._former = 0
                 self._lease = self._store.lease(self._ttl_s)
                 self._once = Once(self._store, ONCE, lambda: self._lease, 0.0)
                 self._ever = True
@@ -140,7 +149,7 @@ class StoreLink:
                 entries, revision = self._store.read(prefix)
                 self._tell((self._store.watch(prefix, revision + 1), node.Read(tuple(entries))))
             case node.Write():
-                assert self._once is not None, "a write before there was a lease"
+                assert self._once is not None
                 try:
                     applied, revision = self._once.txn(asked.compare, asked.puts(self._lease))
                 except ValueError:  # the lease has ended
@@ -167,6 +176,8 @@ class StoreLink:
                 self._failing.pop("lease", None)
             except HarnessError as error:
                 self._fails("lease", error)
+            except _NO_ANSWER as error:
+                self._fails("lease", _nonsense(error))
 
     def _fails(self, thread: str, error: HarnessError) -> None:
         since, _ = self._failing.get(thread, (time.monotonic(), ""))
@@ -176,3 +187,7 @@ class StoreLink:
     def _tell(self, told: node.Input | HarnessError | tuple[Watch, node.Read]) -> None:
         self._told.append(told)
         self._wake()
+
+
+def _nonsense(error: Exception) -> InfrastructureError:
+    return InfrastructureError(f"its answer is not etcd's ({error!r}); is there a proxy between?")

@@ -20,6 +20,7 @@ from elastic_harness.membership import leader
 from elastic_harness.membership.leading import HISTORY, Known
 from elastic_harness.membership.node import (
     Carry,
+    Damaged,
     Described,
     Excluded,
     Happened,
@@ -156,6 +157,12 @@ class Together:
                     self._deliver(values)
                 case Excluded(reason):
                     self._excluded(reason)
+                case Damaged(key, why):
+                    self._agent.records.event("store_damaged", key=key, error=why)
+                    self._agent.console.notice(
+                        f"the store's value {key} was not written by a node of this run ({why}); it is ignored, and "
+                        "written anew by the node whose it is"
+                    )
                 case _:
                     self._link.ask(output)
         if self._node.history != self._agent.records.history:

@@ -74,6 +74,7 @@ class Worker:
     decoder: wire.Decoder = field(default_factory=wire.Decoder)
     outbox: bytearray = field(default_factory=bytearray)
     link_open: bool = True
+    garbled: str = ""
     _statm: int = -1
     _stat: int = -1
 
@@ -137,19 +138,23 @@ class Worker:
             self.outbox.clear()
         return False
 
-    def receive(self) -> tuple[list[wire.Message], bool]:
-        """All messages that have arrived, and whether the stream has ended."""
-        messages: list[wire.Message] = []
+    def receive(self) -> tuple[list[bytes], bool]:
+        """All messages that have arrived, not yet decoded, and whether there will be no more: the stream has ended, or
+        what came is no stream of messages (then `garbled` says why)."""
+        messages: list[bytes] = []
         while self.link_open:
             try:
                 data = self.link.recv(1 << 18)
+                if not data:
+                    return messages, True
+                messages += self.decoder.feed(data)
             except BlockingIOError:
                 return messages, False
             except OSError:
                 return messages, True
-            if not data:
+            except wire.Malformed as error:
+                self.garbled = str(error)
                 return messages, True
-            messages += self.decoder.feed(data)
         return messages, True
 
     def signal(self, number: int) -> None:

@@ -4,7 +4,6 @@ worker that needs it, restarted when it dies, waited for at the end."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_harness import memory_slots
+from elastic_harness import memory_slots, messages
 
 RESTART_DELAYS_S = (0.0, 0.2, 1.0, 5.0)  # after so many deaths in a row; the last for all further ones
 
@@ -64,8 +63,8 @@ class WriterProcess:
         self._partial += data
         *lines, self._partial = self._partial.split(b"\n")
         for line in lines:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                said = json.loads(line)
+            with contextlib.suppress(ValueError):
+                said = messages.checkpoint_event(line)
                 self._deaths = 0
                 self._report(said["event"], said["fields"])
         return bool(data)

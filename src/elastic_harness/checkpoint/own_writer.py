@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import subprocess
 import threading
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elastic_harness import memory_slots
+from elastic_harness import memory_slots, messages
 from elastic_harness.checkpoint.snapshot import Slots
 from elastic_harness.errors import InfrastructureError
 
@@ -75,14 +74,14 @@ class OwnWriter:
     def _read(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            with contextlib.suppress(ValueError, KeyError):
-                said = json.loads(line)
+            with contextlib.suppress(ValueError):
+                said = messages.checkpoint_event(line)
                 if said["event"] == "checkpoint_saved":
                     self._deaths = 0
                 if said["fields"].get("fatal"):
-                    self._fatal = str(said["fields"]["error"])
+                    self._fatal = str(said["fields"].get("error"))
                 self._pass_on(said["event"], said["fields"])
-                if said["event"] == "checkpoint_failed" and said["fields"]["final"]:
+                if said["event"] == "checkpoint_failed" and said["fields"].get("final"):
                     with self._heard:
                         self._failed.add(said["fields"]["step"])
                         self._heard.notify_all()

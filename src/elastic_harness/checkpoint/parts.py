@@ -105,7 +105,8 @@ def _publish(shared: Path, final: Path, step: int, count: int) -> Path | None:
     checkpoint = manifests.read(shared, final.name)
     if checkpoint is None:
         raise CheckpointCorrupt(f"The parts in {shared} do not fit together.")
-    assert checkpoint.blocks, "a checkpoint without tensors"
+    if not checkpoint.blocks:  # looking at them also checks that the manifest does not contradict itself
+        raise CheckpointCorrupt(f"The parts in {shared} have no tensors.")
     for index in range(count):
         with contextlib.suppress(FileNotFoundError):
             (shared / f"part-{index:05d}-of-{count:05d}.json").unlink()

@@ -46,7 +46,8 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor], known: dict[Place,
     if isinstance(value, Tensor):
         name = path if known is None else known.setdefault(place_of(value) or (path,), path)
         if name == path:
-            assert path not in tensors, f"two pieces of state are called {path}"
+            if path in tensors:
+                raise ConfigError(f"Two tensors of the state are both called {path!r}; rename a key that leads to one.")
             tensors[path] = value.detach()
         return {"$tensor": name, **_layout(value), **({} if known is None else _surroundings(value))}
     if isinstance(value, np.generic) and value.dtype.kind in "biufc" and value.dtype.char not in "gG":

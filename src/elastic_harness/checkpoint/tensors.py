@@ -24,7 +24,8 @@ def slice_of(name: str, tensor: Tensor) -> Slice:
 def flat_bytes(tensor: Tensor) -> Tensor:
     """The tensor's bytes in row-major order, little-endian, (n,) uint8; a view where it can be one. On the tensor's
     device."""
-    assert sys.byteorder == "little", "big-endian machines are not supported"
+    if sys.byteorder != "little":
+        raise ConfigError("This machine is big-endian, which checkpoints and sample hashes do not support.")
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 

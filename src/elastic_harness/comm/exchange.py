@@ -20,7 +20,7 @@ from elastic_harness.comm.group import Group, Work
 from elastic_harness.comm.plan import Plan, Transfer
 from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.tree import Node, key, split
-from elastic_harness.errors import PeerFailed
+from elastic_harness.errors import Inconsistent, PeerFailed
 from elastic_harness.failpoints import failpoint
 
 HEADER, JOIN, REDUCE, GATHER, SPREAD, TRANSFER = range(6)
@@ -188,7 +188,8 @@ class Exchange:
         first, second = split(node)
         a, a_is_free = self._value(first, lo, hi, add)
         b, b_is_free = self._value(second, lo, hi, add)
-        assert a_is_free or b_is_free, f"{first} and {second} are both this member's and should have been one"
+        if not (a_is_free or b_is_free):
+            raise Inconsistent(f"{first} and {second} are both this member's partial sums, and should have been one")
         out = into if into is not None else a if a_is_free else b
         add(out, first, a, second, b, lo)
         return out, True

@@ -22,6 +22,7 @@ from fractions import Fraction
 
 from elastic_harness.comm.placement import Ranges
 from elastic_harness.comm.tree import Node, maximal_nodes
+from elastic_harness.errors import Inconsistent
 
 BLOCK = 8192
 """Elements per block: the unit of ownership."""
@@ -93,7 +94,8 @@ def make_plan(
             columns[via] = (first.setdefault(via, lo), hi)
 
     cover = sorted((node, r) for r, m in enumerate(members) for node in maximal_nodes(placed.get(m, ()), lanes))
-    assert sum(hi - lo for (lo, hi), _ in cover) == lanes, f"lanes held {cover} do not cover {lanes} lanes once"
+    if sum(hi - lo for (lo, hi), _ in cover) != lanes:
+        raise Inconsistent(f"the lanes held, {cover}, do not cover {lanes} lanes once")
     join: list[Transfer] = []
     reduce: list[Transfer] = []
     gather: list[Transfer] = []

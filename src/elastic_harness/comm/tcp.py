@@ -28,7 +28,7 @@ from elastic_harness.comm import mesh
 from elastic_harness.comm.group import Work
 from elastic_harness.comm.reach import LOOK_AFTER_S, LOOK_EVERY_S, Address, Link, Silence, ask_again_and_again
 from elastic_harness.comm.rendezvous import KeyValue
-from elastic_harness.errors import PeerFailed
+from elastic_harness.errors import Inconsistent, PeerFailed
 
 READY, DATA = 1, 2
 _FRAME = struct.Struct("<IIQ")  # kind, tag, bytes of the message
@@ -324,6 +324,7 @@ def _take(queues: Queues[Item], tag: int) -> Item:
 
 def _content(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor, in place."""
-    assert tensor.is_contiguous(), "what is sent or received must be contiguous"
+    if not tensor.is_contiguous():
+        raise Inconsistent(f"a tensor of shape {tuple(tensor.shape)} that is sent or received is not contiguous")
     flat = tensor.detach().view(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(bytearray())  # type: ignore[arg-type]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from elastic_harness.errors import Inconsistent
+
 Node = tuple[int, int]
 
 
@@ -15,7 +17,8 @@ def split(node: Node) -> tuple[Node, Node]:
     """The two children of an inner node."""
     lo, hi = node
     size = hi - lo
-    assert size > 1, f"{node} is a leaf"
+    if size <= 1:
+        raise Inconsistent(f"{node} is a leaf of the tree, and has no children")
     middle = lo + (1 << (size - 1).bit_length() - 1)
     return (lo, middle), (middle, hi)
 

@@ -40,7 +40,8 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
     """Samples of `seq_length` tokens and their labels, one token ahead, in an order that is new in each epoch.
 
     index_file: a TokenIndexFile, its path or its address in object storage; or data_files (with tokenizer): files,
-    folders or patterns, from which an index is built once and kept in the cache folder; or mixture: several indexes in
+    folders or patterns, from which an index is built once and kept in the cache folder (tokenizer: a name, or an object
+    of tiktoken, tokenizers or transformers: see tokenizers.chosen); or mixture: several indexes in
     proportions. split: which side of the split by document, of which `validation_fraction` is held out. rank,
     world_size: this process's share when it is iterated over; default: those of the process group, else alone. epochs:
     iteration ends after so many; default: never.
@@ -61,7 +62,7 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
         seed: int = 0,
         *,
         data_files: Sequence[str] | str | None = None,
-        tokenizer: str = "bytes",
+        tokenizer: object = "bytes",
         mixture: Mixture | None = None,
         documents: Documents = "join",
         split: Split = "train",
@@ -331,10 +332,10 @@ class _Batches(IterableDataset[Any]):
                 yield self._dataset.read(ids), after
 
 
-def find_or_build(data_files: Sequence[str], tokenizer: str) -> TokenIndexFile:
+def find_or_build(data_files: Sequence[str], tokenizer: object) -> TokenIndexFile:
     """The index of these files: from the cache folder, or built into it. Known by names, sizes and times of the files
     and by the tokenizer."""
-    chosen = tokenizers.load(tokenizer)
+    chosen = tokenizers.chosen(tokenizer)
     files = [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in find_inputs(data_files)]
     key = xxhash.xxh3_128_hexdigest(json.dumps([files, chosen.identity], sort_keys=True).encode())
     path = cache_folder("indexes") / f"{key}.bin"

@@ -76,7 +76,7 @@ def build(
     inputs: Sequence[str],
     output: str | Path,
     *,
-    tokenizer: str | Tokenizer = "bytes",
+    tokenizer: object = "bytes",
     text_key: str = "text",
     processes: int = 1,
     max_bad_fraction: float = 0.0,
@@ -91,7 +91,7 @@ def build(
     same output is at work; InfrastructureError if the disk refuses or a process of the build dies.
     """
     output = Path(output)
-    chosen = tokenizers.load(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    chosen = tokenizers.chosen(tokenizer)
     with _exclusive(output, wait=False):
         return _build(inputs, output, chosen, text_key, processes, max_bad_fraction, progress)
 

@@ -9,7 +9,7 @@ import hashlib
 import importlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -59,12 +59,27 @@ class TiktokenTokenizer:
     file = ""
     raw = False
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, same_as: Any = None) -> None:
+        """`same_as`: an encoding that has to be the one of this name, for only its name is remembered."""
         tiktoken = _import("tiktoken")
         try:
             self._encoding = tiktoken.get_encoding(name)
         except ValueError as error:
             raise ConfigError(f"tiktoken has no encoding {name!r}; it has {tiktoken.list_encoding_names()}.") from error
+        except OSError as error:  # its client's errors are of this kind
+            raise ConfigError(
+                f"tiktoken keeps no copy of the encoding {name!r} here, and cannot download it ({_short(error)}). Load "
+                f"it once on a machine with a network: TIKTOKEN_CACHE_DIR=FOLDER python -c 'import tiktoken; "
+                f'tiktoken.get_encoding("{name}")\'. Copy that folder here, or give a tokenizer.json.'
+            ) from error
+        own = self._encoding
+        if same_as is not None and (own.token_byte_values(), own.special_tokens_set, own.n_vocab) != (
+            same_as.token_byte_values(), same_as.special_tokens_set, same_as.n_vocab
+        ):  # fmt: skip
+            raise ConfigError(
+                f"This encoding is called {name!r}, but tiktoken's of that name is another one; an index remembers the "
+                "name alone. Register yours as a tiktoken plugin, or give a tokenizer.json."
+            )
         self.vocab_size = self._encoding.n_vocab
         self.eot_id = self._encoding.eot_token
         self.identity = {"kind": "tiktoken", "name": name}
@@ -133,6 +148,24 @@ def load(spec: str, eot: str | None = None) -> Tokenizer:
         ) from error
 
 
+def chosen(given: object) -> Tokenizer:
+    """The tokenizer that is given by name or as an object: one of ours, of tiktoken's, of tokenizers', or a fast one of
+    transformers. Raises ConfigError for anything else: an index has to be able to say what made its ids."""
+    if isinstance(given, (str, Path)):
+        return load(str(given))
+    if all(hasattr(given, name) for name in ("identity", "vocab_size", "eot_id", "file", "raw", "encode", "decode")):
+        return cast(Tokenizer, given)
+    if isinstance(name := getattr(given, "name", None), str) and hasattr(given, "encode_to_numpy"):
+        return TiktokenTokenizer(name, given)
+    library_s = getattr(given, "backend_tokenizer", given)  # what a fast tokenizer of transformers wraps
+    if hasattr(library_s, "to_str"):
+        return HuggingFaceTokenizer(library_s.to_str(), getattr(given, "eos_token", None))
+    raise ConfigError(
+        f"tokenizer is {type(given).__name__}; give bytes, tiktoken:NAME, a tokenizer.json or its folder, a name on "
+        "the Hugging Face hub, or an object of tiktoken, of tokenizers, or a fast one of transformers."
+    )
+
+
 def restore(identity: dict[str, Any], file: str) -> Tokenizer:
     """The tokenizer that an index was built with. Raises ConfigError if it cannot be had."""
     match identity.get("kind"):
@@ -164,6 +197,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return HuggingFaceTokenizer(tokenizer.to_str())
+
+
+def _short(error: BaseException) -> str:
+    """The innermost reason of an error that wraps others."""
+    inner = getattr(error.args[0], "reason", None) if error.args else None
+    text = str(inner if inner is not None else error)
+    return text.rsplit(": ", 1)[-1]
 
 
 def _import(name: str) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.etcd.address import PASSWORD_VARIABLE, Address
 from elastic_harness.membership.store import Unavailable
+from elastic_harness.shape import parse
 
 try:
     import urllib3
@@ -168,7 +169,7 @@ class Gateway:
         content = response.read()
         response.release_conn()
         try:
-            told = json.loads(content)
+            told = parse(content)
             code, message = int(told["code"]), str(told.get("message") or told.get("error"))
         except (ValueError, KeyError, TypeError):
             if response.status == 404:
@@ -273,12 +274,13 @@ def encode(text: str) -> str:
 
 
 def decode(text: str) -> str:
-    return base64.b64decode(text).decode()
+    """The text of a key or value; bytes that are no UTF-8 are spelled out, for their reader to find damaged."""
+    return base64.b64decode(text).decode(errors="backslashreplace")
 
 
 def _answer(line: bytes) -> Json:
     try:
-        told = json.loads(line)
+        told = parse(line)
     except ValueError:
         raise Refused(_UNAVAILABLE, f"an answer that is no JSON: {line[:80]!r}") from None
     if not isinstance(told, dict):
@@ -288,7 +290,8 @@ def _answer(line: bytes) -> Json:
         error = error if isinstance(error, dict) else told
         raise Refused(int(error.get("grpc_code") or error.get("code") or 2), str(error.get("message") or error))
     result = told.get("result", told)
-    assert isinstance(result, dict)
+    if not isinstance(result, dict):
+        raise Refused(_UNAVAILABLE, f"an answer whose result is no object: {line[:80]!r}")
     return result
 
 

@@ -36,6 +36,7 @@ from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.once import Once
 from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership.store import Compacted, Entry, Put, Unavailable
+from elastic_harness.names import check_name
 
 PREFIX = "torch/elastic/"
 TTL_S = 86_400.0  # of all keys, from the last time their writer wrote anything
@@ -55,6 +56,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         EtcdStore(gateway).revision  # noqa: B018  (says now what is wrong)
     except HarnessError as error:
         raise RendezvousConnectionError(str(error)) from error
+    check_name("--rdzv-id", params.run_id, "it is a part of keys in etcd: ")
     backend = EtcdBackend(EtcdStore(gateway, f"{PREFIX}rendezvous/"), params.run_id)
     store = EtcdTensorStore(gateway, f"{PREFIX}store/{params.run_id}/")
     return Handler(create_handler(store, backend, params))

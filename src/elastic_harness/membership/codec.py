@@ -8,9 +8,11 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from typing import Any
 
+from elastic_harness import shape
 from elastic_harness.membership import leader, types
 
 _CLASSES: dict[str, type[Any]] = {
@@ -33,14 +35,17 @@ def to_text(value: object) -> str:
 
 
 def from_text(text: str) -> Any:
-    """What `to_text` was given, as JSON has it. Raises ValueError or zlib.error for what is no such text."""
+    """What `to_text` was given, as JSON has it. Raises ValueError for what is no such text."""
     if not text.startswith("z"):
-        return json.loads(text)
+        return shape.parse(text)
     unpacker = zlib.decompressobj()
-    data = unpacker.decompress(base64.b64decode(text[1:]), UNPACKED_MAX)
+    try:
+        data = unpacker.decompress(base64.b64decode(text[1:]), UNPACKED_MAX)
+    except zlib.error as error:
+        raise ValueError(f"it cannot be unpacked ({error})") from None
     if not unpacker.eof:
         raise ValueError(f"a packed text does not end within {UNPACKED_MAX} bytes")
-    return json.loads(data)
+    return shape.parse(data)
 
 
 def encode(value: Any) -> Any:
@@ -55,10 +60,33 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """What was encoded. Raises ValueError, KeyError or TypeError for what was not."""
+    """What was encoded; what is decoded already stays as it is. Raises ValueError for what was not encoded here."""
+    try:
+        return _decode(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _decode(data: Any) -> Any:
     if isinstance(data, list):
-        return tuple(decode(each) for each in data)
+        return tuple(_decode(each) for each in data)
     if not isinstance(data, dict):
         return data
-    values = {key: decode(each) for key, each in data.items() if key != "is"}
-    return _CLASSES[data["is"]](**values) if "is" in data else values
+    values = {key: _decode(each) for key, each in data.items() if key != "is"}
+    if "is" not in data:
+        return values
+    name: object = data["is"]
+    if not isinstance(name, str) or name not in _CLASSES:
+        raise ValueError(f"it names {str(name)[:40]!r}, which is no class of the membership")
+    cls: Any = _CLASSES[name]
+    fields_of = shape.of(cls)
+    if unknown := values.keys() - fields_of.keys():
+        raise ValueError(f"{name} has no {min(unknown)!r}")
+    values = {**_defaults(cls), **values}
+    shape.expect(values, fields_of)
+    return cls(**values)
+
+
+@cache
+def _defaults(cls: Any) -> dict[str, Any]:
+    return {f.name: f.default for f in fields(cls) if f.default is not MISSING}

@@ -7,41 +7,20 @@ each record was read. Addresses it gathers anew from the records.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from elastic_harness.membership import leader
 from elastic_harness.membership.codec import decode, encode
-from elastic_harness.membership.types import Limits
+from elastic_harness.membership.records import Known, Values
+from elastic_harness.membership.types import Limits, node_of
 
-Values = Mapping[int, Mapping[str, str]]
-"""What members have set for each other, by generation and key."""
 ACTIONS_KEPT = 32
 GENERATIONS_KEPT = 2  # each names all members, twice; who missed more hears of the newest as an urgent one
 HISTORY = "history"  # an entry of what nodes must have in common: made when a run begins, kept in their folders
 PER_LAUNCH = ("training.max_steps",)  # entries that may change when all nodes are launched again
 PATIENCE_S = 3.0  # so long other nodes may take to come, or to come back after an outage that ended all leases
 UNPUBLISHED_MAX = 64  # events of a record read since the last decision, which stay in it until there is another
-
-
-@dataclass(frozen=True)
-class Known:
-    """What outlives the store: the last generation number ever used, whether any step was ever committed, and which
-    history the run is in."""
-
-    number: int = 0
-    born: bool = False
-    lineage: int = 0
-    from_step: int = 0
-
-    @staticmethod
-    def of(state: leader.State) -> Known:
-        return Known(state.number, state.born, state.lineage, state.from_step)
-
-    def and_also(self, other: Known) -> Known:
-        """What both together know."""
-        newest = max(self, other, key=lambda known: (known.lineage, known.from_step))
-        return Known(max(self.number, other.number), self.born or other.born, newest.lineage, newest.from_step)
 
 
 class Leading:
@@ -63,13 +42,15 @@ class Leading:
         self._records: dict[str, Mapping[str, Any]] = {}
         self._about: dict[str, Any] = {}
         self._excluded: dict[str, str] = {}  # nodes, and why
+        self._damaged: dict[str, float | None] = {}  # records that cannot be read, and since when that is published
+        self._given_up: set[str] = set()  # those of them that were not written anew
         self._wanted = 0  # workers, by all records
         self._taken: dict[str, int] = {}  # how far each record was read
         self._events: list[leader.Event] = []  # read, not yet given to the protocol
         self._settled: leader.State | None = None  # in which nothing follows from time alone
         self._actions: list[tuple[int, Any]] = []  # encoded
         self._count = 0  # of all actions ever
-        self._published: tuple[int, dict[str, str]] = (0, {})  # count and excluded of the last decision
+        self._published: tuple[int, dict[str, str], list[str]] = (0, {}, [])  # of the last decision
         self._published_taken: dict[str, int] = {}
         self._overdue = False  # whether a record holds many events that were read
         self._values: dict[int, dict[str, str]] = {}
@@ -79,16 +60,18 @@ class Leading:
     # ---- what the records say
 
     def read_all(
-        self, records: Mapping[str, Mapping[str, Any]], decision: Mapping[str, Any] | None, now: float
+        self, records: Mapping[str, Mapping[str, Any] | None], decision: Mapping[str, Any] | None, now: float
     ) -> None:
-        """All records as they are, and the last decision."""
+        """All records as they are, None for one that cannot be read; and the last decision."""
         if self.state is None and decision is not None:
             kept = decision["about"] if decision["known"]["born"] or decision["formed"] else {}
             self._about = {name: value for name, value in kept.items() if name not in PER_LAUNCH}
-        for key in [key for key in (*self._records, *self._excluded) if key not in records]:
+        followed = {*self._records, *self._excluded, *self._damaged, *self._given_up}
+        for key in sorted(followed - records.keys()):
             self.ended(key)
         for key in sorted(records, key=lambda key: key != self._key):
-            self.changed(key, records[key])
+            record = records[key]
+            self.damaged(key) if record is None else self.changed(key, record)
         self._all_read = True
         if self.state is None and decision is not None:
             self._take_over(decision, now)
@@ -98,6 +81,10 @@ class Leading:
 
     def changed(self, key: str, record: Mapping[str, Any]) -> None:
         """A node's record is new, or has changed."""
+        self._damaged.pop(key, None)
+        if key in self._given_up:
+            self._given_up.discard(key)
+            self._events += map(leader.Ready, record["members"])
         if key in self._excluded or self._differs(key, record["about"]):
             return
         self._wanted += record["places"] - (self._records[key]["places"] if key in self._records else 0)
@@ -105,6 +92,28 @@ class Leading:
         for number, values in record["values"].items():
             self._values.setdefault(int(number), {}).update(values)
         self._follow([key])
+
+    def damaged(self, key: str) -> None:
+        """A node's record cannot be read any more. That node is told so by decisions until it writes the record anew;
+        for `PATIENCE_S` what it said before still counts, and after that the node counts as gone."""
+        if key not in self._given_up:
+            self._damaged.setdefault(key, None)
+
+    def _give_up(self, key: str) -> None:
+        del self._damaged[key]
+        self._given_up.add(key)
+        self._forget(key)
+        self._events += (leader.Lost(member) for member in self._missing() if node_of(member) == _node_at(key))
+
+    def _missing(self) -> list[str]:
+        """The workers that are ready as far as the protocol knows, and of which no record tells."""
+        living = {member for record in self._records.values() for member in record["members"]}
+        return [] if self.state is None else [member for member in self.state.ready if member not in living]
+
+    def publish_again(self) -> None:
+        """What was published is gone from the store, or cannot be read there: all of it is new once more."""
+        self._overdue = True
+        self._values_published.clear()
 
     def _differs(self, key: str, about: Mapping[str, Any]) -> bool:
         for name, value in about.items():
@@ -120,6 +129,8 @@ class Leading:
     def ended(self, key: str) -> None:
         """A node is gone, and so are its workers."""
         self._excluded.pop(key, None)
+        self._damaged.pop(key, None)
+        self._given_up.discard(key)
         record = self._forget(key)
         if record is not None and self.state is not None:
             self.state = _perhaps_born(self.state)
@@ -139,11 +150,18 @@ class Leading:
             return
         if self.state is None and now >= self._patient_until:
             self._begin()
+        for key in [key for key in self._damaged if key in self._published[2]]:
+            since = self._damaged[key]
+            if since is None:
+                self._damaged[key] = now
+            elif now - since > PATIENCE_S:  # nobody's: it hangs on no lease, or it would have ended
+                self._give_up(key)
         self.step(now)
         if self.state is not None and now >= self._patient_until and not self._missed:
             self._missed = True
-            living = {member for record in self._records.values() for member in record["members"]}
-            self._step([*(leader.Lost(m) for m in self.state.ready if m not in living), *self._scaled()], now)
+            unread = set(map(_node_at, self._damaged))  # these nodes live, for all that is known
+            lost = [m for m in self._missing() if node_of(m) not in unread]
+            self._step([*map(leader.Lost, lost), *self._scaled()], now)
         if self.state is not None and (self.state is not self._settled or leader.timed(self.state)):
             count = self._count
             self._step([leader.Tick()], now)
@@ -159,9 +177,11 @@ class Leading:
     def news(self, now: float) -> dict[str, Any] | None:
         """The decision to publish, if there is anything new."""
         self.step(now)
-        if self.state is None or (self._published == (self._count, self._excluded) and not self._overdue):
+        damaged = sorted(self._given_up.union(self._damaged))
+        news = (self._count, self._excluded, damaged)
+        if self.state is None or (self._published == news and not self._overdue):
             return None
-        self._published, self._overdue = (self._count, dict(self._excluded)), False
+        self._published, self._overdue = (self._count, dict(self._excluded), damaged), False
         self._published_taken = dict(self._taken)
         generation = self.state.generation
         return {
@@ -176,6 +196,7 @@ class Leading:
             "paused": self.state.paused,
             "finished": next((action["version"] for _, action in self._actions if action["is"] == "Done"), None),
             "excluded": self._excluded,
+            "damaged": damaged,
             "taken": self._published_taken,
             "count": self._count,
             "actions": self._actions,
@@ -222,7 +243,7 @@ class Leading:
         self._published_taken = dict(self._taken)
         self._actions = [(number, action) for number, action in decision["actions"]]
         self._count = decision["count"]
-        self._published = (self._count, {})
+        self._published = (self._count, {}, [])
         state: leader.State = decode(decision["state"])
         if state.done:
             return self._begin_another(Known.of(_perhaps_born(state)), now)
@@ -255,7 +276,7 @@ class Leading:
     def _scaled(self) -> list[leader.Event]:
         """How many workers are wanted now: all that the nodes have places for. Not before it is known who is missing:
         of fewer that are wanted, living ones would have to go."""
-        if self.state is None or not self._missed:
+        if self.state is None or not self._missed or not self._damaged.keys() <= self._records.keys():
             return []
         limits = self.state.limits
         unchanged = max(limits.min_workers, min(self._wanted, limits.max_workers)) == limits.target
@@ -276,3 +297,8 @@ class Leading:
 def _perhaps_born(state: leader.State) -> leader.State:
     """Members of whom nothing is heard any more may have committed the first step: nobody begins at zero in silence."""
     return replace(state, born=state.born or state.ever_formed)
+
+
+def _node_at(key: str) -> str:
+    """The name of the node whose record has this key."""
+    return key.rpartition("/")[2].rpartition(".")[0]

@@ -18,13 +18,21 @@ While the store is away nothing happens here: workers go on stepping, and what b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic_harness.membership import leader
-from elastic_harness.membership.codec import decode, encode, from_text, to_text
-from elastic_harness.membership.leading import HISTORY, PATIENCE_S, Known, Leading, Values
+from elastic_harness.membership.codec import decode, encode, to_text
+from elastic_harness.membership.leading import HISTORY, PATIENCE_S, Leading
+from elastic_harness.membership.records import (
+    Known,
+    Values,
+    read_decision,
+    read_record,
+    read_state,
+    read_values,
+)
 from elastic_harness.membership.store import Change, Entry, Put
 from elastic_harness.membership.types import Limits
 
@@ -169,7 +177,16 @@ class Excluded:
     reason: str
 
 
-Output = Register | Follow | Write | Carry | Deliver | Excluded
+@dataclass(frozen=True)
+class Damaged:
+    """A value in the store is none that a node wrote. It is ignored; the node whose it is writes it anew."""
+
+    key: str
+    why: str
+
+
+Output = Register | Follow | Write | Carry | Deliver | Excluded | Damaged
+T = TypeVar("T")
 
 
 class Node:
@@ -201,9 +218,14 @@ class Node:
         self._returned_at: float | None = None  # when the last lease ended
         self._ever: set[str] = set()  # workers of this node that were in a generation
         self._leader_known = False
-        self._decision: Entry | None = None
+        self._decision: Entry | None = None  # the last one that could be read
+        self._decision_at = 0  # the revision of what stands in its place now
+        self._unled_at = 0  # the revision of what stands in the leader's place and is no node
+        self._damaged: dict[str, int] = {}  # keys whose values cannot be read, and at which revision that was said
+        self._complaints: list[Output] = []
         self._deciding = ""  # the decision that is being written
         self._origin = ""
+        self._origin_in = -1  # the session in which it was last read
         self.history = str(about.get(HISTORY, ""))  # which history of training this node has a part in
         self._heeded: int | None = None  # the last action that was carried out; None: no decision was ever read
         self._leading: Leading | None = None
@@ -233,7 +255,8 @@ class Node:
         outputs: list[Output] = []
         for told in inputs:
             outputs += self._take(told, now)
-        return outputs + self._writes(now)
+        complaints, self._complaints = self._complaints, []
+        return outputs + complaints + self._writes(now)
 
     def _take(self, told: Input, now: float) -> list[Output]:
         outputs: list[Output] = []
@@ -306,7 +329,7 @@ class Node:
         self._registered = self._has_read = False
         unread = [event for _, event in self._events if not isinstance(event, leader.Ready)]
         self._events, self._last, self._written, self._writing, self._revision = [], 0, -1, None, 0
-        self._leading, self._leader_known, self._decision = None, False, None
+        self._leading, self._leader_known, self._decision, self._decision_at = None, False, None, 0
         self._asked.clear()
         leaving = map(leader.Leaving, self._members if self._leaves else ())
         for event in [*map(leader.Ready, self._members), *leaving, *unread]:
@@ -327,10 +350,11 @@ class Node:
                 "events": [[number, encode(event)] for number, event in self._events],
                 "values": self._offered,
             }
-            wanted.append(self._write({self.key: to_text(record)}, {self.key: self._revision}, leased=True))
+            unwritten = {self.key: 0} if self._written < 0 else {}  # after that the lease alone says whose it is
+            wanted.append(self._write({self.key: to_text(record)}, unwritten, leased=True))
         if self._leader_known and not self.leader and self._written >= 0 and self.ended is None:
             if LEADER not in self._asked.values():
-                wanted.append(self._write({LEADER: self.key}, {LEADER: 0}, leased=True))
+                wanted.append(self._write({LEADER: self.key}, {LEADER: self._unled_at}, leased=True))
         return wanted + self._leaders_writes(now)
 
     def _write(self, entries: Mapping[str, str], compare: dict[str, int], *, leased: bool) -> Write:
@@ -347,39 +371,86 @@ class Node:
         if DECISION in by_key:
             outputs += self._saw(DECISION, by_key[DECISION], now)
         else:
-            self._decision = None
+            self._decision, self._decision_at = None, 0
             self._heeded = self._heeded or 0
         if VALUES in by_key:
             outputs += self._saw(VALUES, by_key[VALUES], now)
-        if self._leading is not None:
-            records = {key: from_text(entry.value) for key, entry in by_key.items() if key.startswith(NODES)}
-            decision = None
-            if self._decision is not None and STATE not in by_key:
-                return [*outputs, Follow(everything=True)]  # this was asked for before the claim
-            if self._decision is not None:
-                decision = from_text(self._decision.value) | {"state": from_text(by_key[STATE].value)}
-            self._leading.read_all(records, decision, now)
+        if self._leading is None:
+            return outputs
+        entries_of_nodes = {key: entry for key, entry in by_key.items() if key.startswith(NODES)}
+        if not entries_of_nodes and self._decision_at:
+            return [*outputs, Follow(everything=True)]  # this was asked for before the claim
+        records = {key: self._readable(entry, read_record) for key, entry in entries_of_nodes.items()}
+        self._leading.read_all(records, self._last_decision(by_key.get(STATE)), now)
         return outputs
+
+    def _last_decision(self, state: Entry | None) -> dict[str, Any] | None:
+        """The decision to go on from, with the state that was written together with it. None if there is none, or if
+        one of the two cannot be read: then all is as if the store had lost everything."""
+        if self._decision is None or state is None or state.revision != self._decision.revision:
+            return None
+        read = self._readable(state, read_state)
+        return None if read is None else read_decision(self._decision.value) | {"state": read}
+
+    def _readable(self, entry: Entry, read: Callable[[str], T]) -> T | None:
+        """What a value says; None, and a complaint, if it is damaged."""
+        try:
+            return read(entry.value)
+        except ValueError as error:
+            self._complain(entry, str(error))
+            return None
+
+    def _complain(self, entry: Entry, why: str) -> None:
+        if self._damaged.get(entry.key) != entry.revision:
+            self._damaged[entry.key] = entry.revision
+            self._complaints.append(Damaged(entry.key, why))
 
     def _saw(self, key: str, entry: Entry | None, now: float) -> list[Output]:
         if key == LEADER:
             self._leader_known = True
             self.leader = entry.value if entry is not None else ""
+            self._unled_at = 0
+            if entry is not None and not (entry.lease and entry.value.startswith(NODES)):
+                self._complain(entry, f"it names {entry.value[:40]!r}, on no node's lease")
+                self.leader, self._unled_at = "", entry.revision
             if self._leading is not None and (entry is None or entry.revision != self._leading.revision):
                 return self._step_down()
             if self._leading is None and entry is not None and self.leader == self.key and self.ended is None:
                 return self._lead(entry.revision)
         elif key == DECISION and entry is not None:
-            if self._decision is None or entry.revision > self._decision.revision:
+            if entry.revision > self._decision_at:
+                self._decision_at = entry.revision
+                decision = self._readable(entry, read_decision)
+                if decision is None:
+                    return self._without_a_decision()
                 self._decision = entry
-                return self._heed(from_text(entry.value))
+                return self._heed(decision, now)
         elif key == VALUES and entry is not None:
-            return [Deliver({int(number): values for number, values in from_text(entry.value).items()})]
+            values = self._readable(entry, read_values)
+            if values is not None:
+                return [Deliver(values)]
+            if self._leading is not None:
+                self._leading.publish_again()
+        elif key == STATE and entry is not None and self._leading is not None:
+            if self._readable(entry, read_state) is None:
+                self._leading.publish_again()
         elif key.startswith(NODES) and self._leading is not None:
+            record = None if entry is None else self._readable(entry, read_record)
             if entry is None:
                 self._leading.ended(key)
+            elif record is None:
+                self._leading.damaged(key)
             else:
-                self._leading.changed(key, from_text(entry.value))
+                self._leading.changed(key, record)
+        return []
+
+    def _without_a_decision(self) -> list[Output]:
+        """What stands in the decision's place cannot be read. Who leads has it still; and if nobody leads, the next
+        leader begins with what the nodes know."""
+        self._changes += 1
+        self._heeded = self._heeded or 0
+        if self._leading is not None:
+            self._leading.publish_again()
         return []
 
     def _wrote(self, key: str, revision: int, now: float) -> list[Output]:
@@ -407,7 +478,7 @@ class Node:
         """The last decision is known now: whoever holds the leader's key and does not lead yet may."""
         return [Follow(everything=False)] if self._leading is None and self.leader == self.key else []
 
-    def _heed(self, decision: dict[str, Any]) -> list[Output]:
+    def _heed(self, decision: dict[str, Any], now: float) -> list[Output]:
         """Carry out what is new in a decision. A node that has just come to the run has missed nothing of what was
         decided before, except that it may have ended."""
         newest = decision["count"]
@@ -418,6 +489,9 @@ class Node:
                 return [Carry(self.ended)]
         if decision["origin"] != self._origin:  # the store had lost everything
             self._origin, self._heeded = decision["origin"], 0
+            if self._origin_in == self._session:  # but not this node's record, of which the new leader has only a part
+                return self._begin_again(now)
+        self._origin_in = self._session
         if not self.history and HISTORY in decision["about"] and decision["formed"]:
             self.history = self._about[HISTORY] = decision["about"][HISTORY]
         taken = decision["taken"].get(self.key, 0)
@@ -433,6 +507,8 @@ class Node:
             if isinstance(action, leader.Done | leader.Poison | leader.Stop):
                 self._end(action)
             outputs.append(Carry(action))
+        if self.key in (decision.get("damaged") or ()):
+            self._changes += 1
         if self.key in decision["excluded"]:
             outputs.append(Excluded(decision["excluded"][self.key]))
         members = decision["members"]
@@ -483,8 +559,7 @@ class Node:
         if decision is not None:
             entries = {STATE: to_text(decision.pop("state"))}
             self._deciding = to_text(decision)
-            on_top_of = self._decision.revision if self._decision is not None else 0
-            compare = {DECISION: on_top_of, LEADER: leading.revision}
+            compare = {DECISION: self._decision_at, LEADER: leading.revision}
             wanted.append(self._write({DECISION: self._deciding, **entries}, compare, leased=False))
         values = leading.new_values() if VALUES not in under_way else None
         if values is not None:

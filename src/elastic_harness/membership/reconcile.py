@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 
+from elastic_harness.errors import Inconsistent
 from elastic_harness.membership.types import Digest, Generation, LaneRanges, Report, Source, SourceKind
 
 
@@ -19,7 +20,8 @@ def reconcile(
     and opens a new lineage; a new run is initialised by rank 0.
     """
     members = generation.members
-    assert set(reports) == set(members), "reconcile needs a report of every member"
+    if set(reports) != set(members):
+        raise Inconsistent(f"there are reports of {sorted(reports)}, but the generation's members are {list(members)}")
     version = max(reports[m].version for m in members)
     if version < 0:
         return _from_nothing(generation, reports, born=born, lineage=lineage, from_step=from_step)

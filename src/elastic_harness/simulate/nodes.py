@@ -19,7 +19,7 @@ from elastic_harness.membership import leader as core
 from elastic_harness.membership import node as nodes
 from elastic_harness.membership.leading import HISTORY, Known
 from elastic_harness.membership.node import Node
-from elastic_harness.membership.store import EmbeddedStore, Watch
+from elastic_harness.membership.store import EmbeddedStore, Put, Watch
 from elastic_harness.membership.types import Digest, Limits
 from elastic_harness.simulate.cluster import Size, index_of
 from elastic_harness.simulate.workers import Workers
@@ -59,6 +59,8 @@ KINDS = (
     "cut all from store", "cut from nodes", "isolate", "store away", "store loses all", "lose answer", "kill all",
     "leave", "stop all",
 )  # fmt: skip
+
+DAMAGES = ("", "7", "{}", "[" * 9, "z", "run/node/nobody")
 
 
 def draw(
@@ -296,15 +298,18 @@ class Simulation(Workers):
                 case nodes.Deliver(values):
                     for generation, by_key in values.items():
                         host.addresses.setdefault(generation, set()).update(by_key)
+                case nodes.Damaged():
+                    pass
                 case nodes.Excluded():  # its history is another: it is launched with a new folder
                     host.excluded = True
                     self.after(0.0, lambda life=host.life: self._kill(number, life))  # type: ignore[misc]
 
     def _register(self, number: int, life: int) -> None:
         host = self.hosts[number]
-        host.lease = 0
+        before, host.lease = host.lease, 0
 
         def arrive() -> None:
+            self.store.revoke(before)
             lease = self.store.lease(TTL_S)
 
             def granted() -> None:
@@ -558,6 +563,11 @@ class Simulation(Workers):
             case "store loses all":
                 leases = rng.getrandbits(48)  # etcd draws them at random
                 self.store = EmbeddedStore(lambda: self.store_clock, revision=rng.randrange(3), lease=leases)
+            case "store damaged":  # by somebody who writes into it: what it says hangs on no lease then
+                entries = self.store.range(nodes.EVERYTHING)
+                for entry in rng.sample(entries, rng.randint(0, len(entries))):
+                    self.store.txn({}, [Put(entry.key, rng.choice(DAMAGES))])
+                self._pass_changes()
             case "lose answer":
                 hosts[fault.nodes[0]].loses_answer = True
 

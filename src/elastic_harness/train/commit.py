@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from elastic_harness.errors import Inconsistent
 from elastic_harness.train.partials import SlotTable, Words
 
 FIXED_WORDS = 6
@@ -64,10 +65,11 @@ def gate(headers: Sequence[Header], reference: int | None) -> tuple[Verdict, str
     for the most frequent one (the lowest rank's of equals)."""
     first = headers[0]
     for rank, header in enumerate(headers):
-        assert (header.generation, header.version) == (first.generation, first.version), (
-            f"rank {rank} sent a header of generation {header.generation}, version {header.version}; "
-            f"rank 0 is at {first.generation}, {first.version}"
-        )
+        if (header.generation, header.version) != (first.generation, first.version):
+            raise Inconsistent(
+                f"rank {rank} sent a header of generation {header.generation}, version {header.version}; "
+                f"rank 0 is at {first.generation}, {first.version}"
+            )
     canaries = [h.canary for h in headers if h.canary]
     if canaries:
         expected = headers[reference].canary if reference is not None else Counter(canaries).most_common(1)[0][0]

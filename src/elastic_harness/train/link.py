@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from elastic_harness import wire
 from elastic_harness.errors import EXIT_CONFIG, EXIT_INFRASTRUCTURE, GenerationChanged
 from elastic_harness.membership.types import Digest, Generation, Report
+from elastic_harness.messages import TO_WORKER, check
 
 
 class Left(BaseException):
@@ -75,8 +76,12 @@ class AgentLink:
         while True:
             try:
                 message = self._channel.receive()
-            except (wire.Closed, ValueError):
+                check(message, TO_WORKER)
+            except wire.Closed:
                 os._exit(0)  # the agent is gone, and with it the node: never train on as an orphan
+            except wire.Malformed as error:
+                os.write(2, f"elastic-harness: the agent sent {error}; use the same version for both\n".encode())
+                os._exit(EXIT_INFRASTRUCTURE)
             try:
                 with self._changed:
                     self._take(message)

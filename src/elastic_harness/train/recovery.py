@@ -25,7 +25,14 @@ from torch import Tensor
 
 from elastic_harness.comm.group import Group
 from elastic_harness.comm.placement import Ranges, merge_ranges
-from elastic_harness.errors import EXIT_INFRASTRUCTURE, CheckpointCorrupt, PeerFailed, Recoverable, Unreachable
+from elastic_harness.errors import (
+    EXIT_INFRASTRUCTURE,
+    CheckpointCorrupt,
+    Inconsistent,
+    PeerFailed,
+    Recoverable,
+    Unreachable,
+)
 from elastic_harness.failpoints import failpoint
 from elastic_harness.ledger import CHECKPOINT
 from elastic_harness.membership.types import Generation, Report, SourceKind
@@ -193,7 +200,8 @@ def _repair(parts: Parts, progress: Progress, report: Report) -> Progress:
             return progress.dropped()
         case "replay":
             record = Record.from_payload(receive()[0], parts.new_partials(0).table)
-            assert record.step == progress.version, f"got the record of step {record.step} at {progress.version}"
+            if record.step != progress.version:
+                raise Inconsistent(f"the record of step {record.step} came to a member at version {progress.version}")
             return progress.at(digest.version, record=record, metrics=parts.applier.apply(record))
         case "state":
             return _take_state(parts, progress, digest.version, *receive())

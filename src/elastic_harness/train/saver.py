@@ -226,11 +226,12 @@ def make_saver(
 ) -> Saver:
     """The saver of a worker: with the agent's shared memory and writer, or without an agent those of rank 0 itself."""
     folder = run_dir / "checkpoints"
+    own_name = Path(os.path.abspath(run_dir)).name
     if config.nvme_path is not None:
-        _lead_elsewhere(folder, Path(config.nvme_path).expanduser().absolute() / run_dir.name)
+        _lead_elsewhere(folder, Path(config.nvme_path).expanduser().absolute() / own_name)
     base = config.upload_url
     several = bool(node_of(os.environ.get("ELASTIC_HARNESS_MEMBER", "")))
-    name = os.environ["ELASTIC_HARNESS_RUN_ID"] if several else run_dir.name  # the same on all nodes
+    name = os.environ["ELASTIC_HARNESS_RUN_ID"] if several else own_name  # the same on all nodes
     policy = policy_of(config, None if base is None else f"{base.rstrip('/')}/{name}")
     handed = os.environ.pop(memory_slots.VARIABLE, None)
     if handed is not None:

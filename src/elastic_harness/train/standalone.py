@@ -21,6 +21,7 @@ from elastic_harness.events import SCHEMA, EventLog
 from elastic_harness.ledger import FILE_NAME, LedgerWriter, Reached, reached
 from elastic_harness.membership.reconcile import reconcile
 from elastic_harness.membership.types import Digest, Generation, Report
+from elastic_harness.names import check_name, integer_variable
 from elastic_harness.train.link import Left
 
 
@@ -173,14 +174,15 @@ def _same(known: dict[str, Any], own: dict[str, Any], run_dir: Path) -> None:
 
 def connect(run_dir: str | Path | None, program: str) -> tuple[StandaloneLink, Path]:
     """The link for a process that has no agent, and its run folder. Under torchrun: collective."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
+    world, rank = integer_variable("WORLD_SIZE", 1), integer_variable("RANK", 0)
     if world == 1:
         folder = Path(run_dir) if run_dir is not None else Path("runs") / time.strftime(f"{program}-%Y%m%d-%H%M%S")
         return StandaloneLink(folder, 0, 1, None), folder
+    if not 0 <= rank < world:
+        raise ConfigError(f"RANK is {rank} and WORLD_SIZE {world}; RANK must be one of 0 … WORLD_SIZE - 1")
     import torch.distributed as dist
 
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = os.environ.get("MASTER_ADDR", ""), integer_variable("MASTER_PORT")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
@@ -192,5 +194,7 @@ def connect(run_dir: str | Path | None, program: str) -> tuple[StandaloneLink, P
         ) from error
     store = dist.PrefixStore(f"elastic_harness/{attempt}", tcp)
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "torchrun")
+    if run_dir is None:
+        check_name("--rdzv-id", run_id, "it names the run's folder, unless run_dir= does: ")
     folder = Path(run_dir) if run_dir is not None else Path("runs") / f"{program}-{run_id}"
     return StandaloneLink(folder, rank, world, store), folder

@@ -1,0 +1,54 @@
+"""`elastic-harness launch` from Python: for a notebook, or a script that starts jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic_harness.agent.options import parse
+from elastic_harness.agent.worker import die_with_parent
+from elastic_harness.errors import ConfigError
+
+
+def launch(command: Sequence[str | Path], **options: object) -> int:
+    """Run a job to its end, and return its exit code.
+
+    command: a script, or "-m" and a module, with its arguments. options: those of `elastic-harness launch`, with "_" in
+    place of "-", as in launch(["train.py", "--lr", "0.1"], nproc_per_node=2, run_dir="runs/a", fresh=True). The job is
+    in processes of its own: nothing of it is in this one, not even a signal handler. KeyboardInterrupt stops it at the
+    next step boundary, a second one at once; it does not outlive this process. Raises ConfigError for wrong options.
+    """
+    arguments = [*_spelled(options), *map(str, command)]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            parse(arguments)
+    except SystemExit:
+        raise ConfigError(f"launch() was given {arguments}: {said.getvalue().strip().splitlines()[-1]}") from None
+    parent = os.getpid()
+    job = subprocess.Popen(
+        [sys.executable, "-m", "elastic_harness", "launch", *arguments],
+        start_new_session=True,  # a terminal's Ctrl-C comes to this process alone, and once
+        preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
+    )
+    while True:
+        try:
+            return job.wait()
+        except KeyboardInterrupt:
+            job.send_signal(signal.SIGINT)
+
+
+def _spelled(options: dict[str, object]) -> list[str]:
+    """The options as on a command line; what is False or None is left out."""
+    words = []
+    for name, value in options.items():
+        if value is not None and value is not False:
+            spelled = "--" + name.replace("_", "-")
+            words.append(spelled if value is True else f"{spelled}={value}")
+    return words

@@ -1,0 +1,113 @@
+"""What the nodes of a run read from the store: each value is checked as a whole before anything is done with it.
+
+Anybody may write into a store. A value that none of our nodes wrote raises ValueError here, and its reader goes on with
+what it had.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_harness import shape
+from elastic_harness.membership import leader
+from elastic_harness.membership.codec import decode, from_text
+
+
+@dataclass(frozen=True)
+class Known:
+    """What outlives the store: the last generation number ever used, whether any step was ever committed, and which
+    history the run is in."""
+
+    number: int = 0
+    born: bool = False
+    lineage: int = 0
+    from_step: int = 0
+
+    @staticmethod
+    def of(state: leader.State) -> Known:
+        return Known(state.number, state.born, state.lineage, state.from_step)
+
+    def and_also(self, other: Known) -> Known:
+        """What both together know."""
+        newest = max(self, other, key=lambda known: (known.lineage, known.from_step))
+        return Known(max(self.number, other.number), self.born or other.born, newest.lineage, newest.from_step)
+
+
+Values = Mapping[int, Mapping[str, str]]
+"""What members have set for each other, by generation and key."""
+
+_EVENTS = typing.get_args(leader.Event)
+_ACTIONS = typing.get_args(leader.Action)
+_RECORD: shape.Shape = {
+    "about": dict[str, Any],
+    "places": int,
+    "members": list[str],
+    "known": dict[str, Any],
+    "events": list[tuple[int, dict[str, Any]]],
+    "values": dict[int, dict[str, str]],
+}
+_DECISION: shape.Shape = {
+    "origin": str,
+    "now": float,
+    "known": dict[str, Any],
+    "about": dict[str, Any],
+    "generation": int | None,
+    "members": list[str] | None,
+    "formed": bool,
+    "paused": str,
+    "finished": int | None,
+    "excluded": dict[str, str],
+    "damaged": list[str] | None,
+    "taken": dict[str, int],
+    "count": int,
+    "actions": list[tuple[int, dict[str, Any]]],
+}
+
+
+def read_record(text: str) -> dict[str, Any]:
+    """Return a node's record, its events decoded. Raises ValueError."""
+    record = _object(text)
+    shape.expect(record, _RECORD)
+    shape.expect(record["known"], shape.of(Known))
+    record["events"] = [(number, _one_of(_EVENTS, event)) for number, event in record["events"]]
+    return record
+
+
+def read_decision(text: str) -> dict[str, Any]:
+    """Return a decision, its actions decoded. Raises ValueError."""
+    decision = _object(text)
+    shape.expect(decision, _DECISION)
+    shape.expect(decision["known"], shape.of(Known))
+    for _, action in decision["actions"]:
+        _one_of(_ACTIONS, action)
+    return decision
+
+
+def read_state(text: str) -> leader.State:
+    """Return the leader's state that stands beside a decision. Raises ValueError."""
+    state: leader.State = _one_of((leader.State,), from_text(text))
+    return state
+
+
+def read_values(text: str) -> dict[int, dict[str, str]]:
+    """Return where members can be reached, by generation. Raises ValueError."""
+    values = _object(text)
+    shape.expect({"values": values}, {"values": dict[int, dict[str, str]]})
+    return {int(number): by_key for number, by_key in values.items()}
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = from_text(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds {str(value)[:40]!r}, not an object")
+    return value
+
+
+def _one_of(classes: tuple[type[Any], ...], data: Any) -> Any:
+    value = decode(data)
+    if not isinstance(value, classes):
+        raise ValueError(f"{str(data)[:80]!r} is none of {', '.join(each.__name__ for each in classes)}")
+    return value

@@ -1,0 +1,73 @@
+"""What `import elastic_harness` offers, and what it costs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import elastic_harness
+from elastic_harness.errors import ConfigError
+
+LOOKED_FOR = {
+    "start", "launch", "Config", "load_config", "CheckpointManager", "ResumableDataset", "__version__", "__doc__",
+}  # fmt: skip
+
+
+def test_looking_at_the_package_loads_nothing_heavy() -> None:
+    program = (
+        "import sys, json, elastic_harness; names = dir(elastic_harness); light = elastic_harness.launch;"
+        "print(json.dumps([names, [m for m in ('torch', 'numpy', 'yaml') if m in sys.modules]]))"
+    )
+    names, heavy = json.loads(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
+    assert set(names) >= LOOKED_FOR and heavy == []
+
+
+def test_every_name_is_there_and_documented() -> None:
+    offered = set(elastic_harness.__all__)
+    assert offered <= set(dir(elastic_harness)) and offered - {"__version__"} == set(elastic_harness._HOMES)
+    for name in offered - {"__version__"}:
+        assert getattr(elastic_harness, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'strat'"):
+        elastic_harness.strat  # noqa: B018
+
+
+@pytest.mark.slow
+def test_a_job_is_launched_from_python(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys; print('rank', os.environ['RANK'], *sys.argv[1:])")
+    assert elastic_harness.launch([script, "--nproc-per-node", "x"], nproc_per_node=2, run_dir=tmp_path / "run") == 0
+    said = capfd.readouterr().out
+    assert "[w0] rank 0 --nproc-per-node x" in said and "[w1] rank 1 --nproc-per-node x" in said
+    script.write_text("raise SystemExit(1)")
+    assert elastic_harness.launch([script], run_dir=tmp_path / "run", fresh=True, max_restarts=0, spares=None) == 1
+
+
+def test_wrong_options_are_an_error_of_the_call(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unrecognized arguments: --nproc=2"):
+        elastic_harness.launch(["script.py"], nproc=2)
+    with pytest.raises(ConfigError, match="what is to be launched"):
+        elastic_harness.launch([])
+
+
+@pytest.mark.slow
+def test_an_interrupt_reaches_the_job_once(tmp_path: Path) -> None:
+    """A Ctrl-C comes to every process of the terminal's group: the job must not take it for two."""
+    script, began = tmp_path / "script.py", tmp_path / "began"
+    script.write_text(
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('was asked to end', flush=True), sys.exit(0)))\n"
+        f"pathlib.Path({str(began)!r}).touch()\ntime.sleep(600)\n"
+    )
+    called = f"elastic_harness.launch([{str(script)!r}], run_dir={str(tmp_path / 'run')!r})"
+    command = [sys.executable, "-c", f"import elastic_harness, sys; sys.exit({called})"]
+    caller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    while not began.exists():
+        assert caller.poll() is None
+    caller.send_signal(signal.SIGINT)
+    said, _ = caller.communicate(timeout=60)
+    assert caller.returncode == 130 and "was asked to end" in said, said
