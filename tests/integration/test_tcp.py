@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import subprocess
@@ -58,20 +59,16 @@ def test_of_a_message_cut_in_two_nothing_is_left(start: Start, delay_s: str) -> 
 def test_a_flood_of_strangers_does_not_use_up_descriptors(start: Start, tmp_path: Path) -> None:
     """More connections than a member may have files open, while it waits for the others and when it has them."""
     peers = start("open:40")
-    strangers: list[socket.socket] = []
-    for rank in range(WORLD):
-        while not (tmp_path / str(rank)).exists():
-            assert peers[rank].poll() is None
-            time.sleep(0.0005)
-        host, port, _ = json.loads((tmp_path / str(rank)).read_text())
-        try:
-            strangers += [socket.create_connection((host, port), 5) for _ in range(200)]
-        except ConnectionRefusedError:
-            assert rank == WORLD - 1, "the ports are closed when all members are connected"
-    try:
+    with contextlib.ExitStack() as strangers:
+        for rank in range(WORLD):
+            while not (tmp_path / str(rank)).exists():
+                assert peers[rank].poll() is None
+                time.sleep(0.0005)
+            host, port, _ = json.loads((tmp_path / str(rank)).read_text())
+            try:
+                for _ in range(200):
+                    strangers.enter_context(socket.create_connection((host, port), 5))
+            except ConnectionError:
+                assert rank == WORLD - 1, "the ports are closed when all members are connected, and not before"
         for peer in peers:
             assert said(peer)["descriptors"] == WORLD - 1 + 2, "one for each peer, to wait with, to be woken by"
-    finally:
-        for stranger in strangers:
-            stranger.close()
-    assert len(strangers) >= 200 * (WORLD - 1)
