@@ -9,7 +9,7 @@ import pytest
 
 from elastic_harness.membership import leader, node
 from elastic_harness.membership.codec import PACKED_FROM, encode, from_text, to_text
-from elastic_harness.membership.leading import Known
+from elastic_harness.membership.leading import Known, Leading
 from elastic_harness.membership.node import Carry, Deliver, Excluded, Happened, Node, Offered, Read, Saw, Tick, Wrote
 from elastic_harness.membership.store import Change, EmbeddedStore, Entry, Watch
 from elastic_harness.membership.types import Generation, Limits, Report
@@ -218,6 +218,53 @@ def test_a_stopped_job_begins_again_where_it_was() -> None:
     assert [a.generation.members for a in again] == [("c/w0",)]
     assert again[0].generation.number > number
     assert nodes.nodes["c"].known.born, "it may have committed its first step"
+
+
+def test_a_node_that_missed_a_stop_and_a_relaunch_has_no_part_in_what_follows() -> None:
+    """It hears of everything at once: the end of its own job, and then of another, stopped as well, that counted on its
+    workers."""
+    nodes = Nodes()
+    two(nodes)
+    nodes.cut.add("b")
+    nodes.tell("a", Happened(leader.StopAsked("enough")))
+    nodes.remove("a")
+    for name in "cd":
+        nodes.add(name)
+        nodes.ready(name, f"{name}/w0")
+        nodes.tick()
+        assert members(nodes, name) == ("b/w0",), "its record tells of it as before"
+        if name == "c":
+            nodes.tell(name, Happened(leader.StopAsked("enough again")))
+            nodes.remove(name)
+    carried = len(nodes.seen["b"])
+    nodes.cut.clear()
+    nodes.settle()
+    assert [o.action for o in nodes.seen["b"][carried:] if isinstance(o, Carry)] == [leader.Stop("enough")]
+    assert members(nodes, "d") == ("d/w0",)
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["it stays", "it goes"])
+def test_a_worker_that_no_record_names_is_lost(is_gone: bool) -> None:
+    """Whatever a node says of it, or does not."""
+    leading = Leading("run/node/a.0", 1, LIMITS, 0.0)
+    record = {"about": {}, "places": 1, "members": ["b/w0"], "known": vars(Known()), "events": [], "values": {}}
+    ready = [[1, encode(leader.Ready("b/w0"))]]
+    leading.read_all({"run/node/b.0": {**record, "events": ready}}, None, 0.0)
+    assert leading.state is not None and leading.state.ready == ("b/w0",)
+    leading.changed("run/node/b.0", {**record, "members": []})
+    if is_gone:
+        leading.ended("run/node/b.0")
+    leading.step(0.1)
+    assert leading.state.ready == ()
+
+
+def test_workers_of_a_node_that_comes_to_differ_are_lost() -> None:
+    nodes = Nodes()
+    two(nodes)
+    nodes.tell("b", node.Described({"seed": 2}))
+    assert [o for o in nodes.seen["b"] if isinstance(o, Excluded)]
+    last = nodes.actions("a", leader.Announce)[-1].generation
+    assert last.members == ("a/w0",) and last.urgent and "1 lost" in last.reason
 
 
 def test_a_job_that_finished_stays_finished() -> None:

@@ -100,11 +100,14 @@ class Leading:
         """A node's record is new, or has changed."""
         if key in self._excluded or self._differs(key, record["about"]):
             return
-        self._wanted += record["places"] - (self._records[key]["places"] if key in self._records else 0)
+        before = self._records.get(key)
+        self._wanted += record["places"] - (before["places"] if before is not None else 0)
         self._records[key] = record
         for number, values in record["values"].items():
             self._values.setdefault(int(number), {}).update(values)
         self._follow([key])
+        if before is not None:  # events tell it too, but a node may let events go; its record cannot lie
+            self._lose(member for member in before["members"] if member not in record["members"])
 
     def _differs(self, key: str, about: Mapping[str, Any]) -> bool:
         for name, value in about.items():
@@ -120,17 +123,23 @@ class Leading:
     def ended(self, key: str) -> None:
         """A node is gone, and so are its workers."""
         self._excluded.pop(key, None)
-        record = self._forget(key)
-        if record is not None and self.state is not None:
-            self.state = _perhaps_born(self.state)
-            self._events += (leader.Lost(member) for member in record["members"])
+        self._forget(key)
 
-    def _forget(self, key: str) -> Mapping[str, Any] | None:
+    def _forget(self, key: str) -> None:
+        """Nothing counts any more that this record says."""
         record = self._records.pop(key, None)
         self._taken.pop(key, None)
-        if record is not None:
-            self._wanted -= record["places"]
-        return record
+        if record is None:
+            return
+        self._wanted -= record["places"]
+        if self.state is not None:
+            self.state = _perhaps_born(self.state)
+        self._lose(record["members"])
+
+    def _lose(self, members: Iterable[str]) -> None:
+        """No record names these workers any more."""
+        if self.state is not None:
+            self._events += map(leader.Lost, members)
 
     def tick(self, now: float) -> None:
         """Time passed."""

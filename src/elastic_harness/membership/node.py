@@ -427,6 +427,8 @@ class Node:
         actions = [(number, decode(action)) for number, action in decision["actions"] if number > self._heeded]
         missed = bool(actions) and actions[0][0] > self._heeded + 1
         for number, action in actions:
+            if self.ended is not None:
+                break  # what follows is of a job that was launched again, without this node
             self._heeded = number
             if missed and isinstance(action, leader.Announce):  # an urgent one may be among what was missed
                 action = leader.Announce(replace(action.generation, urgent=True))
