@@ -17,7 +17,7 @@ from elastic_harness.membership import leader as core
 from elastic_harness.membership.types import Digest, Generation, Report, Source
 from elastic_harness.simulate.model import Model, Size
 from elastic_harness.simulate.world import Faults, Gradient, Message, Worker, World
-from elastic_harness.train.commit import Verdict
+from elastic_harness.train.gate import Verdict
 
 honest_decide, honest_reconcile = core.decide, core.reconcile
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_harness.train.commit import Header, combine, gate
+from elastic_harness.train.commit import Header, combine
+from elastic_harness.train.gate import canaries_due, gate
 from elastic_harness.train.partials import Contribution, SlotTable
 
 
@@ -50,6 +51,21 @@ def test_a_canary_that_differs_holds_up_the_commit(
     verdict, reason = gate([header(canary=c) for c in canaries], reference)
     assert verdict.unfit == unfit and verdict.commit == (not unfit)
     assert not unfit or str(unfit) in reason
+
+
+@pytest.mark.parametrize(
+    ("unverified", "world", "due", "reference"),
+    [
+        ((), 3, set(), None),
+        ((0, 1, 2), 3, {0, 1, 2}, None),
+        ((0, 2), 3, {0, 1, 2}, 1),
+        ((3,), 4, {0, 3}, 0),
+    ],
+)
+def test_who_is_new_is_compared_with_one_who_is_not(
+    unverified: tuple[int, ...], world: int, due: set[int], reference: int | None
+) -> None:
+    assert canaries_due(unverified, world) == (due, reference)
 
 
 def test_headers_of_different_steps_are_our_bug() -> None:

@@ -13,7 +13,7 @@ from elastic_harness.membership import leader as core
 from elastic_harness.membership.types import Digest, LaneRanges, Report
 from elastic_harness.simulate.cluster import Cluster, Size, index_of
 from elastic_harness.simulate.world import Gradient, Message, Violation, Worker, World, canonical
-from elastic_harness.train.commit import Header, Verdict, gate
+from elastic_harness.train.gate import Signals, Verdict, canaries_due, gate
 
 
 def as_ranges(lanes: Gradient) -> LaneRanges:
@@ -159,21 +159,18 @@ class Workers(Cluster):
         return world
 
     def verdict(self, w: Worker, headers: dict[int, tuple[int, int]]) -> Verdict:
-        """`train.commit.gate` over (switch, canary) of every member."""
-        verified = [rank for rank, m in enumerate(w.members) if m not in w.due]
-        reference = verified[0] if verified and w.due else None
-        table: Any = None  # not looked at
-        ranked = [headers[m] for m in w.members]
-        packed = [
-            Header(generation=w.gen, version=w.version, switch=switch, stop=False, canary=canary, table=table)
-            for switch, canary in ranked
+        """`gate` over (switch, canary) of every member."""
+        signals = [
+            Signals(w.gen, w.version, switch, False, canary) for switch, canary in (headers[m] for m in w.members)
         ]
-        return gate(packed, reference)[0]
+        return gate(signals, self.canaries(w)[1])[0]
+
+    def canaries(self, w: Worker) -> tuple[frozenset[int], int | None]:
+        return canaries_due([rank for rank, m in enumerate(w.members) if m in w.due], len(w.members))
 
     def canary(self, w: Worker, who: int) -> int:
-        """Due from every member not yet compared, and from the first of the others to compare with."""
-        verified = [m for m in w.members if m not in w.due]
-        if not w.due or (who not in w.due and who != verified[0]):
+        """The hash of what this member computes, if it is due."""
+        if w.members.index(who) not in self.canaries(w)[0]:
             return 0
         return 2 if who in self.size.bad else 1
 

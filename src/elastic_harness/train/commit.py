@@ -1,35 +1,22 @@
-"""What members tell each other with a step's contribution, and what follows from it. Pure.
-
-Every member sends every other one header per step, members without slots too. Having all headers of step v proves
-that everyone has committed v-1, so members never differ by more than one step. All members see the same headers, so
-all conclude the same.
-"""
+"""The header that every member sends every other one with each step, members without slots too: signals for the gate,
+and a table of what its lanes contribute."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from elastic_harness.train.gate import Signals
 from elastic_harness.train.partials import SlotTable, Words
 
 FIXED_WORDS = 5
 
 
 @dataclass(frozen=True)
-class Header:
-    """generation, version: of the sender, to be sure. switch: the newest planned generation it knows of, or 0.
-    stop: whether it was asked to stop. canary: 63 bits of the hash of its canary micro-batch's gradient, or 0 if none
-    was due."""
-
-    generation: int
-    version: int
-    switch: int
-    stop: bool
-    canary: int
+class Header(Signals):
     table: SlotTable
 
     def pack(self) -> torch.Tensor:
@@ -42,37 +29,6 @@ class Header:
         generation, version, switch, stop, canary = (int(word) for word in array[:FIXED_WORDS])
         table = SlotTable(like.slots, like.lanes, like.entries, array[FIXED_WORDS:])
         return Header(generation, version, switch, bool(stop), canary, table)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """commit: whether this step may be applied. unfit: ranks whose canary differs from the reference. switch: the
-    generation everybody moves to after this step, or 0. stop: everybody leaves after this step."""
-
-    commit: bool
-    unfit: tuple[int, ...]
-    switch: int
-    stop: bool
-
-
-def gate(headers: Sequence[Header], reference: int | None) -> tuple[Verdict, str]:
-    """Decide over one step from all its headers, in rank order. `reference`: the rank whose canary counts, or None
-    for the most frequent one (the lowest rank's of equals)."""
-    first = headers[0]
-    for rank, header in enumerate(headers):
-        assert (header.generation, header.version) == (first.generation, first.version), (
-            f"rank {rank} sent a header of generation {header.generation}, version {header.version}; "
-            f"rank 0 is at {first.generation}, {first.version}"
-        )
-    canaries = [h.canary for h in headers if h.canary]
-    if canaries:
-        expected = headers[reference].canary if reference is not None else Counter(canaries).most_common(1)[0][0]
-        unfit = tuple(rank for rank, h in enumerate(headers) if h.canary not in (0, expected))
-        if unfit:
-            return Verdict(False, unfit, 0, False), f"the canary of ranks {unfit} differs from {expected:#x}"
-    switch = min(h.switch for h in headers)
-    stop = all(h.stop for h in headers)
-    return Verdict(True, (), switch if switch > first.generation else 0, stop), "all contributions agree"
 
 
 def combine(headers: Sequence[Header]) -> SlotTable:

@@ -16,8 +16,8 @@ from typing import Any
 from elastic_harness.checkpoint.packages import packages
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.board import Phase
-from elastic_harness.train.commit import Verdict
 from elastic_harness.train.export import write_atomically
+from elastic_harness.train.gate import Verdict
 from elastic_harness.train.link import Left
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Formed, Progress, Sent

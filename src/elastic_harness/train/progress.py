@@ -11,7 +11,7 @@ from elastic_harness.comm.exchange import Exchange
 from elastic_harness.comm.group import Group
 from elastic_harness.membership.types import Digest, Generation, node_of
 from elastic_harness.train.apply import Metrics, Record
-from elastic_harness.train.commit import Verdict
+from elastic_harness.train.gate import Verdict
 from elastic_harness.train.partials import Partials
 
 if TYPE_CHECKING:
