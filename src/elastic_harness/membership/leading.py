@@ -213,15 +213,21 @@ class Leading:
         """There is no decision: a run begins, or the store has lost everything. Others may know more than this node,
         and have had the time to come."""
         lost = HISTORY in self._about  # somebody was in a generation: a step may have been committed
-        self.state = leader.State(self._limits, born=lost)
         self._about.setdefault(HISTORY, self._origin)
-        self._follow(list(self._records))
+        self._begin_with(Known(born=lost))
 
     def _begin_another(self, known: Known, now: float) -> None:
         """The job had ended, and was launched again: nothing of it is left but what is known."""
-        self.state = leader.State(self._limits, **vars(known))
         self._actions.clear()
-        self._step([leader.Ready(m) for record in self._records.values() for m in record["members"]], now)
+        self._events += [leader.Ready(m) for record in self._records.values() for m in record["members"]]
+        self._begin_with(known)
+        self.step(now)
+
+    def _begin_with(self, known: Known) -> None:
+        """A state in which nobody has been in yet, and so nobody can be missing."""
+        veterans = tuple(member for record in self._records.values() for member in record["veterans"])
+        self.state = leader.State(self._limits, veterans=veterans, **vars(known))
+        self._missed = True
         self._follow(list(self._records))
 
     def _take_over(self, decision: Mapping[str, Any], now: float) -> None:

@@ -200,6 +200,7 @@ class Node:
         self._asked: dict[int, str] = {}  # the keys of writes that are under way, the first of each
         self._returned_at: float | None = None  # when the last lease ended
         self._ever: set[str] = set()  # workers of this node that were in a generation
+        self._veterans: set[str] = set()  # … in one that was formed: they have, or are about to have, the state
         self._leader_known = False
         self._decision: Entry | None = None
         self._deciding = ""  # the decision that is being written
@@ -323,6 +324,7 @@ class Node:
                 "about": self._about,
                 "places": self._places,
                 "members": list(self._members),
+                "veterans": [member for member in self._members if member in self._veterans],
                 "known": vars(self.known),
                 "events": [[number, encode(event)] for number, event in self._events],
                 "values": self._offered,
@@ -439,7 +441,10 @@ class Node:
             outputs.append(Excluded(decision["excluded"][self.key]))
         members = decision["members"]
         if members is not None:
-            self._ever.update(m for m in members if m in self._members)
+            ours = [m for m in members if m in self._members]
+            self._ever.update(ours)
+            if decision["formed"]:
+                self._veterans.update(ours)
             if self._written < 0 and self._writing is None:
                 self._leave_behind(members)
         return outputs
