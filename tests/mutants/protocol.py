@@ -17,7 +17,7 @@ from elastic_harness.membership import leader as core
 from elastic_harness.membership.types import Digest, Generation, Report, Source
 from elastic_harness.simulate.model import Model, Size
 from elastic_harness.simulate.world import Faults, Gradient, Message, Worker, World
-from elastic_harness.train.gate import Verdict
+from elastic_harness.train.gate import Signals, Verdict
 
 honest_decide, honest_reconcile = core.decide, core.reconcile
 
@@ -51,12 +51,12 @@ class MeanOverSurvivors(Model):
 class TornUpdate(Model):
     """An urgent change interrupts `apply` half-way."""
 
-    def hear_generation(self, world: World, who: int, number: int, members: tuple[int, ...], urgent: bool) -> World:
+    def react(self, world: World, who: int) -> World:
         w = world.workers[who]
-        if urgent and self.committable(world, who, w):
+        if w.heard.urgent(w.reacted) and self.committable(world, who, w):
             half: Gradient = ((w.version, 0),)
             world = self.put(world, who, w._replace(value=(*w.value, half)))
-        return super().hear_generation(world, who, number, members, urgent)
+        return super().react(world, who)
 
 
 class ErrorsNotReported(Model):
@@ -84,9 +84,11 @@ class KeyedByPosition(Model):
 class UrgentAsPlanned(Model):
     """A loss waits for the step boundary."""
 
-    def hear_generation(self, world: World, who: int, number: int, members: tuple[int, ...], urgent: bool) -> World:
-        first = world.workers[who].mode == "idle"
-        return super().hear_generation(world, who, number, members, urgent and first)
+    def taken(self, w: Worker, message: tuple[Any, ...]) -> Worker:
+        match message:
+            case ("generation", Generation() as generation) if w.mode != "idle":
+                message = ("generation", replace(generation, urgent=False))
+        return super().taken(w, message)
 
 
 class RecordDroppedEarly(Model):
@@ -99,12 +101,12 @@ class RecordDroppedEarly(Model):
 class SwitchByOr(Model):
     """One member that knows of a planned generation is enough for those who know it to switch."""
 
-    def verdict(self, w: Worker, headers: dict[int, tuple[int, int]]) -> Verdict:
-        return replace(super().verdict(w, headers), switch=max(switch for switch, _ in headers.values()))
+    def verdict(self, w: Worker, headers: dict[int, Signals]) -> Verdict:
+        return replace(super().verdict(w, headers), switch=max(each.switch for each in headers.values()))
 
-    def enter_planned(self, world: World, who: int) -> World:
+    def at_boundary(self, world: World, who: int) -> World:
         w = world.workers[who]
-        return super().enter_planned(world, who) if w.switch > w.gen else world
+        return super().at_boundary(world, who) if w.heard.planned(w.gen) > w.gen else world
 
 
 class CanaryNotCompared(Model):
@@ -125,10 +127,11 @@ class LeftOutNotTold(Model):
 class PlannedHidesUrgent(Model):
     """Only the newest announcement is remembered: a planned one makes an urgent one before it unheard."""
 
-    def hear_generation(self, world: World, who: int, number: int, members: tuple[int, ...], urgent: bool) -> World:
-        if urgent and any(message[0] == "generation" for message in world.down[who]):
-            return self.put(world, who, self.aborted(world.workers[who]))
-        return super().hear_generation(world, who, number, members, urgent)
+    def taken(self, w: Worker, message: tuple[Any, ...]) -> Worker:
+        w = super().taken(w, message)
+        if message[0] == "generation" and not message[1].urgent:
+            return w._replace(heard=replace(w.heard, urgent_number=0))
+        return w
 
 
 class CommitNotRepeated(Model):

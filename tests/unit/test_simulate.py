@@ -49,7 +49,7 @@ def test_many_random_faults_violate_nothing(shape: Shape) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.title.replace(" ", "-"))
 def test_a_planted_mistake_is_found(patch: Patch) -> None:
-    shape = Shape(6, 3, 15, 8, patch.kinds)
+    shape = Shape(6, 3, 15, 8, kinds=patch.kinds)
     with patch.planted():
         found = next((e for e in run_seeds(shape, range(300), 1) if e.violation), None)
     assert found is not None

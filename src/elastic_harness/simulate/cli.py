@@ -41,18 +41,22 @@ TRACE_LINES = 400
 
 @dataclass(frozen=True)
 class Shape:
-    """How big the simulated job is. `faults`: at most so many in a run."""
+    """How big the simulated job is. `faults`: at most so many in a run. `spare_nodes`: of the nodes, more than the job
+    has work for."""
 
     workers: int = 8
     nodes: int = 4
     steps: int = 20
     faults: int = 8
+    spare_nodes: int = 0
     kinds: tuple[str, ...] = KINDS
 
     def __post_init__(self) -> None:
         for name in ("workers", "nodes", "steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} is {getattr(self, name)}; it must be at least 1.")
+        if not 0 <= self.spare_nodes < self.nodes:
+            raise ConfigError(f"--spare-nodes is {self.spare_nodes}; it must be 0 or more, and less than --nodes.")
         if self.workers % self.nodes:
             raise ConfigError(f"--workers is {self.workers}; it must be a multiple of --nodes, which is {self.nodes}.")
 
@@ -62,7 +66,7 @@ class Shape:
         return draw(rng, rng.randint(0, self.faults), self.nodes, FAULTS_FROM_S, FAULTS_TO_S, self.kinds)
 
     def simulation(self, seed: int, faults: list[Fault]) -> Simulation:
-        return Simulation(self.nodes, self.workers // self.nodes, self.steps, seed, faults)
+        return Simulation(self.nodes, self.workers // self.nodes, self.steps, seed, faults, self.spare_nodes)
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=4, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="of training (%(default)s)")
     parser.add_argument("--faults", type=int, default=8, help="in a run, at most (%(default)s)")
+    parser.add_argument("--spare-nodes", type=int, default=0, help="of the nodes, more than are wanted (%(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="(%(default)s)")
     parser.add_argument("--seed", type=int, help="run only this one, and print its trace")
     parser.add_argument("--only", type=_numbers, help="with --seed: only these of its faults, such as 0,3")
@@ -152,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.scale:
         return scale.main(given.json)
-    shape = Shape(given.workers, given.nodes, given.steps, given.faults)
+    shape = Shape(given.workers, given.nodes, given.steps, given.faults, given.spare_nodes)
     if given.seed is not None:
         return replay(shape, given.seed, given.only)
     began = time.monotonic()
@@ -185,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for each in failed:
             only = ",".join(map(str, each.needed))
             same = f"--workers {shape.workers} --nodes {shape.nodes} --steps {shape.steps} --faults {shape.faults}"
+            same += f" --spare-nodes {shape.spare_nodes}" * (shape.spare_nodes > 0)
             print(f"VIOLATION in seed {each.seed}: {each.violation}: {each.detail}")
             print(f"    again: elastic-harness simulate --seed {each.seed} --only {only} {same}")
         if not failed:
