@@ -184,3 +184,19 @@ def test_the_reports_of_a_thousand_members_fit_into_a_request() -> None:
     for told in (reports, {m: worth_telling(report, 0, 0) for m, report in reports.items()}):
         sizes.append(len(to_text(encode(State(Limits(1, 1000, 1000), ready=tuple(told), reports=tuple(told.items()))))))
     assert sizes[1] < 200_000 < 3 << 19 < sizes[0]
+
+
+def test_state_of_a_superseded_lineage_does_not_count() -> None:
+    """Node a was cut off and kept its state. The others were lost, and went on from version 9 without it."""
+    reports = {
+        "a": Report(7, 15, record=14, lanes=((0, 1),), lineage=0),
+        "b": Report(7, 12, record=11, lineage=1),
+        "c": Report(7, 11, lineage=1),
+    }
+    generation = Generation(7, ("a", "b", "c"), True, "")
+    digest, _ = reconcile(generation, reports, born=True, lineage=1, from_step=9)
+    assert (digest.version, digest.lineage, digest.lanes) == (12, 1, {})
+    assert {m: source.kind for m, source in digest.sources.items()} == {"a": "state", "b": "keep", "c": "replay"}
+    reports |= {"b": Report(7, -1, checkpoints=(9,), lineages=(0,)), "c": Report(7, -1)}
+    digest, _ = reconcile(generation, reports, born=True, lineage=1, from_step=9)
+    assert (digest.version, digest.lineage, digest.sources["b"].kind) == (9, 2, "restore")

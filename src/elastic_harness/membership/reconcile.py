@@ -18,11 +18,13 @@ def reconcile(
 
     State at version v is a pure function of (seed, v), so the members can differ only in how far they are. The
     farthest one wins; whoever is one step behind replays that step's record, everyone else behind takes the state.
+    State of an older lineage does not count: the run has gone on from an earlier step without it, and its ledger too.
     If nobody has state, a run that was ever born restores its newest checkpoint (or, loudly, begins again at zero)
     and opens a new lineage; a new run is initialised by rank 0.
     """
     members = generation.members
     assert set(reports) == set(members), "reconcile needs a report of every member"
+    reports = {m: _as_far_as_counts(report, lineage) for m, report in reports.items()}
     version = max(reports[m].version for m in members)
     if version < 0:
         return _from_nothing(generation, reports, born=born, lineage=lineage, from_step=from_step)
@@ -63,6 +65,12 @@ def reconcile(
     replayed = sum(s.kind == "replay" for s in sources.values())
     received = sum(s.kind == "state" for s in sources.values())
     return digest, f"resume at version {version}: {len(ahead)} keep, {replayed} replay, {received} take the state"
+
+
+def _as_far_as_counts(report: Report, lineage: int) -> Report:
+    if report.version < 0 or not 0 <= report.lineage < lineage:
+        return report
+    return replace(report, version=-1, record=None, lanes=())
 
 
 def _finished(ahead: list[str], reports: Mapping[str, Report]) -> dict[str, LaneRanges]:
