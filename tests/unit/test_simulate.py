@@ -19,7 +19,7 @@ from elastic_harness.membership.codec import decode, encode
 from elastic_harness.membership.types import Digest, Generation, Limits, Report, Source
 from elastic_harness.simulate import cli
 from elastic_harness.simulate.cli import Shape, run_seed, run_seeds
-from mutants.nodes import PATCHES, Patch
+from mutants.nodes import PATCHES, Planted
 
 SMALL = Shape(workers=6, nodes=3, steps=15, faults=8)
 
@@ -55,12 +55,11 @@ def test_many_random_faults_violate_nothing(shape: Shape) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.title.replace(" ", "-"))
-def test_a_planted_mistake_is_found(patch: Patch) -> None:
-    shape = Shape(6, 3, 15, 8, kinds=patch.kinds)
+def test_a_planted_mistake_is_found(patch: Planted) -> None:
     with patch.planted():
-        found = next((e for e in run_seeds(shape, range(300), 1) if e.violation), None)
+        found = next((e for e in run_seeds(patch.shape, range(300), 1) if e.violation), None)
     assert found is not None
-    assert run_seed(shape, found.seed).violation is None, "without the mistake the same run is clean"
+    assert run_seed(patch.shape, found.seed).violation is None, "without the mistake the same run is clean"
 
 
 def test_of_the_faults_only_those_that_matter_are_named() -> None:

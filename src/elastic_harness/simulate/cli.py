@@ -47,13 +47,14 @@ RUNS_AT_ONCE = 8  # by one process, before it tells of them
 @dataclass(frozen=True)
 class Shape:
     """How big the simulated job is. `faults`: at most so many in a run. `spare_nodes`: of the nodes, more than the job
-    has work for."""
+    has work for. `least_nodes`: with fewer it waits."""
 
     workers: int = 8
     nodes: int = 4
     steps: int = 20
     faults: int = 8
     spare_nodes: int = 0
+    least_nodes: int = 1
     kinds: tuple[str, ...] = KINDS
 
     def __post_init__(self) -> None:
@@ -62,6 +63,9 @@ class Shape:
                 raise ConfigError(f"--{name} is {getattr(self, name)}; it must be at least 1.")
         if not 0 <= self.spare_nodes < self.nodes:
             raise ConfigError(f"--spare-nodes is {self.spare_nodes}; it must be 0 or more, and less than --nodes.")
+        if not 1 <= self.least_nodes <= self.nodes - self.spare_nodes:
+            most = self.nodes - self.spare_nodes
+            raise ConfigError(f"--least-nodes is {self.least_nodes}; it must be at least 1 and at most {most}.")
         if self.workers % self.nodes:
             raise ConfigError(f"--workers is {self.workers}; it must be a multiple of --nodes, which is {self.nodes}.")
 
@@ -71,7 +75,8 @@ class Shape:
         return draw(rng, rng.randint(0, self.faults), self.nodes, FAULTS_FROM_S, FAULTS_TO_S, self.kinds)
 
     def simulation(self, seed: int, faults: list[Fault]) -> Simulation:
-        return Simulation(self.nodes, self.workers // self.nodes, self.steps, seed, faults, self.spare_nodes)
+        per_node = self.workers // self.nodes
+        return Simulation(self.nodes, per_node, self.steps, seed, faults, self.spare_nodes, self.least_nodes)
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20, help="of training (%(default)s)")
     parser.add_argument("--faults", type=int, default=8, help="in a run, at most (%(default)s)")
     parser.add_argument("--spare-nodes", type=int, default=0, help="of the nodes, more than are wanted (%(default)s)")
+    parser.add_argument("--least-nodes", type=int, default=1, help="with fewer the job waits (%(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="(%(default)s)")
     parser.add_argument("--seed", type=int, help="run only this one, and print its trace")
     parser.add_argument("--only", type=_numbers, help="with --seed: only these of its faults, such as 0,3")
@@ -168,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.scale:
         return scale.main(given.json)
-    shape = Shape(given.workers, given.nodes, given.steps, given.faults, given.spare_nodes)
+    shape = Shape(given.workers, given.nodes, given.steps, given.faults, given.spare_nodes, given.least_nodes)
     if given.seed is not None:
         return replay(shape, given.seed, given.only)
     seeds = range(given.first, given.first + given.seeds)
@@ -218,6 +224,7 @@ class Total:
         ]
         same = f"--workers {shape.workers} --nodes {shape.nodes} --steps {shape.steps} --faults {shape.faults}"
         same += f" --spare-nodes {shape.spare_nodes}" * (shape.spare_nodes > 0)
+        same += f" --least-nodes {shape.least_nodes}" * (shape.least_nodes > 1)
         for each in self.failed:
             only = ",".join(map(str, each.needed))
             lines.append(f"VIOLATION in seed {each.seed}: {each.violation}: {each.detail}")

@@ -164,11 +164,19 @@ class Cluster:
             raise Violation("below the minimum", f"{generation}")
 
     def check_digest(self, world: World, before: core.State, digest: Digest) -> None:
-        started = any(s.kind == "init" for s in digest.sources.values())
-        if started and world.ledger and digest.lineage <= max(lineage for lineage, *_ in world.ledger):
+        kinds = {source.kind for source in digest.sources.values()}
+        newest = max((lineage for lineage, *_ in world.ledger), default=-1)
+        if not kinds.isdisjoint(("init", "restore")) and digest.lineage <= newest:
             raise Violation("silent restart", f"{digest} although {sorted(world.ledger)} were committed")
         if digest.from_step > 0 and digest.lineage == 0:
             raise Violation("restore without a lineage", f"{digest}")
+        for member in digest.sources:
+            w = world.workers[index_of(member)]
+            if w.up and not w.fenced and w.lineage == digest.lineage and w.version > digest.version:
+                raise Violation("state given up", f"{member} has version {w.version}: {digest}")
+            stored = [version for version, of in self.restorable(world, index_of(member)) if of == newest]
+            if "init" in kinds and stored:
+                raise Violation("checkpoint given up", f"{member} has {stored}: {digest}")
 
     def check_value(self, w: Worker, who: int) -> None:
         right = canonical(w.version, self.size.lanes)
@@ -225,6 +233,10 @@ class Cluster:
             return
         modes = {self.name(i): world.workers[i].mode for i in healthy}
         raise Violation("stuck", f"{modes}, leader in generation {state.generation}, paused: {state.paused!r}")
+
+    def restorable(self, world: World, who: int) -> tuple[tuple[int, int], ...]:
+        """The checkpoints that this worker can read."""
+        return world.checkpoints
 
     # ---- queues, mailboxes, ends of processes
 

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,12 +32,14 @@ WAY_S = 0.004  # to the store or back, on average
 RETRY_S = 0.2
 WORK_S = 0.006  # between two things that workers do, on average
 RESTART_S = 0.5  # of a worker or a node that died
+CONNECT_S = 2.0  # that a member may take to be reached
 NOTICE_S = 0.3  # until a broken connection is noticed, at most
 TRACE_MAX = 10_000
 AHEAD_S_MAX, FASTER_MAX = 1e4, 0.05  # no two nodes' clocks agree, nor do they run equally fast
 GRACE_S = 3.0  # that a node has for leaving
 NOTICED_S = 4.0  # after which whatever befell a node has been dealt with
-QUIET_S = 60.0  # after the last fault: so long the job may take to get done
+CHECKPOINT_EVERY = (3, 8)  # steps
+QUIET_S = 60.0 + core.APART_S  # after the last fault: so long the job may take to get done
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,21 @@ class Host:
 
 
 class Simulation(Workers):
-    """One run. `run` raises Violation. `spare_nodes`: so many more than there is work for."""
+    """One run. `run` raises Violation. `spare_nodes`: so many more than there is work for. `least_nodes`: with fewer
+    the job waits."""
 
     def __init__(
-        self, node_count: int, per_node: int, steps: int, seed: int, faults: list[Fault], spare_nodes: int = 0
+        self,
+        node_count: int,
+        per_node: int,
+        steps: int,
+        seed: int,
+        faults: list[Fault],
+        spare_nodes: int = 0,
+        least_nodes: int = 1,
     ) -> None:
-        super().__init__(Size(workers=node_count * per_node, steps=steps, lanes=2 * node_count, checkpoint_every=3))
+        every = CHECKPOINT_EVERY[seed % len(CHECKPOINT_EVERY)]
+        super().__init__(Size(workers=node_count * per_node, steps=steps, lanes=2 * node_count, checkpoint_every=every))
         self.rng = random.Random(seed)
         self.now = 0.0
         self.happenings = 0
@@ -130,9 +141,11 @@ class Simulation(Workers):
         self._published: dict[int, int] = {}
         self._cuts: set[frozenset[int]] = set()
         self._told: list[core.Event] = []
-        self._limits = Limits(per_node, (node_count - spare_nodes) * per_node, per_node, join_timeout_s=1.0)
+        least, most = least_nodes * per_node, (node_count - spare_nodes) * per_node
+        self._limits = Limits(least, most, least, join_timeout_s=1.0, min_nodes=least_nodes)
         self._unable: World | None = None  # nobody was able to do anything in it …
         self._unable_at = -1  # … when there had been so many changes
+        self._connects: dict[int, tuple[int, float]] = {}  # by worker: in which generation, since when
         self._changes = 0  # of what workers can do, beside the world's
         self.world = World(-1, (), (), (), (), frozenset(), frozenset(), (), self.size.faults)
         self.hosts: list[Host] = []
@@ -300,7 +313,7 @@ class Simulation(Workers):
                 case nodes.Carry(action):
                     self._act_for(number, action)
                 case nodes.Deliver(values):
-                    self._changes += 1
+                    self._change()
                     for generation, by_key in values.items():
                         host.addresses.setdefault(generation, set()).update(by_key)
                 case nodes.Excluded():  # its history is another: it is launched with a new folder
@@ -445,6 +458,25 @@ class Simulation(Workers):
         if unable:
             self._unable, self._unable_at = self.world, self._changes
 
+    def abilities(self, world: World, who: int, w: Worker) -> Iterator[tuple[Any, ...]]:
+        yield from super().abilities(world, who, w)
+        if w.mode != "wait" or not w.target or self.connected(w, who):
+            return
+        since = self._connects.get(who)
+        if since is None or since[0] != w.target:
+            self._connects[who] = (w.target, self.now)
+            self.after(CONNECT_S, self._change)
+        elif self.now >= since[1] + CONNECT_S:
+            yield "cannot connect", self.give_up_connecting
+
+    def give_up_connecting(self, world: World, who: int) -> World:
+        """Say who cannot be reached, and wait for the next generation."""
+        w = world.workers[who]
+        missing = set(map(self.name, w.successors)) - self.hosts[self._home[who]].addresses.get(w.target, set())
+        if not w.heard.urgent(w.reacted):
+            world = self.report_trouble(world, who, core.Trouble(self.name(who), w.reacted, tuple(sorted(missing))))
+        return self.react(self.put(world, who, self.aborted(w)), who)
+
     def connected(self, w: Worker, who: int) -> bool:
         """Whether it is known where all members are."""
         return set(map(self.name, w.successors)) <= self.hosts[self._home[who]].addresses.get(w.target, set())
@@ -536,7 +568,7 @@ class Simulation(Workers):
     def _strike(self, fault: Fault) -> None:
         rng, hosts = self.rng, self.hosts
         self._note(-1, "FAULT", fault)
-        self._changes += 1
+        self._change()
         disturbed = fault.kind.startswith(("store", "cut all", "stop all"))
         for host in hosts if disturbed else [hosts[number] for number in fault.nodes]:
             host.well_since = max(host.well_since, self.now + fault.lasts_s)
@@ -590,6 +622,10 @@ class Simulation(Workers):
 
     def _reconnect(self, pairs: set[frozenset[int]]) -> None:
         self._cuts -= pairs
+        self._change()
+
+    def _change(self) -> None:
+        """Somebody may be able to do something now, though the world is the same."""
         self._changes += 1
 
     def _leave(self, number: int) -> None:
@@ -634,7 +670,7 @@ class Simulation(Workers):
         if not host.paused:
             return
         host.paused = False
-        self._changes += 1
+        self._change()
         inbox, host.inbox = host.inbox, []
         self._tell_node(number, *inbox)
 

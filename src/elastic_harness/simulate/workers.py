@@ -150,9 +150,12 @@ class Workers(Cluster):
         gradients = {self.arrived(world, who, w, "R", block)[self.owner(w, block)] for block in range(self.size.blocks)}
         if len(gradients) > 1:
             raise Violation("torn blocks", f"{self.name(who)} step {w.version}: {sorted(gradients)}")
-        verdict = self.verdict(w, {source: self.signals(w, h) for source, h in headers.items()})
+        signals = {source: self.signals(w, header) for source, header in headers.items()}
+        verdict = self.verdict(w, signals)
         if not verdict.commit:
             return self.refuse(world, who, verdict.unfit)
+        if not verdict.stop and all(each.stop for each in signals.values()):
+            raise Violation("not stopped", f"{self.name(who)} at version {w.version}, where all had been asked to")
         gradient: Gradient = gradients.pop()
         w = self.applied(w, gradient)
         self.check_value(w, who)
@@ -203,6 +206,11 @@ class Workers(Cluster):
     def refuse(self, world: World, who: int, unfit: tuple[int, ...]) -> World:
         """Somebody's arithmetic differs: nobody commits, and the first member that is fit says who it is."""
         w = world.workers[who]
+        reference = self.canaries(w)[1]
+        if reference is not None and w.members[reference] not in self.size.bad:
+            wronged = [self.name(w.members[r]) for r in unfit if w.members[r] not in self.size.bad]
+            if wronged:
+                raise Violation("fit member refused", f"{wronged} in generation {w.gen}")
         fit = [m for rank, m in enumerate(w.members) if rank not in unfit]
         if fit and fit[0] == who:
             world = self.report(world, who, *(core.Unfit(self.name(w.members[r]), "its canary differs") for r in unfit))
@@ -241,10 +249,6 @@ class Workers(Cluster):
         w = world.workers[who]
         return world._replace(checkpoints=kept_with(world.checkpoints, w.version, w.lineage))
 
-    def restorable(self, world: World, who: int) -> tuple[tuple[int, int], ...]:
-        """The checkpoints that this worker can read."""
-        return world.checkpoints
-
     def finish(self, world: World, who: int) -> World:
         w = world.workers[who]._replace(mode="fin", todo=())
         world = self.put(world, who, w)
@@ -282,6 +286,7 @@ class Workers(Cluster):
             checkpoints=tuple(version for version, _ in checkpoints),
             verified=w.verified,
             lineages=tuple(lineage for _, lineage in checkpoints),
+            lineage=w.lineage if w.version >= 0 else -1,
         )
 
     def trouble(self, world: World, who: int, peer: int) -> World:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from elastic_harness.ledger import LedgerLine, follow
@@ -119,6 +120,7 @@ def _line(lineage: int, from_step: int, step: int) -> LedgerLine:
     return LedgerLine(lineage, from_step, step, 0, 0, 0, 0, 0, 0, 0, (), (), (), 0.0)
 
 
+@lru_cache(maxsize=256)
 def canonical(version: int, lanes: int) -> Value:
     """The only right state after `version` steps."""
     return tuple(tuple((s, lane) for lane in range(lanes)) for s in range(version))
