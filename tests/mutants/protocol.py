@@ -17,7 +17,8 @@ from elastic_harness.membership import leader as core
 from elastic_harness.membership.types import Digest, Generation, Report, Source
 from elastic_harness.simulate.model import Model, Size
 from elastic_harness.simulate.world import Faults, Gradient, Message, Worker, World
-from elastic_harness.train.commit import Verdict
+from elastic_harness.train.gate import Signals, Verdict
+from mutants.patch import Patch
 
 honest_decide, honest_reconcile = core.decide, core.reconcile
 
@@ -51,12 +52,12 @@ class MeanOverSurvivors(Model):
 class TornUpdate(Model):
     """An urgent change interrupts `apply` half-way."""
 
-    def hear_generation(self, world: World, who: int, number: int, members: tuple[int, ...], urgent: bool) -> World:
+    def react(self, world: World, who: int) -> World:
         w = world.workers[who]
-        if urgent and self.committable(world, who, w):
+        if w.heard.urgent(w.reacted) and self.committable(world, who, w):
             half: Gradient = ((w.version, 0),)
             world = self.put(world, who, w._replace(value=(*w.value, half)))
-        return super().hear_generation(world, who, number, members, urgent)
+        return super().react(world, who)
 
 
 class ErrorsNotReported(Model):
@@ -84,9 +85,11 @@ class KeyedByPosition(Model):
 class UrgentAsPlanned(Model):
     """A loss waits for the step boundary."""
 
-    def hear_generation(self, world: World, who: int, number: int, members: tuple[int, ...], urgent: bool) -> World:
-        first = world.workers[who].mode == "idle"
-        return super().hear_generation(world, who, number, members, urgent and first)
+    def taken(self, w: Worker, message: tuple[Any, ...]) -> Worker:
+        match message:
+            case ("generation", Generation() as generation) if w.mode != "idle":
+                message = ("generation", replace(generation, urgent=False))
+        return super().taken(w, message)
 
 
 class RecordDroppedEarly(Model):
@@ -99,12 +102,12 @@ class RecordDroppedEarly(Model):
 class SwitchByOr(Model):
     """One member that knows of a planned generation is enough for those who know it to switch."""
 
-    def verdict(self, w: Worker, headers: dict[int, tuple[int, int]]) -> Verdict:
-        return replace(super().verdict(w, headers), switch=max(switch for switch, _ in headers.values()))
+    def verdict(self, w: Worker, headers: dict[int, Signals]) -> Verdict:
+        return replace(super().verdict(w, headers), switch=max(each.switch for each in headers.values()))
 
-    def enter_planned(self, world: World, who: int) -> World:
+    def at_boundary(self, world: World, who: int) -> World:
         w = world.workers[who]
-        return super().enter_planned(world, who) if w.switch > w.gen else world
+        return super().at_boundary(world, who) if w.heard.planned(w.gen) > w.gen else world
 
 
 class CanaryNotCompared(Model):
@@ -125,10 +128,11 @@ class LeftOutNotTold(Model):
 class PlannedHidesUrgent(Model):
     """Only the newest announcement is remembered: a planned one makes an urgent one before it unheard."""
 
-    def hear_generation(self, world: World, who: int, number: int, members: tuple[int, ...], urgent: bool) -> World:
-        if urgent and any(message[0] == "generation" for message in world.down[who]):
-            return self.put(world, who, self.aborted(world.workers[who]))
-        return super().hear_generation(world, who, number, members, urgent)
+    def taken(self, w: Worker, message: tuple[Any, ...]) -> Worker:
+        w = super().taken(w, message)
+        if message[0] == "generation" and not message[1].urgent:
+            return w._replace(heard=replace(w.heard, urgent_number=0))
+        return w
 
 
 class CommitNotRepeated(Model):
@@ -202,8 +206,8 @@ def never_before(state: core.State, member: str, generation: int) -> bool:
 
 @dataclass(frozen=True)
 class Mutant:
-    """`model` or one replaced function of the leader (`name`, `function`); the smallest world that shows it, and the
-    violations one of which must be found. deep: finding it takes seconds."""
+    """`model`, one replaced function of the leader (`name`, `function`), or a `patch`; the smallest world that shows
+    it, and the violations one of which must be found. deep: finding it takes seconds."""
 
     title: str
     size: Size
@@ -211,10 +215,15 @@ class Mutant:
     model: type[Model] = Model
     name: str = ""
     function: Any = None
+    patch: Patch | None = None
     deep: bool = False
 
     @contextmanager
     def planted(self) -> Iterator[Model]:
+        if self.patch is not None:
+            with self.patch.planted():
+                yield Model(self.size)
+            return
         if not self.name:
             yield self.model(self.size)
             return
@@ -222,9 +231,13 @@ class Mutant:
             yield self.model(self.size)
 
 
+def patched(title: str, size: Size, kind: str, old: str, new: str) -> Mutant:
+    return Mutant(title, size, (kind,), patch=Patch(title, old, new))
+
+
 def small(workers: int, crashes: int = 0, joins: int = 0, zombies: int = 0, breaks: int = 0, **other: Any) -> Size:
-    scales = other.pop("scales", ())
-    faults = Faults(crashes, joins, zombies, breaks, scales)
+    scales, stops = other.pop("scales", ()), other.pop("stops", 0)
+    faults = Faults(crashes, joins, zombies, breaks, scales, stops)
     return Size(workers=workers, faults=faults, **{"steps": 2, "lanes": 2, **other})
 
 
@@ -289,5 +302,184 @@ MUTANTS = [
         ("stuck",),
         name="_still_before",
         function=never_before,
+    ),
+    # ---- of the leader's source
+    patched(
+        "the dead still count as finished",
+        small(2, 2, joins=1, steps=1, lanes=1),
+        "stuck",
+        "(self.ready, self.reports, self.finished, self.leaving)",
+        "(self.ready, self.reports, self.leaving)",
+    ),
+    patched(
+        "a report for an earlier generation counts",
+        small(3, 1, steps=1),
+        "stuck",
+        "current is not None and current.number == generation and member",
+        "current is not None and member",
+    ),
+    patched(
+        "a word given before the generation formed counts",
+        small(3, 1, steps=1, lanes=1),
+        "ledger incomplete",
+        "                if state.formed:\n                    draft.arrived",
+        "                if True:\n                    draft.arrived",
+    ),
+    patched(
+        "arrivals outlive their generation",
+        small(3, 1, steps=1, lanes=1),
+        "ledger incomplete",
+        "        arrived=(),\n        troubled",
+        "        troubled",
+    ),
+    patched(
+        "trouble ends when its own generation forms",
+        small(2, breaks=1, steps=1),
+        "stuck",
+        "trouble_at=state.trouble_at if state.trouble_in == generation.number else None",
+        "trouble_at=None",
+    ),
+    patched(
+        "a planned change does not wait for the one before",
+        small(2, joins=2, target=4, steps=1, lanes=1),
+        "stuck",
+        "or (state.formed and state.trouble_at is None):",
+        "or state.trouble_at is None:",
+    ),
+    patched(
+        "the lineage is forgotten",
+        small(1, 2, 2, checkpoint_every=1, steps=3),
+        "silent restart",
+        "        lineage=digest.lineage,\n        from_step=digest.from_step,\n    )\n    return state, (Publish",
+        "        from_step=digest.from_step,\n    )\n    return state, (Publish",
+    ),
+    patched(
+        "where the lineage began is forgotten",
+        small(1, 2, 2, checkpoint_every=1, steps=3),
+        "checkpoint given up",
+        "        lineage=digest.lineage,\n        from_step=digest.from_step,\n    )\n    return state, (Publish",
+        "        lineage=digest.lineage,\n    )\n    return state, (Publish",
+    ),
+    # ---- of what is decided
+    patched(
+        "a loss is not urgent",
+        small(2, 1, steps=1),
+        "stuck",
+        "urgent = view.current is None or lost > 0 or view.reform",
+        "urgent = view.current is None or view.reform",
+    ),
+    patched(
+        "a broken exchange is not urgent",
+        small(2, breaks=1, steps=1),
+        "stuck",
+        "urgent = view.current is None or lost > 0 or view.reform",
+        "urgent = view.current is None or lost > 0",
+    ),
+    patched(
+        "a broken exchange is not repeated",
+        small(2, breaks=1, steps=1),
+        "stuck",
+        "and members == view.current.members and not view.reform:",
+        "and members == view.current.members:",
+    ),
+    patched(
+        "the minimum applies at the end",
+        small(2, 1, min_workers=2, steps=1, lanes=1),
+        "stuck",
+        "if len(wanted) < limits.min_workers and not view.finished:",
+        "if len(wanted) < limits.min_workers:",
+    ),
+    # ---- of reconciling
+    patched(
+        "the slowest one wins",
+        small(3, 1),
+        "state given up",
+        "version = max(reports[m].version for m in members)",
+        "version = min(reports[m].version for m in members)",
+    ),
+    patched(
+        "laggards keep their lanes",
+        small(3, 1),
+        "lane missing",
+        "lanes=_finished(ahead, reports),",
+        "lanes=_finished(list(members), reports),",
+    ),
+    patched(
+        "a restore in the same lineage",
+        small(1, 1, 1, checkpoint_every=1),
+        "silent restart",
+        "lineage, from_step = lineage + 1, version",
+        "lineage, from_step = lineage, version",
+    ),
+    patched(
+        "a lineage begins where the one before did",
+        small(1, 2, 2, checkpoint_every=1, steps=3),
+        "checkpoint given up",
+        "lineage, from_step = lineage + 1, version",
+        "lineage, from_step = lineage + 1, from_step",
+    ),
+    patched(
+        "newcomers are taken to be verified",
+        small(2, bad=(1,), lanes=3, steps=1),
+        "lane missing",
+        "lanes=_finished(ahead, reports),\n        unverified=tuple(m for m in members if not reports[m].verified),",
+        "lanes=_finished(ahead, reports),\n        unverified=(),",
+    ),
+    # ---- of the gate, and of what is heard
+    patched(
+        "one who was asked is enough to stop",
+        small(2, stops=1),
+        "stopped unasked",
+        "stop = all(h.stop for h in headers)",
+        "stop = any(h.stop for h in headers)",
+    ),
+    patched(
+        "nobody stops",
+        small(2, stops=1),
+        "not stopped",
+        "stop = all(h.stop for h in headers)",
+        "stop = False",
+    ),
+    patched(
+        "canaries are not compared",
+        small(2, bad=(1,), lanes=3, steps=1),
+        "lane missing",
+        "        if unfit:\n",
+        "        if False:\n",
+    ),
+    patched(
+        "without a canary nobody is fit",
+        small(3, joins=1, target=4, bad=(9,), lanes=4),
+        "fit member refused",
+        "if h.canary not in (0, expected))",
+        "if h.canary != expected)",
+    ),
+    patched(
+        "most canaries win",
+        small(1, joins=2, target=3, bad=(1, 2), lanes=3),
+        "fit member refused",
+        "headers[reference].canary if reference is not None else Counter(canaries).most_common(1)[0][0]",
+        "Counter(canaries).most_common(1)[0][0]",
+    ),
+    patched(
+        "nobody computes the reference",
+        small(1, joins=1, target=2, bad=(9,), lanes=3),
+        "fit member refused",
+        "return frozenset({*unverified, *(() if reference is None else (reference,))}), reference",
+        "return frozenset(unverified), reference",
+    ),
+    patched(
+        "a planned generation hides an urgent one",
+        small(3, 1, scales=(1, 3), steps=1, lanes=1),
+        "stuck",
+        " or self.urgent_number > after\n",
+        "\n",
+    ),
+    patched(
+        "a pause has no end",
+        small(2, 1, joins=1, min_workers=2, steps=1),
+        "stuck",
+        "return Heard(generation, urgent_number)",
+        "return Heard(generation, urgent_number, self.paused)",
     ),
 ]

@@ -25,7 +25,7 @@ from elastic_harness.etcd.address import PASSWORD_VARIABLE, Address
 from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.once import Once
 from elastic_harness.etcd.store import EtcdStore
-from elastic_harness.membership.store import EmbeddedStore, Entry, Put, Unavailable, Watch
+from elastic_harness.membership.store import EmbeddedStore, Entry, Put, TooLarge, Unavailable, Watch
 from etcd_servers import PATIENCE_S, VERSIONS, Cluster, certificates, free_ports, polled, want_password
 
 # ---- addresses
@@ -144,6 +144,16 @@ def test_a_store_whose_data_is_gone_knows_nothing(tmp_path: Path) -> None:
         assert store.get("mine") is None and not store.keep_alive(lease)
         with pytest.raises(ValueError, match="lease"):
             store.txn({"mine": 0}, [Put("mine", "", lease)])
+
+
+def test_what_is_too_large_is_named(tmp_path: Path) -> None:
+    """By etcd itself, and before that by the gRPC server in it, which knows no error of that name."""
+    with Cluster(tmp_path) as cluster:
+        store = EtcdStore(Gateway(cluster.address, timeout_s=10.0))
+        for size in (1_600_000, 2_500_000):
+            with pytest.raises(TooLarge, match=f"small with 1 bytes, large with {size:,} bytes"):
+                store.txn({}, [Put("small", "x"), Put("large", "x" * size)])
+        assert store.txn({}, [Put("large", "x" * 1_500_000)])[0]
 
 
 @pytest.mark.slow

@@ -9,10 +9,10 @@ import pytest
 
 from elastic_harness.membership import leader, node
 from elastic_harness.membership.codec import PACKED_FROM, encode, from_text, to_text
-from elastic_harness.membership.leading import Known
+from elastic_harness.membership.leading import Known, Leading
 from elastic_harness.membership.node import Carry, Deliver, Excluded, Happened, Node, Offered, Read, Saw, Tick, Wrote
 from elastic_harness.membership.store import Change, EmbeddedStore, Entry, Watch
-from elastic_harness.membership.types import Generation, Limits, Report
+from elastic_harness.membership.types import Generation, Limits, Report, node_of
 
 LIMITS = Limits(1, 8, 1)
 
@@ -20,7 +20,8 @@ LIMITS = Limits(1, 8, 1)
 class Nodes:
     """Nodes that reach a store at once, in the order in which they were made."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.limits = limits
         self.now = 0.0
         self.store = EmbeddedStore(lambda: self.now)
         self.nodes: dict[str, Node] = {}
@@ -31,7 +32,7 @@ class Nodes:
         self.writes = 0
 
     def add(self, name: str, *, about: dict[str, Any] | None = None, known: Known = Known(), places: int = 1) -> Node:
-        made = self.nodes[name] = Node(name, LIMITS, places, known, about or {"seed": 1})
+        made = self.nodes[name] = Node(name, self.limits, places, known, about or {"seed": 1})
         self.seen[name] = []
         self._do(name, made.start())
         self.settle()
@@ -191,6 +192,50 @@ def test_a_node_that_leaves_still_leaves_when_the_store_has_lost_everything() ->
     assert members(nodes, "b") == ("b/w0",)
 
 
+@pytest.mark.parametrize("places", [8, 1], ids=["room for all", "room for one"])
+def test_when_the_store_has_lost_everything_those_who_hold_the_state_go_on(places: int) -> None:
+    """Whoever leads then, and however long it has been waiting itself."""
+    nodes = Nodes(Limits(1, places, 1))
+    nodes.add("a")
+    nodes.tick(4.0)
+    nodes.ready("a", "a/w0")
+    report(nodes)
+    nodes.store = EmbeddedStore(lambda: nodes.now)
+    nodes.watches.clear()
+    nodes.add("b")
+    nodes.ready("b", "b/w0")
+    nodes.tell("a", node.LeaseEnded())
+    assert nodes.nodes["b"].leads
+    before = len(nodes.actions("b", leader.Announce))
+    nodes.tick(4.0)
+    first = nodes.actions("b", leader.Announce)[before].generation
+    assert first.members == ("a/w0", "b/w0")[:places]
+
+
+def test_when_the_store_has_lost_everything_nobody_waits_for_a_worker_that_is_missing() -> None:
+    nodes = Nodes()
+    for name in "ab":
+        nodes.add(name, places=2)
+    nodes.tick(4.0)
+    for name in "ab":
+        nodes.ready(name, f"{name}/w0")
+        nodes.ready(name, f"{name}/w1")
+    nodes.tick()
+    number = nodes.actions("a", leader.Announce)[-1].generation.number
+    for member in members(nodes, "a"):
+        nodes.tell(node_of(member), Happened(leader.Reported(member, Report(number, 3))))
+    assert len(members(nodes, "a")) == 4 and nodes.actions("a", leader.Publish)[-1].digest.generation == number
+    pauses = len(nodes.actions("b", leader.Pause))
+    nodes.store = EmbeddedStore(lambda: nodes.now)
+    nodes.watches.clear()
+    for name in "ab":
+        nodes.tell(name, node.LeaseEnded())
+    nodes.tell("a", Happened(leader.Lost("a/w0")))
+    nodes.tick(4.0)
+    assert set(members(nodes, "b")) == {"a/w1", "b/w0", "b/w1"}
+    assert len(nodes.actions("b", leader.Pause)) == pauses
+
+
 def test_if_all_leave_the_job_stops() -> None:
     nodes = Nodes()
     two(nodes)
@@ -219,6 +264,54 @@ def test_a_stopped_job_begins_again_where_it_was() -> None:
     assert [a.generation.members for a in again] == [("c/w0",)]
     assert again[0].generation.number > number
     assert nodes.nodes["c"].known.born, "it may have committed its first step"
+
+
+def test_a_node_that_missed_a_stop_and_a_relaunch_has_no_part_in_what_follows() -> None:
+    """It hears of everything at once: the end of its own job, and then of another, stopped as well, that counted on its
+    workers."""
+    nodes = Nodes()
+    two(nodes)
+    nodes.cut.add("b")
+    nodes.tell("a", Happened(leader.StopAsked("enough")))
+    nodes.remove("a")
+    for name in "cd":
+        nodes.add(name)
+        nodes.ready(name, f"{name}/w0")
+        nodes.tick()
+        assert members(nodes, name) == ("b/w0",), "its record tells of it as before"
+        if name == "c":
+            nodes.tell(name, Happened(leader.StopAsked("enough again")))
+            nodes.remove(name)
+    carried = len(nodes.seen["b"])
+    nodes.cut.clear()
+    nodes.settle()
+    assert [o.action for o in nodes.seen["b"][carried:] if isinstance(o, Carry)] == [leader.Stop("enough")]
+    assert members(nodes, "d") == ("d/w0",)
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["it stays", "it goes"])
+def test_a_worker_that_no_record_names_is_lost(is_gone: bool) -> None:
+    """Whatever a node says of it, or does not."""
+    leading = Leading("run/node/a.0", 1, LIMITS, 0.0)
+    record: dict[str, Any] = {"about": {}, "places": 1, "members": ["b/w0"], "events": [], "values": {}}
+    record |= {"known": vars(Known()), "veterans": []}
+    ready = [[1, encode(leader.Ready("b/w0"))]]
+    leading.read_all({"run/node/b.0": {**record, "events": ready}}, None, 0.0)
+    assert leading.state is not None and leading.state.ready == ("b/w0",)
+    leading.changed("run/node/b.0", {**record, "members": []})
+    if is_gone:
+        leading.ended("run/node/b.0")
+    leading.step(0.1)
+    assert leading.state.ready == ()
+
+
+def test_workers_of_a_node_that_comes_to_differ_are_lost() -> None:
+    nodes = Nodes()
+    two(nodes)
+    nodes.tell("b", node.Described({"seed": 2}))
+    assert [o for o in nodes.seen["b"] if isinstance(o, Excluded)]
+    last = nodes.actions("a", leader.Announce)[-1].generation
+    assert last.members == ("a/w0",) and last.urgent and "1 lost" in last.reason
 
 
 def test_a_job_that_finished_stays_finished() -> None:

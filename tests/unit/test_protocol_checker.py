@@ -25,6 +25,9 @@ EXHAUSTED = {
         workers=2, steps=3, checkpoint_every=1, faults=Faults(crashes=2, joins=1)
     ),
     "below the minimum and back": Size(workers=2, min_workers=2, faults=Faults(crashes=1, joins=1)),
+    "all are asked to stop": Size(workers=2, faults=Faults(stops=1)),
+    "a stop and a crash": Size(workers=2, faults=Faults(crashes=1, stops=1)),
+    "one who computes wrongly": Size(workers=2, steps=1, lanes=3, bad=(1,)),
 }
 LARGE = {
     "one crash and its resets": Size(resets=True, faults=Faults(crashes=1)),
@@ -44,6 +47,7 @@ LARGE = {
     "never talking, with a join": Size(cut=((0, 1),), faults=Faults(joins=1)),
     "three lanes, two blocks": Size(lanes=3, blocks=2, faults=Faults(crashes=2)),
     "two needed": Size(min_workers=2, faults=Faults(crashes=2, joins=1)),
+    "a stop while growing": Size(workers=2, target=3, faults=Faults(joins=1, stops=1)),
 }
 STORMS = {
     "everything": Size(

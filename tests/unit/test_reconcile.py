@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness.membership.reconcile import reconcile
-from elastic_harness.membership.types import Digest, Generation, Report
+from elastic_harness.membership.codec import encode, to_text
+from elastic_harness.membership.leader import State
+from elastic_harness.membership.reconcile import CHECKPOINTS_TOLD, reconcile, worth_telling
+from elastic_harness.membership.types import Digest, Generation, Limits, Report
 
 LANES = 6
 checkpoints = st.sets(st.integers(0, 9), max_size=2).map(lambda found: tuple(sorted(found, reverse=True)))
@@ -124,3 +128,75 @@ def test_a_checkpoint_that_a_later_lineage_superseded_is_not_offered() -> None:
     digest, _ = reconcile(Generation(7, ("a", "b"), True, ""), reports, born=True, lineage=1, from_step=5)
     assert (digest.version, digest.lineage, digest.from_step) == (10, 2, 10)
     assert digest.sources["a"].kind == "restore"
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[Report, list[tuple[int, int]]]:
+    """Checkpoints as a run leaves them, some removed again, and the (lineage, from_step) that it has been through."""
+    begun, stored, version = [(0, 0)], dict[int, int](), 0
+    for lineage in range(draw(st.integers(1, 4))):
+        if lineage:
+            version = draw(st.sampled_from(sorted(stored))) if stored else 0
+            begun.append((lineage, version))
+        end = version + draw(st.integers(0, 40))
+        for at in range(version + 1, end + 1):
+            stored[at] = lineage
+        version = end
+    removed = draw(st.sets(st.sampled_from(sorted(stored)))) if stored else set()
+    kept = {at: of for at, of in sorted(stored.items(), reverse=True) if at not in removed}
+    return Report(7, -1, checkpoints=tuple(kept), lineages=tuple(kept.values())), begun
+
+
+def restored(report: Report, lineage: int, from_step: int) -> int | None:
+    digest, _ = reconcile(
+        Generation(7, ("w0",), True, ""), {"w0": report}, born=True, lineage=lineage, from_step=from_step
+    )
+    return digest.version if digest.sources["w0"].kind == "restore" else None
+
+
+@given(histories(), st.data())
+def test_few_checkpoints_are_told_and_none_is_missed(
+    history: tuple[Report, list[tuple[int, int]]], data: st.DataObject
+) -> None:
+    report, begun = history
+    known = data.draw(st.sampled_from(begun), "what the node knows")
+    told = worth_telling(report, *known)
+    assert len(told.checkpoints) <= CHECKPOINTS_TOLD + len(report.checkpoints).bit_length() + 2
+    assert set(zip(told.checkpoints, told.lineages, strict=True)) <= set(
+        zip(report.checkpoints, report.lineages, strict=True)
+    )
+    assert list(told.checkpoints) == sorted(told.checkpoints, reverse=True)
+    assert restored(told, *known) == restored(report, *known)
+    later = data.draw(st.sampled_from(begun[begun.index(known) :]), "what the leader knows")
+    assert (restored(told, *later) is None) == (restored(report, *later) is None), "nobody begins at 0 for that"
+
+
+def test_the_reports_of_a_thousand_members_fit_into_a_request() -> None:
+    """etcd takes 1.5 MiB; the leader's state holds the reports of all members."""
+    rng = random.Random(1)
+    reports = {}
+    for node in range(125):
+        versions = tuple(sorted(rng.sample(range(10**6), 2000), reverse=True))
+        for worker in range(8):
+            report = Report(7, -1, checkpoints=versions, lineages=(0,) * 2000)
+            reports[f"node-{node:03d}-1f2e3d/w{worker}"] = report
+    sizes = []
+    for told in (reports, {m: worth_telling(report, 0, 0) for m, report in reports.items()}):
+        sizes.append(len(to_text(encode(State(Limits(1, 1000, 1000), ready=tuple(told), reports=tuple(told.items()))))))
+    assert sizes[1] < 200_000 < 3 << 19 < sizes[0]
+
+
+def test_state_of_a_superseded_lineage_does_not_count() -> None:
+    """Node a was cut off and kept its state. The others were lost, and went on from version 9 without it."""
+    reports = {
+        "a": Report(7, 15, record=14, lanes=((0, 1),), lineage=0),
+        "b": Report(7, 12, record=11, lineage=1),
+        "c": Report(7, 11, lineage=1),
+    }
+    generation = Generation(7, ("a", "b", "c"), True, "")
+    digest, _ = reconcile(generation, reports, born=True, lineage=1, from_step=9)
+    assert (digest.version, digest.lineage, digest.lanes) == (12, 1, {})
+    assert {m: source.kind for m, source in digest.sources.items()} == {"a": "state", "b": "keep", "c": "replay"}
+    reports |= {"b": Report(7, -1, checkpoints=(9,), lineages=(0,)), "c": Report(7, -1)}
+    digest, _ = reconcile(generation, reports, born=True, lineage=1, from_step=9)
+    assert (digest.version, digest.lineage, digest.sources["b"].kind) == (9, 2, "restore")

@@ -14,9 +14,11 @@ from elastic_harness.agent import elsewhere, hosts
 from elastic_harness.agent.options import parse
 from elastic_harness.agent.store_link import StoreLink
 from elastic_harness.errors import ConfigError, InfrastructureError
+from elastic_harness.etcd.gateway import Gateway
+from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership import node
 from elastic_harness.membership.decide import View, decide
-from elastic_harness.membership.store import EmbeddedStore, Put, Unavailable
+from elastic_harness.membership.store import EmbeddedStore, Put, TooLarge, Unavailable
 from elastic_harness.membership.types import Generation, Limits, node_of
 from elastic_harness.train.progress import Formed
 from etcd_servers import Cluster
@@ -113,6 +115,20 @@ def test_whatever_is_wrong_with_the_store_may_pass(link: StoreLink, trouble: Tro
     trouble.error = None
     heard(link, node.Wrote)
     until(lambda: link.trouble is None)
+
+
+def test_what_is_too_large_is_an_error(tmp_path: Path) -> None:
+    """It would be too large again: nothing would be decided any more, and nobody would know why."""
+    with Cluster(tmp_path, options=["--max-request-bytes", "20000"]) as cluster:
+        stores = [EtcdStore(Gateway(cluster.address, timeout_s=5.0)) for _ in range(2)]
+        link = StoreLink(*stores, 2.0, lambda: None)
+        try:
+            registered(link)
+            link.ask(node.Write(1, (("run/head/x", "x" * 30_000),), {"run/head/x": 0}, leased=True))
+            with pytest.raises(TooLarge, match=r"run/head/x with 30,000 bytes.*--max-request-bytes"):
+                heard(link, node.Wrote)
+        finally:
+            link.close()
 
 
 def test_a_store_that_never_lets_us_in_is_an_error(link: StoreLink, trouble: Trouble) -> None:

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -13,7 +20,7 @@ from elastic_harness.membership.codec import decode, encode
 from elastic_harness.membership.types import Digest, Generation, Limits, Report, Source
 from elastic_harness.simulate import cli
 from elastic_harness.simulate.cli import Shape, run_seed, run_seeds
-from mutants.nodes import PATCHES, Patch
+from mutants.nodes import PATCHES, Planted
 
 SMALL = Shape(workers=6, nodes=3, steps=15, faults=8)
 
@@ -57,12 +64,11 @@ def test_a_store_into_which_somebody_writes_violates_nothing(kinds: tuple[str, .
 
 @pytest.mark.slow
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.title.replace(" ", "-"))
-def test_a_planted_mistake_is_found(patch: Patch) -> None:
-    shape = Shape(6, 3, 15, 8, patch.kinds)
+def test_a_planted_mistake_is_found(patch: Planted) -> None:
     with patch.planted():
-        found = next((e for e in run_seeds(shape, range(300), 1) if e.violation), None)
+        found = next((e for e in run_seeds(patch.shape, range(300), 1) if e.violation), None)
     assert found is not None
-    assert run_seed(shape, found.seed).violation is None, "without the mistake the same run is clean"
+    assert run_seed(patch.shape, found.seed).violation is None, "without the mistake the same run is clean"
 
 
 def test_of_the_faults_only_those_that_matter_are_named() -> None:
@@ -87,6 +93,31 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in (["--workers", "5", "--nodes", "2"], ["--steps", "0"], ["--seed", "1", "--only", "99"]):
         with pytest.raises(ConfigError):
             cli.main(wrong)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_when_it_is_stopped_it_says_how_far_it_came(number: signal.Signals, processes: int) -> None:
+    """Ctrl-C reaches all of its processes, SIGTERM the first one."""
+    command = "-m elastic_harness simulate --seeds 100000 --workers 2 --nodes 2 --steps 5 --processes".split()
+    terminal, end = pty.openpty()
+    arguments = [sys.executable, *command, str(processes)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=end, text=True, start_new_session=True) as job:
+        os.close(end)
+        shown = ""
+        while not re.search(r"[1-9]\d*/100000", shown):  # the progress bar
+            shown += os.read(terminal, 4096).decode(errors="replace")
+        (os.killpg if number == signal.SIGINT else os.kill)(job.pid, number)
+        with suppress(OSError):  # the other end is closed
+            while more := os.read(terminal, 4096).decode(errors="replace"):
+                shown += more
+        assert job.stdout is not None
+        said = job.stdout.read()
+    os.close(terminal)
+    assert job.returncode == 128 + number
+    runs = re.match(rf"(\d+) runs of 100000, stopped by {number.name}, \d+ faults", said)
+    assert runs and int(runs[1]) > 0 and "nothing was violated, and every job got done so far" in said
+    assert "leaked" not in shown and "Traceback" not in shown
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from elastic_harness.errors import Inconsistent
-from elastic_harness.train.commit import Header, combine, gate
+from elastic_harness.train.commit import Header, combine
+from elastic_harness.train.gate import canaries_due, gate
 from elastic_harness.train.partials import Contribution, SlotTable
 from elastic_harness.train.slots import samples_word
 
@@ -88,6 +89,21 @@ def test_a_batch_may_hold_anything() -> None:
     tensors = [torch.eye(2).to_sparse(), torch.zeros(0), torch.zeros(2, dtype=torch.bfloat16)]
     odd = [object(), np.array([object()]), *tensors]
     assert samples_word(odd) > 0
+
+
+@pytest.mark.parametrize(
+    ("unverified", "world", "due", "reference"),
+    [
+        ((), 3, set(), None),
+        ((0, 1, 2), 3, {0, 1, 2}, None),
+        ((0, 2), 3, {0, 1, 2}, 1),
+        ((3,), 4, {0, 3}, 0),
+    ],
+)
+def test_who_is_new_is_compared_with_one_who_is_not(
+    unverified: tuple[int, ...], world: int, due: set[int], reference: int | None
+) -> None:
+    assert canaries_due(unverified, world) == (due, reference)
 
 
 def test_headers_of_different_steps_are_our_bug() -> None:

@@ -28,6 +28,7 @@ from elastic_harness.errors import (
 from elastic_harness.membership import leader
 from elastic_harness.membership.leading import Known, Values
 from elastic_harness.membership.poison import evidence
+from elastic_harness.membership.reconcile import worth_telling
 from elastic_harness.membership.types import Generation, Limits, Report
 
 TICK_S = 0.05
@@ -93,6 +94,7 @@ class ElasticRun:
                 self._on_hello(worker, message)
             case "report":
                 report = self._within_the_ledger(Report.from_json(message))
+                report = worth_telling(report, self.agent.records.lineage, self.agent.records.from_step)
                 self.agreement.tell(leader.Reported(worker.member, report))
             case "trouble":
                 peers, ways = tuple(message["peers"]), message["ways"]

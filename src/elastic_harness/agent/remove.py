@@ -56,8 +56,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def remove(path: Path) -> str:
-    """Remove what a run wrote, and its folder if nothing else is in it; return in words what was done. Raises ConfigError
-    for a live run: its locks are held meanwhile, so that it cannot be resumed half removed."""
+    """Remove what a run wrote, and its folder if nothing else is in it; return in words what was done. Raises
+    ConfigError for a live run: its locks are held meanwhile, so that it cannot be resumed half removed."""
     busy = f"the run in {path} is live: process {{holder}} holds it; stop it with `elastic-harness stop {path}` first"
     with contextlib.ExitStack() as held:
         for name in (folders.LOCK, "writer.lock"):

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from elastic_harness.errors import HarnessError, InfrastructureError
 from elastic_harness.etcd.once import Once
 from elastic_harness.membership import node
-from elastic_harness.membership.store import Put, Store, Watch
+from elastic_harness.membership.store import Put, Store, TooLarge, Watch
 
 PAUSE_S = 0.2
 ONCE = "once/"
@@ -60,7 +60,7 @@ class StoreLink:
         self._asked.put(asked)
 
     def heard(self) -> list[node.Input]:
-        """What is new. Raises HarnessError if the store never let us in."""
+        """What is new. Raises HarnessError if the store never let us in, or never will take what has to be written."""
         inputs: list[node.Input] = []
         while self._told:
             told = self._told.popleft()
@@ -118,6 +118,9 @@ class StoreLink:
                     self._request(asked)
                     self._failing.pop("requests", None)
                     break
+                except TooLarge as error:  # nothing can be decided any more, and time will not mend it
+                    self._tell(error)
+                    return
                 except HarnessError as error:
                     if not self._ever and error.exit_code == 2:
                         self._tell(error)

@@ -32,7 +32,8 @@ TIMEOUT_S = 3.0
 CONNECT_S_MAX = 1.0
 PAUSE_S_MAX = 0.2
 SILENCE_S = 5.0  # a stream without a word is opened anew: its member may be paused
-_DENIED, _EXHAUSTED, _UNAVAILABLE, _UNAUTHENTICATED = 7, 8, 14, 16  # gRPC's codes
+_INVALID, _DENIED, _EXHAUSTED, _UNAVAILABLE, _UNAUTHENTICATED = 3, 7, 8, 14, 16  # gRPC's codes
+TOO_LARGE = "etcdserver: request is too large"
 _USERS_CHANGED = "auth: revision in header is old"  # what a token says, after any change of users
 _TRANSIENT = (2, 4, 10, _UNAVAILABLE)  # unknown, deadline exceeded, aborted
 _NOT_TRIED = ("etcdserver: no leader", "etcdserver: too many requests")  # nothing was done
@@ -192,7 +193,10 @@ class Gateway:
             return InfrastructureError(
                 f"{self._named()} has no space left: {message}. Compact and defragment it, then `etcdctl alarm disarm`."
             )
-        return Refused(_UNAVAILABLE if code == _EXHAUSTED else code, message)
+        too_large = code == _EXHAUSTED and "larger than max" in message  # said by gRPC, before etcd itself looks
+        if code == _EXHAUSTED and not too_large:
+            code = _UNAVAILABLE
+        return Refused(_INVALID if too_large else code, TOO_LARGE if too_large else message)
 
     def _connections(self) -> urllib3.PoolManager:
         if self._pid != os.getpid():  # first use, or forked: connections, and a lock that is held, are the parent's

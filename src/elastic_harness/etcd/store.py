@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic_harness.errors import HarnessError, InfrastructureError
-from elastic_harness.etcd.gateway import Gateway, Refused, Stream, decode, encode
-from elastic_harness.membership.store import Change, Compacted, Entry, Put, Unavailable, Watch, check_changes
+from elastic_harness.etcd.gateway import TOO_LARGE, Gateway, Refused, Stream, decode, encode
+from elastic_harness.membership.store import Change, Compacted, Entry, Put, TooLarge, Unavailable, Watch, check_changes
 
+REQUEST_MIB = 1.5  # etcd's default --max-request-bytes
 LEASE_NOT_FOUND = "requested lease not found"
 RECONNECT_S_MAX = 1.0
 
@@ -63,6 +64,8 @@ class EtcdStore:
         except Refused as error:
             if LEASE_NOT_FOUND in error.message:
                 raise ValueError("the lease does not exist or has ended; take a new one") from error
+            if error.message == TOO_LARGE:
+                raise too_large(puts) from error
             raise
         return bool(told.get("succeeded")), _revision(told)
 
@@ -174,6 +177,14 @@ class _EtcdWatch:
     def _change(self, event: Mapping[str, Any]) -> Change:
         entry = _entry(event["kv"], self._store_prefix)
         return Change(entry.revision, entry.key, None if event.get("type") == "DELETE" else entry)
+
+
+def too_large(puts: Sequence[Put]) -> TooLarge:
+    sizes = ", ".join(f"{put.key} with {len(put.value.encode()):,} bytes" for put in puts)
+    return TooLarge(
+        f"etcd takes no request of this size: {sizes}. Start all of its members with a larger --max-request-bytes (the "
+        f"default is {REQUEST_MIB} MiB), then launch again with the same --run-dir and --run-id."
+    )
 
 
 def _range(prefix: str) -> dict[str, str]:

@@ -44,8 +44,9 @@ class Decision:
 def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str]:
     """The next membership, or None for "leave things as they are", with the reason in words.
 
-    Members of the current generation keep their rank order; newcomers follow in order of age. A loss is urgent, a
-    pure addition or planned removal waits for a step boundary. Once anyone has finished nobody is admitted and the
+    Members of the current generation keep their rank order; newcomers follow, first those who hold the state, then in
+    order of age. The first generation does not wait for more if it has the state. A loss is urgent, a pure addition or
+    planned removal waits for a step boundary. Once anyone has finished nobody is admitted and the
     minimum no longer applies: the rest only has to catch up. Members that cannot talk to each other are separated,
     unless too few would remain: then they try again, the link may have healed. Nodes whose network is known to be cut
     are kept apart in any case.
@@ -53,7 +54,7 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     ready = set(view.ready)
     survivors = [m for m in view.current.members if m in ready] if view.current else []
     surviving = set(survivors)
-    newcomers = [m for m in view.ready if m not in surviving]
+    newcomers = sorted((m for m in view.ready if m not in surviving), key=lambda m: m not in view.veterans)
     lost = len(view.current.members) - len(survivors) if view.current else 0
 
     ending = bool(view.finished) and view.current is not None  # without one, the leader has forgotten who was in it
@@ -78,7 +79,7 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     nodes = len({node_of(m) for m in wanted})
     if nodes < limits.min_nodes and not view.finished:
         return None, f"waiting: workers of {nodes} of at least {limits.min_nodes} nodes are ready{why}"
-    if view.current is None and len(wanted) < limits.target:
+    if view.current is None and len(wanted) < limits.target and view.veterans.isdisjoint(wanted):
         left_s = view.first_ready_at + limits.join_timeout_s - now
         if left_s > 0:
             patience = f"the others have {limits.join_timeout_s:.0f} s to join"

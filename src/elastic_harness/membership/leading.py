@@ -87,11 +87,14 @@ class Leading:
             self._events += map(leader.Ready, record["members"])
         if key in self._excluded or self._differs(key, record["about"]):
             return
-        self._wanted += record["places"] - (self._records[key]["places"] if key in self._records else 0)
+        before = self._records.get(key)
+        self._wanted += record["places"] - (before["places"] if before is not None else 0)
         self._records[key] = record
         for number, values in record["values"].items():
             self._values.setdefault(int(number), {}).update(values)
         self._follow([key])
+        if before is not None:  # events tell it too, but a node may let events go; its record cannot lie
+            self._lose(member for member in before["members"] if member not in record["members"])
 
     def damaged(self, key: str) -> None:
         """A node's record cannot be read any more. That node is told so by decisions until it writes the record anew;
@@ -131,17 +134,23 @@ class Leading:
         self._excluded.pop(key, None)
         self._damaged.pop(key, None)
         self._given_up.discard(key)
-        record = self._forget(key)
-        if record is not None and self.state is not None:
-            self.state = _perhaps_born(self.state)
-            self._events += (leader.Lost(member) for member in record["members"])
+        self._forget(key)
 
-    def _forget(self, key: str) -> Mapping[str, Any] | None:
+    def _forget(self, key: str) -> None:
+        """Nothing counts any more that this record says."""
         record = self._records.pop(key, None)
         self._taken.pop(key, None)
-        if record is not None:
-            self._wanted -= record["places"]
-        return record
+        if record is None:
+            return
+        self._wanted -= record["places"]
+        if self.state is not None:
+            self.state = _perhaps_born(self.state)
+        self._lose(record["members"])
+
+    def _lose(self, members: Iterable[str]) -> None:
+        """No record names these workers any more."""
+        if self.state is not None:
+            self._events += map(leader.Lost, members)
 
     def tick(self, now: float) -> None:
         """Time passed."""
@@ -225,15 +234,21 @@ class Leading:
         """There is no decision: a run begins, or the store has lost everything. Others may know more than this node,
         and have had the time to come."""
         lost = HISTORY in self._about  # somebody was in a generation: a step may have been committed
-        self.state = leader.State(self._limits, born=lost)
         self._about.setdefault(HISTORY, self._origin)
-        self._follow(list(self._records))
+        self._begin_with(Known(born=lost))
 
     def _begin_another(self, known: Known, now: float) -> None:
         """The job had ended, and was launched again: nothing of it is left but what is known."""
-        self.state = leader.State(self._limits, **vars(known))
         self._actions.clear()
-        self._step([leader.Ready(m) for record in self._records.values() for m in record["members"]], now)
+        self._events += [leader.Ready(m) for record in self._records.values() for m in record["members"]]
+        self._begin_with(known)
+        self.step(now)
+
+    def _begin_with(self, known: Known) -> None:
+        """A state in which nobody has been in yet, and so nobody can be missing."""
+        veterans = tuple(member for record in self._records.values() for member in record["veterans"])
+        self.state = leader.State(self._limits, veterans=veterans, **vars(known))
+        self._missed = True
         self._follow(list(self._records))
 
     def _take_over(self, decision: Mapping[str, Any], now: float) -> None:

@@ -217,6 +217,7 @@ class Node:
         self._asked: dict[int, str] = {}  # the keys of writes that are under way, the first of each
         self._returned_at: float | None = None  # when the last lease ended
         self._ever: set[str] = set()  # workers of this node that were in a generation
+        self._veterans: set[str] = set()  # … in one that was formed: they have, or are about to have, the state
         self._leader_known = False
         self._decision: Entry | None = None  # the last one that could be read
         self._decision_at = 0  # the revision of what stands in its place now
@@ -346,6 +347,7 @@ class Node:
                 "about": self._about,
                 "places": self._places,
                 "members": list(self._members),
+                "veterans": [member for member in self._members if member in self._veterans],
                 "known": vars(self.known),
                 "events": [[number, encode(event)] for number, event in self._events],
                 "values": self._offered,
@@ -501,6 +503,8 @@ class Node:
         actions = [(number, decode(action)) for number, action in decision["actions"] if number > self._heeded]
         missed = bool(actions) and actions[0][0] > self._heeded + 1
         for number, action in actions:
+            if self.ended is not None:
+                break  # what follows is of a job that was launched again, without this node
             self._heeded = number
             if missed and isinstance(action, leader.Announce):  # an urgent one may be among what was missed
                 action = leader.Announce(replace(action.generation, urgent=True))
@@ -513,7 +517,10 @@ class Node:
             outputs.append(Excluded(decision["excluded"][self.key]))
         members = decision["members"]
         if members is not None:
-            self._ever.update(m for m in members if m in self._members)
+            ours = [m for m in members if m in self._members]
+            self._ever.update(ours)
+            if decision["formed"]:
+                self._veterans.update(ours)
             if self._written < 0 and self._writing is None:
                 self._leave_behind(members)
         return outputs

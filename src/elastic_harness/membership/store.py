@@ -39,6 +39,10 @@ class Unavailable(InfrastructureError):
         self.maybe_applied = maybe_applied
 
 
+class TooLarge(InfrastructureError):
+    """The store takes no request of this size. The same request would be refused again."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """A key's value, the revision of its last change, and the lease it hangs on (0: none)."""

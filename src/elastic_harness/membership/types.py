@@ -52,7 +52,7 @@ class Report:
     version: committed steps, -1 without (verified) state. record: the step whose reduced gradient is still held,
     or None. lanes: finished lanes of step `version`. checkpoints: versions that could be restored, newest first
     (only looked up when version is -1). verified: this member's canary hash has already been compared. lineages: of the
-    checkpoints, if known.
+    checkpoints, if known. lineage: in which the state was reached, -1 if that is not known.
     """
 
     generation: int
@@ -62,6 +62,7 @@ class Report:
     checkpoints: tuple[int, ...] = ()
     verified: bool = False
     lineages: tuple[int, ...] = ()
+    lineage: int = -1
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -72,6 +73,7 @@ class Report:
             "checkpoints": list(self.checkpoints),
             "verified": self.verified,
             "lineages": list(self.lineages),
+            "lineage": self.lineage,
         }
 
     @staticmethod
@@ -84,6 +86,7 @@ class Report:
             tuple(data["checkpoints"]),
             data["verified"],
             tuple(data["lineages"]),
+            data["lineage"],
         )
 
 

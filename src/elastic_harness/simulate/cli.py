@@ -9,7 +9,8 @@ die, hang, are cut off and come back, and the store goes away or forgets everyth
 Each seed draws its own faults. After every event it is checked that no two members at the same step differ, that a step
 consumed each of its slots once, that no generation number is used twice, that nothing begins anew in silence, and at
 the end that the job got done. A seed that fails is run again with fewer and fewer faults, to find those that matter.
-Exit code 1 if something was violated.
+Exit code 1 if something was violated. Ctrl-C or SIGTERM ends it with what was found so far; the exit code is 130 or 143
+then.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
 from elastic_harness.errors import ConfigError
 from elastic_harness.simulate import scale
@@ -37,22 +41,31 @@ from elastic_harness.simulate.world import Violation
 
 FAULTS_FROM_S, FAULTS_TO_S = 0.0, 8.0
 TRACE_LINES = 400
+RUNS_AT_ONCE = 8  # by one process, before it tells of them
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How big the simulated job is. `faults`: at most so many in a run."""
+    """How big the simulated job is. `faults`: at most so many in a run. `spare_nodes`: of the nodes, more than the job
+    has work for. `least_nodes`: with fewer it waits."""
 
     workers: int = 8
     nodes: int = 4
     steps: int = 20
     faults: int = 8
+    spare_nodes: int = 0
+    least_nodes: int = 1
     kinds: tuple[str, ...] = KINDS
 
     def __post_init__(self) -> None:
         for name in ("workers", "nodes", "steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} is {getattr(self, name)}; it must be at least 1.")
+        if not 0 <= self.spare_nodes < self.nodes:
+            raise ConfigError(f"--spare-nodes is {self.spare_nodes}; it must be 0 or more, and less than --nodes.")
+        if not 1 <= self.least_nodes <= self.nodes - self.spare_nodes:
+            most = self.nodes - self.spare_nodes
+            raise ConfigError(f"--least-nodes is {self.least_nodes}; it must be at least 1 and at most {most}.")
         if self.workers % self.nodes:
             raise ConfigError(f"--workers is {self.workers}; it must be a multiple of --nodes, which is {self.nodes}.")
 
@@ -62,7 +75,8 @@ class Shape:
         return draw(rng, rng.randint(0, self.faults), self.nodes, FAULTS_FROM_S, FAULTS_TO_S, self.kinds)
 
     def simulation(self, seed: int, faults: list[Fault]) -> Simulation:
-        return Simulation(self.nodes, self.workers // self.nodes, self.steps, seed, faults)
+        per_node = self.workers // self.nodes
+        return Simulation(self.nodes, per_node, self.steps, seed, faults, self.spare_nodes, self.least_nodes)
 
 
 @dataclass(frozen=True)
@@ -107,12 +121,18 @@ def minimised(shape: Shape, seed: int, faults: list[Fault], kind: str) -> list[i
 
 
 def run_seeds(shape: Shape, seeds: Sequence[int], processes: int) -> Iterator[Ended]:
-    """All runs, in the order of their seeds."""
+    """All runs, in the order of their seeds. Closed early, it waits for those that have begun."""
     if processes == 1:
         yield from map(partial(run_seed, shape), seeds)
         return
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("forkserver")) as pool:
-        yield from pool.map(partial(run_seed, shape), seeds, chunksize=8)
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(processes, context, _leave_interrupts_alone) as pool:
+        yield from pool.map(partial(run_seed, shape), seeds, chunksize=RUNS_AT_ONCE)
+
+
+def _leave_interrupts_alone() -> None:
+    """A terminal sends them to all processes: the first one sees to the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def replay(shape: Shape, seed: int, only: list[int] | None) -> int:
@@ -144,6 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=4, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="of training (%(default)s)")
     parser.add_argument("--faults", type=int, default=8, help="in a run, at most (%(default)s)")
+    parser.add_argument("--spare-nodes", type=int, default=0, help="of the nodes, more than are wanted (%(default)s)")
+    parser.add_argument("--least-nodes", type=int, default=1, help="with fewer the job waits (%(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="(%(default)s)")
     parser.add_argument("--seed", type=int, help="run only this one, and print its trace")
     parser.add_argument("--only", type=_numbers, help="with --seed: only these of its faults, such as 0,3")
@@ -152,44 +174,100 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.scale:
         return scale.main(given.json)
-    shape = Shape(given.workers, given.nodes, given.steps, given.faults)
+    shape = Shape(given.workers, given.nodes, given.steps, given.faults, given.spare_nodes, given.least_nodes)
     if given.seed is not None:
         return replay(shape, given.seed, given.only)
-    began = time.monotonic()
-    ended = run_seeds(shape, range(given.first, given.first + given.seeds), given.processes)
-    shown = track(ended, "simulating", given.seeds, console=Console(stderr=True), transient=True)
-    kinds: Counter[str] = Counter()
-    failed, happenings = [], 0
-    for each in shown:
-        kinds.update(each.kinds)
-        happenings += each.happenings
-        if each.violation:
-            failed.append(each)
-    seconds = time.monotonic() - began
-    if given.json:
-        print(
-            json.dumps(
-                {
-                    "schedules": given.seeds,
-                    "faults": kinds.total(),
-                    "violations": len(failed),
-                    "seconds": round(seconds, 2),
-                    "events": happenings,
-                    "fault_kinds": dict(sorted(kinds.items())),
-                    "failed": [{"seed": e.seed, "violation": e.violation, "only": e.needed} for e in failed],
-                }
-            )
-        )
-    else:
-        print(f"{given.seeds} runs, {kinds.total()} faults, {happenings} events, {seconds:.1f} s")
-        for each in failed:
+    seeds = range(given.first, given.first + given.seeds)
+    with asked_to_stop() as asked:
+        total = total_of(shape, seeds, given.processes, asked)
+    print(total.as_json(asked) if given.json else total.as_text(shape, asked))
+    if total.failed:
+        return 1
+    return 128 + asked[0] if asked else 0
+
+
+@dataclass
+class Total:
+    """What many runs came to."""
+
+    wanted: int
+    runs: int = 0
+    happenings: int = 0
+    seconds: float = 0.0
+    kinds: Counter[str] = field(default_factory=Counter)
+    failed: list[Ended] = field(default_factory=list)
+
+    def add(self, ended: Ended) -> None:
+        self.runs += 1
+        self.happenings += ended.happenings
+        self.kinds.update(ended.kinds)
+        if ended.violation:
+            self.failed.append(ended)
+
+    def as_json(self, asked: Sequence[int]) -> str:
+        told = {
+            "schedules": self.runs,
+            "stopped_by": signal.Signals(asked[0]).name if asked else None,
+            "faults": self.kinds.total(),
+            "violations": len(self.failed),
+            "seconds": round(self.seconds, 2),
+            "events": self.happenings,
+            "fault_kinds": dict(sorted(self.kinds.items())),
+            "failed": [{"seed": e.seed, "violation": e.violation, "only": e.needed} for e in self.failed],
+        }
+        return json.dumps(told)
+
+    def as_text(self, shape: Shape, asked: Sequence[int]) -> str:
+        stopped = f" of {self.wanted}, stopped by {signal.Signals(asked[0]).name}" if asked else ""
+        lines = [
+            f"{self.runs} runs{stopped}, {self.kinds.total()} faults, {self.happenings} events, {self.seconds:.1f} s"
+        ]
+        same = f"--workers {shape.workers} --nodes {shape.nodes} --steps {shape.steps} --faults {shape.faults}"
+        same += f" --spare-nodes {shape.spare_nodes}" * (shape.spare_nodes > 0)
+        same += f" --least-nodes {shape.least_nodes}" * (shape.least_nodes > 1)
+        for each in self.failed:
             only = ",".join(map(str, each.needed))
-            same = f"--workers {shape.workers} --nodes {shape.nodes} --steps {shape.steps} --faults {shape.faults}"
-            print(f"VIOLATION in seed {each.seed}: {each.violation}: {each.detail}")
-            print(f"    again: elastic-harness simulate --seed {each.seed} --only {only} {same}")
-        if not failed:
-            print("nothing was violated, and every job got done")
-    return 1 if failed else 0
+            lines.append(f"VIOLATION in seed {each.seed}: {each.violation}: {each.detail}")
+            lines.append(f"    again: elastic-harness simulate --seed {each.seed} --only {only} {same}")
+        if not self.failed:
+            lines.append(f"nothing was violated, and every job got done{' so far' if asked else ''}")
+        return "\n".join(lines)
+
+
+def total_of(shape: Shape, seeds: Sequence[int], processes: int, asked: Sequence[int]) -> Total:
+    """Run all, or as many as can be until somebody has asked to stop; show how far it is."""
+    total, began = Total(len(seeds)), time.monotonic()
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[failed]} violations"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("simulating", total=len(seeds), failed=0)
+        try:
+            for ended in run_seeds(shape, seeds, processes):
+                total.add(ended)
+                progress.update(task, completed=total.runs, failed=len(total.failed))
+                if asked:
+                    break
+        except BrokenProcessPool:  # the signal was for all processes
+            if not asked:
+                raise
+    total.seconds = time.monotonic() - began
+    return total
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[list[int]]:
+    """Note SIGINT and SIGTERM, the first time; the second time they do what they always do."""
+    asked: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        asked.append(number)
+        signal.signal(number, before[signal.Signals(number)])
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _numbers(text: str) -> list[int]:

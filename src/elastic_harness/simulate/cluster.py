@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic_harness.membership import leader as core
 from elastic_harness.membership.types import Digest, Generation, Limits
-from elastic_harness.simulate.world import Faults, Message, Violation, Worker, World, canonical
+from elastic_harness.simulate.world import Faults, Message, Violation, Worker, World, canonical, followed
 
 LATE = 1e9  # a time by which every timeout has passed; all other events happen at 0
 
@@ -71,7 +71,7 @@ class Cluster:
             up=((),) * n,
             links=frozenset((-1, min(pair), max(pair)) for pair in size.cut),
             ledger=frozenset(),
-            checkpoint=-1,
+            checkpoints=(),
             faults=size.faults,
         )
         for i in range(n):
@@ -112,11 +112,9 @@ class Cluster:
         match action:
             case core.Announce(generation):
                 self.check_announcement(world, before, generation)
-                members = tuple(map(index_of, generation.members))
-                message = ("generation", generation.number, members, generation.urgent)
                 for i in self.audience(world, before, generation):
                     world = self.put(world, i, world.workers[i]._replace(told=True))
-                    world = self.tell(world, i, message)
+                    world = self.tell(world, i, ("generation", generation))
             case core.Publish(digest, _):
                 self.check_digest(world, before, digest)
                 self.digests.append(digest)
@@ -134,6 +132,9 @@ class Cluster:
                 for i, w in enumerate(world.workers):
                     if w.told:
                         world = self.tell(world, i, ("done",))
+            case core.Stop():
+                for i in range(len(world.workers)):
+                    world = self.ask_to_stop(world, i)
         return world
 
     def audience(self, world: World, before: core.State, generation: Generation) -> list[int]:
@@ -163,11 +164,19 @@ class Cluster:
             raise Violation("below the minimum", f"{generation}")
 
     def check_digest(self, world: World, before: core.State, digest: Digest) -> None:
-        started = any(s.kind == "init" for s in digest.sources.values())
-        if started and world.ledger and digest.lineage <= max(lineage for lineage, _ in world.ledger):
+        kinds = {source.kind for source in digest.sources.values()}
+        newest = max((lineage for lineage, *_ in world.ledger), default=-1)
+        if not kinds.isdisjoint(("init", "restore")) and digest.lineage <= newest:
             raise Violation("silent restart", f"{digest} although {sorted(world.ledger)} were committed")
         if digest.from_step > 0 and digest.lineage == 0:
             raise Violation("restore without a lineage", f"{digest}")
+        for member in digest.sources:
+            w = world.workers[index_of(member)]
+            if w.up and not w.fenced and w.lineage == digest.lineage and w.version > digest.version:
+                raise Violation("state given up", f"{member} has version {w.version}: {digest}")
+            stored = [version for version, of in self.restorable(world, index_of(member)) if of == newest]
+            if "init" in kinds and stored:
+                raise Violation("checkpoint given up", f"{member} has {stored}: {digest}")
 
     def check_value(self, w: Worker, who: int) -> None:
         right = canonical(w.version, self.size.lanes)
@@ -188,16 +197,30 @@ class Cluster:
                 raise Violation("versions apart", f"{sorted(versions)} in generation {generation}")
 
     def check_done(self, world: World, version: int) -> None:
-        """Every step has its line in the ledger, and the result (one line beyond) was saved."""
-        steps = {s for _, s in world.ledger}
-        if steps != set(range(self.size.steps + 1)):
-            raise Violation("ledger incomplete", f"{sorted(world.ledger)} of {self.size.steps} steps and the result")
+        """Every step has its line in the ledger, in the lineage that counts, and the result (one line beyond) was
+        saved."""
+        missing = set(range(self.size.steps + 1)) - followed(world.ledger)
+        if missing:
+            raise Violation("ledger incomplete", f"{sorted(missing)} missing in {sorted(world.ledger)}")
         if version != self.size.steps:
             raise Violation("done too early", f"at version {version} of {self.size.steps}")
+
+    def check_stop(self, world: World, who: int) -> None:
+        """Everybody was asked, and nobody stopped at another step."""
+        w = world.workers[who]
+        if not w.stop:
+            raise Violation("stopped unasked", f"{self.name(who)} at version {w.version}")
+        others = {m: world.workers[m] for m in w.members}
+        apart = {self.name(m): o.version for m, o in others.items() if o.stop and o.gen == w.gen and not o.up}
+        if any(version != w.version for version in apart.values()):
+            raise Violation("stopped apart", f"{self.name(who)} at version {w.version}, others {apart}")
 
     def check_end(self, world: World) -> None:
         """Nothing can happen any more: that must be because the job is done, or waits for workers with reason."""
         state = self.leaders[world.leader]
+        spent = world.faults != self.size.faults._replace(stops=world.faults.stops)
+        if world.faults.stops < self.size.faults.stops and (spent or not state.formed):
+            return  # whoever cannot get to a boundary is ended after the grace
         if state.done:
             told = [i for i, w in enumerate(world.workers) if w.up and w.told and not w.fenced]
             waiting = [self.name(i) for i in told if world.workers[i].mode != "over"]
@@ -211,11 +234,19 @@ class Cluster:
         modes = {self.name(i): world.workers[i].mode for i in healthy}
         raise Violation("stuck", f"{modes}, leader in generation {state.generation}, paused: {state.paused!r}")
 
+    def restorable(self, world: World, who: int) -> tuple[tuple[int, int], ...]:
+        """The checkpoints that this worker can read."""
+        return world.checkpoints
+
     # ---- queues, mailboxes, ends of processes
 
     def put(self, world: World, who: int, worker: Worker) -> World:
         ws = world.workers
         return world._replace(workers=(*ws[:who], worker, *ws[who + 1 :]))
+
+    def ask_to_stop(self, world: World, who: int) -> World:
+        """A worker that never had a part is just ended."""
+        return self.tell(world, who, ("stop",)) if world.workers[who].told else self.die(world, who)
 
     def tell(self, world: World, who: int, message: tuple[Any, ...]) -> World:
         w = world.workers[who]

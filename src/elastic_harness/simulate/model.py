@@ -33,8 +33,9 @@ class Model(Workers):
         for who, w in enumerate(world.workers):
             if not w.up:
                 continue
-            if world.down[who]:
-                yield self.attempt(("hears", self.name(who), *world.down[who][0]), self.hear, world, who)
+            for count in range(1, len(world.down[who]) + 1):
+                heard = (" and ".join(" ".join(map(str, message)) for message in world.down[who][:count]),)
+                yield self.attempt(("hears", self.name(who), *heard), self.hear, world, who, count)
             for what, act, *args in self.abilities(world, who, w):
                 yield self.attempt((what, self.name(who)), act, world, who, *args)
         yield from self.faults(world)
@@ -78,6 +79,10 @@ class Model(Workers):
                         if peer != who:
                             what = ("cannot connect", self.name(who), self.name(peer))
                             yield self.attempt(what, self.trouble, spent, who, peer, fault=True)
+        if faults.stops:
+            spent = world._replace(faults=faults._replace(stops=faults.stops - 1))
+            stop = self.event(core.StopAsked("the model asked for it"))
+            yield self.attempt(("all are asked to stop",), self.lead, spent, stop, fault=True)
         if faults.scales:
             spent = world._replace(faults=faults._replace(scales=faults.scales[1:]))
             event = self.event(core.Scaled(faults.scales[0]))

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from elastic_harness.membership.node import Node
 from elastic_harness.membership.store import EmbeddedStore, Put, Watch
 from elastic_harness.membership.types import Digest, Limits
 from elastic_harness.simulate.cluster import Size, index_of
-from elastic_harness.simulate.workers import Workers
+from elastic_harness.simulate.workers import Workers, kept_with
 from elastic_harness.simulate.world import Message, Violation, Worker, World
 
 TTL_S = 2.0
@@ -32,12 +32,14 @@ WAY_S = 0.004  # to the store or back, on average
 RETRY_S = 0.2
 WORK_S = 0.006  # between two things that workers do, on average
 RESTART_S = 0.5  # of a worker or a node that died
+CONNECT_S = 2.0  # that a member may take to be reached
 NOTICE_S = 0.3  # until a broken connection is noticed, at most
 TRACE_MAX = 10_000
 AHEAD_S_MAX, FASTER_MAX = 1e4, 0.05  # no two nodes' clocks agree, nor do they run equally fast
 GRACE_S = 3.0  # that a node has for leaving
 NOTICED_S = 4.0  # after which whatever befell a node has been dealt with
-QUIET_S = 60.0  # after the last fault: so long the job may take to get done
+CHECKPOINT_EVERY = (3, 8)  # steps
+QUIET_S = 60.0 + core.APART_S  # after the last fault: so long the job may take to get done
 
 
 @dataclass(frozen=True)
@@ -97,19 +99,31 @@ class Host:
     polling: bool = False
     known: Known = field(default_factory=Known)  # what is in its folder
     history: str = ""
+    checkpoints: tuple[tuple[int, int], ...] = ()  # in its folder too
     excluded: bool = False
     workers: list[int] = field(default_factory=list)
-    leaving: bool = False
+    leaving: bool = False  # no worker is started any more
     well_since: float = 0.0  # nothing keeps it from taking part since then
     addresses: dict[int, set[str]] = field(default_factory=dict)  # that arrived, by generation
     inbox: list[nodes.Input] = field(default_factory=list)
 
 
 class Simulation(Workers):
-    """One run. `run` raises Violation."""
+    """One run. `run` raises Violation. `spare_nodes`: so many more than there is work for. `least_nodes`: with fewer
+    the job waits."""
 
-    def __init__(self, node_count: int, per_node: int, steps: int, seed: int, faults: list[Fault]) -> None:
-        super().__init__(Size(workers=node_count * per_node, steps=steps, lanes=2 * node_count, checkpoint_every=3))
+    def __init__(
+        self,
+        node_count: int,
+        per_node: int,
+        steps: int,
+        seed: int,
+        faults: list[Fault],
+        spare_nodes: int = 0,
+        least_nodes: int = 1,
+    ) -> None:
+        every = CHECKPOINT_EVERY[seed % len(CHECKPOINT_EVERY)]
+        super().__init__(Size(workers=node_count * per_node, steps=steps, lanes=2 * node_count, checkpoint_every=every))
         self.rng = random.Random(seed)
         self.now = 0.0
         self.happenings = 0
@@ -129,8 +143,13 @@ class Simulation(Workers):
         self._published: dict[int, int] = {}
         self._cuts: set[frozenset[int]] = set()
         self._told: list[core.Event] = []
-        self._limits = Limits(per_node, node_count * per_node, per_node, join_timeout_s=1.0)
-        self.world = World(-1, (), (), (), (), frozenset(), frozenset(), -1, self.size.faults)
+        least, most = least_nodes * per_node, (node_count - spare_nodes) * per_node
+        self._limits = Limits(least, most, least, join_timeout_s=1.0, min_nodes=least_nodes)
+        self._unable: World | None = None  # nobody was able to do anything in it …
+        self._unable_at = -1  # … when there had been so many changes
+        self._connects: dict[int, tuple[int, float]] = {}  # by worker: in which generation, since when
+        self._changes = 0  # of what workers can do, beside the world's
+        self.world = World(-1, (), (), (), (), frozenset(), frozenset(), (), self.size.faults)
         self.hosts: list[Host] = []
         for number in range(node_count):
             node = self._new_node(number, 0, Known())
@@ -296,6 +315,7 @@ class Simulation(Workers):
                 case nodes.Carry(action):
                     self._act_for(number, action)
                 case nodes.Deliver(values):
+                    self._change()
                     for generation, by_key in values.items():
                         host.addresses.setdefault(generation, set()).update(by_key)
                 case nodes.Damaged():
@@ -379,16 +399,22 @@ class Simulation(Workers):
         return self._names[index]
 
     def lead(self, world: World, event: int, now: float = 0.0) -> World:
-        """What the model of one node gives to its leader at once: here `commit` tells it to the node."""
+        """What the model of one node gives to its leader at once is told to the node here."""
+        self._told.append(self.events[event])
         return world
 
-    def commit(self, world: World, who: int) -> World:
-        """Every node hears of a commit from a worker of its own."""
-        before = world.workers[who].version
-        world = super().commit(world, who)
-        if world.workers[who].version > before:
-            self._told.append(core.Committed(before))
+    def speaks(self, who: int, members: tuple[int, ...]) -> bool:
+        """The first member on each node."""
+        return who == next(m for m in members if self._home[m] == self._home[who])
+
+    def save(self, world: World, who: int) -> World:
+        """Every node saves for itself."""
+        host, w = self.hosts[self._home[who]], world.workers[who]
+        host.checkpoints = kept_with(host.checkpoints, w.version, w.lineage)
         return world
+
+    def restorable(self, world: World, who: int) -> tuple[tuple[int, int], ...]:
+        return self.hosts[self._home[who]].checkpoints
 
     def mail(self, world: World, target: int, message: Message) -> World:
         """What does not get through breaks the connection for this generation."""
@@ -416,26 +442,49 @@ class Simulation(Workers):
     def _work(self) -> None:
         """One thing that some worker can do."""
         self.after(self.rng.expovariate(1.0 / WORK_S), self._work)
+        if self.world is self._unable and self._unable_at == self._changes:
+            return
         workers = self.world.workers
-        able = sorted(w for host in self.hosts if host.up and not host.paused for w in host.workers if workers[w].up)
-        self.rng.shuffle(able)
-        for who in able:
-            if self.world.down[who] and not self._cannot_connect(who):
-                return self._do(who, self.hear)
-            options = list(self.abilities(self.world, who, self.world.workers[who]))
+        able = [w for host in self.hosts if host.up and not host.paused for w in host.workers if workers[w].up]
+        unable = True
+        while able:
+            chosen = int(self.rng.random() * len(able))
+            who, able[chosen] = able[chosen], able[-1]
+            able.pop()
+            if self.world.down[who]:
+                return self._do(who, self.hear, self.rng.randint(1, len(self.world.down[who])))
+            options = list(self.abilities(self.world, who, workers[who]))
             if options:
                 _, act, *args = self.rng.choice(options)
                 if act == self.trouble and self.rng.random() > WORK_S / NOTICE_S:
+                    unable = False
                     continue
                 return self._do(who, act, *args)
+        if unable:
+            self._unable, self._unable_at = self.world, self._changes
 
-    def _cannot_connect(self, who: int) -> bool:
-        """Whether a worker knows what to do in a generation, but not yet where all members are."""
-        if any(kind != "digest" for kind, *_ in self.world.down[who]):
-            return False
-        digest = self.digests[self.world.down[who][0][1]]  # type: ignore[call-overload]
-        known = self.hosts[self._home[who]].addresses.get(digest.generation, set())
-        return not digest.sources.keys() <= known
+    def abilities(self, world: World, who: int, w: Worker) -> Iterator[tuple[Any, ...]]:
+        yield from super().abilities(world, who, w)
+        if w.mode != "wait" or not w.target or self.connected(w, who):
+            return
+        since = self._connects.get(who)
+        if since is None or since[0] != w.target:
+            self._connects[who] = (w.target, self.now)
+            self.after(CONNECT_S, self._change)
+        elif self.now >= since[1] + CONNECT_S:
+            yield "cannot connect", self.give_up_connecting
+
+    def give_up_connecting(self, world: World, who: int) -> World:
+        """Say who cannot be reached, and wait for the next generation."""
+        w = world.workers[who]
+        missing = set(map(self.name, w.successors)) - self.hosts[self._home[who]].addresses.get(w.target, set())
+        if not w.heard.urgent(w.reacted):
+            world = self.report_trouble(world, who, core.Trouble(self.name(who), w.reacted, tuple(sorted(missing))))
+        return self.react(self.put(world, who, self.aborted(w)), who)
+
+    def connected(self, w: Worker, who: int) -> bool:
+        """Whether it is known where all members are."""
+        return set(map(self.name, w.successors)) <= self.hosts[self._home[who]].addresses.get(w.target, set())
 
     def _do(self, who: int, act: Callable[..., World], *args: Any) -> None:
         self.world = act(self.world, who, *args)
@@ -453,6 +502,8 @@ class Simulation(Workers):
         if not self.world.workers[who].up and who in self.hosts[number].workers:
             host = self.hosts[number]
             host.workers.remove(who)
+            if host.leaving and not host.workers:
+                self.after(self.way(), lambda life=host.life: self._kill(number, life))  # type: ignore[misc]
             self.after(RESTART_S, lambda: self._start_worker(number, host.life))
 
     def _act_for(self, number: int, action: core.Action) -> None:
@@ -467,7 +518,7 @@ class Simulation(Workers):
                 for who in living:
                     if self.world.workers[who].told or who in members:
                         self.world = self.put(self.world, who, self.world.workers[who]._replace(told=True))
-                        self._tell(who, ("generation", generation.number, members, generation.urgent))
+                        self._tell(who, ("generation", generation))
                 for who in living:
                     if who in members:
                         self.hosts[number].addresses.setdefault(generation.number, set()).add(self.name(who))
@@ -494,8 +545,15 @@ class Simulation(Workers):
                 self.check_done(self.world, version)
                 self.done = True
             case core.Stop():
-                life = self.hosts[number].life
-                self.after(self.way(), lambda: self._kill(number, life))
+                host = self.hosts[number]
+                if not host.leaving:
+                    self.after(GRACE_S, lambda life=host.life: self._kill(number, life))  # type: ignore[misc]
+                host.leaving = True
+                for who in living:
+                    if self.world.workers[who].told:
+                        self._tell(who, ("stop",))
+                    else:
+                        self._do(who, self.die)
 
     def _check_kept(self, digest: Digest) -> None:
         """Nobody begins again while somebody who could take part has the state."""
@@ -515,6 +573,7 @@ class Simulation(Workers):
     def _strike(self, fault: Fault) -> None:
         rng, hosts = self.rng, self.hosts
         self._note(-1, "FAULT", fault)
+        self._change()
         disturbed = fault.kind.startswith(("store", "cut all", "stop all"))
         for host in hosts if disturbed else [hosts[number] for number in fault.nodes]:
             host.well_since = max(host.well_since, self.now + fault.lasts_s)
@@ -549,7 +608,7 @@ class Simulation(Workers):
                 inside = set(fault.nodes)
                 pairs = {frozenset((a, b)) for a in inside for b in range(self.node_count) if b not in inside}
                 self._cuts |= pairs
-                self.after(fault.lasts_s, lambda: self._cuts.difference_update(pairs))
+                self.after(fault.lasts_s, lambda: self._reconnect(pairs))
                 if fault.kind == "isolate":
                     self._cut_off(fault.nodes, fault.lasts_s, "reaches", "hears")
             case "pause node":
@@ -570,6 +629,14 @@ class Simulation(Workers):
                 self._pass_changes()
             case "lose answer":
                 hosts[fault.nodes[0]].loses_answer = True
+
+    def _reconnect(self, pairs: set[frozenset[int]]) -> None:
+        self._cuts -= pairs
+        self._change()
+
+    def _change(self) -> None:
+        """Somebody may be able to do something now, though the world is the same."""
+        self._changes += 1
 
     def _leave(self, number: int) -> None:
         """A node is asked to stop: its workers go at a step boundary, or are ended after the grace; then it is launched
@@ -604,7 +671,7 @@ class Simulation(Workers):
         host.well_since = max(host.well_since, self.now)
         host.up, host.reaches, host.hears, host.lease = True, True, True, 0
         if host.excluded:
-            host.known, host.history, host.excluded = Known(), "", False
+            host.known, host.history, host.checkpoints, host.excluded = Known(), "", (), False
         host.node = self._new_node(number, host.life, host.known, host.history)
         self._boot(number)
 
@@ -613,6 +680,7 @@ class Simulation(Workers):
         if not host.paused:
             return
         host.paused = False
+        self._change()
         inbox, host.inbox = host.inbox, []
         self._tell_node(number, *inbox)
 

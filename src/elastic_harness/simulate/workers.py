@@ -6,14 +6,23 @@ Placement and the decision over a step's headers are the production functions; t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from elastic_harness.comm.placement import deal
 from elastic_harness.membership import leader as core
-from elastic_harness.membership.types import Digest, LaneRanges, Report
+from elastic_harness.membership.types import Digest, Generation, LaneRanges, Report
 from elastic_harness.simulate.cluster import Cluster, Size, index_of
 from elastic_harness.simulate.world import Gradient, Message, Violation, Worker, World, canonical
-from elastic_harness.train.commit import Header, Verdict, gate
+from elastic_harness.train.gate import Signals, Verdict, canaries_due, gate
+
+CHECKPOINTS_KEPT = 3
+
+
+def kept_with(checkpoints: tuple[tuple[int, int], ...], version: int, lineage: int) -> tuple[tuple[int, int], ...]:
+    """With one more, newest first: of equal versions the newest lineage's."""
+    known = dict(checkpoints) | {version: lineage}
+    return tuple(sorted(known.items(), reverse=True))[:CHECKPOINTS_KEPT]
 
 
 def as_ranges(lanes: Gradient) -> LaneRanges:
@@ -35,6 +44,9 @@ class Workers(Cluster):
                 yield "repaired", self.repair
         elif w.serve:
             yield "serves", self.serve
+        elif w.mode == "wait":
+            if self.acceptable(w, who):
+                yield "connects", self.react
         elif w.mode in ("step", "fin"):
             if w.mode == "step":
                 if w.todo:
@@ -82,7 +94,7 @@ class Workers(Cluster):
         """The header to every member, the partial sums to every block's owner."""
         w = world.workers[who]
         world = self.put(world, who, w._replace(sent=True))
-        header = (w.switch if w.switch > w.gen else 0, self.canary(w, who))
+        header = (w.heard.planned(w.gen), self.canary(w, who), w.stop)
         for target in w.members:
             if to is None or target in to:
                 world = self.mail(world, target, Message("H", w.gen, w.version, who, 0, header))
@@ -138,9 +150,12 @@ class Workers(Cluster):
         gradients = {self.arrived(world, who, w, "R", block)[self.owner(w, block)] for block in range(self.size.blocks)}
         if len(gradients) > 1:
             raise Violation("torn blocks", f"{self.name(who)} step {w.version}: {sorted(gradients)}")
-        verdict = self.verdict(w, {source: (int(h[0]), int(h[1])) for source, h in headers.items()})
+        signals = {source: self.signals(w, header) for source, header in headers.items()}
+        verdict = self.verdict(w, signals)
         if not verdict.commit:
             return self.refuse(world, who, verdict.unfit)
+        if not verdict.stop and all(each.stop for each in signals.values()):
+            raise Violation("not stopped", f"{self.name(who)} at version {w.version}, where all had been asked to")
         gradient: Gradient = gradients.pop()
         w = self.applied(w, gradient)
         self.check_value(w, who)
@@ -148,43 +163,60 @@ class Workers(Cluster):
         if w.version < self.size.steps:
             w = w._replace(todo=self.dealt(w.members, ())[self.name(who)])
         world = self.put(world, who, w)
-        if w.members[0] == who:
+        if self.speaks(who, w.members):
             world = self.record_commit(world, who)
         world = self.drop_mail(world, who)
         self.check_versions(world)
         if w.version == self.size.steps:
             return self.finish(world, who)
+        if verdict.stop:
+            return self.stop_at_boundary(world, who)
         if verdict.switch:
-            return self.enter_planned(world, who)
+            return self.at_boundary(world, who)
         return world
 
-    def verdict(self, w: Worker, headers: dict[int, tuple[int, int]]) -> Verdict:
-        """`train.commit.gate` over (switch, canary) of every member."""
-        verified = [rank for rank, m in enumerate(w.members) if m not in w.due]
-        reference = verified[0] if verified and w.due else None
-        table: Any = None  # not looked at
-        ranked = [headers[m] for m in w.members]
-        packed = [
-            Header(w.gen, w.version, switch=switch, stop=False, canary=canary, samples=0, table=table)
-            for switch, canary in ranked
-        ]
-        return gate(packed, reference)[0]
+    def signals(self, w: Worker, header: tuple[Any, ...]) -> Signals:
+        """A header as the gate knows it."""
+        switch, canary, stop = header
+        return Signals(w.gen, w.version, switch, stop, canary, samples=0)
+
+    def stop_at_boundary(self, world: World, who: int) -> World:
+        """Save, and leave."""
+        w = world.workers[who]
+        if self.speaks(who, w.members):
+            world = self.save(world, who)
+        world = self.die(world, who)
+        left = Worker(up=False, stop=w.stop, mode="over", gen=w.gen, members=w.members, version=w.version)
+        world = self.put(world, who, left)
+        self.check_stop(world, who)
+        return world
+
+    def verdict(self, w: Worker, headers: dict[int, Signals]) -> Verdict:
+        return gate([headers[m] for m in w.members], self.canaries(w)[1])[0]
+
+    def canaries(self, w: Worker) -> tuple[frozenset[int], int | None]:
+        return canaries_due([rank for rank, m in enumerate(w.members) if m in w.due], len(w.members))
 
     def canary(self, w: Worker, who: int) -> int:
-        """Due from every member not yet compared, and from the first of the others to compare with."""
-        verified = [m for m in w.members if m not in w.due]
-        if not w.due or (who not in w.due and who != verified[0]):
+        """The hash of what this member computes, if it is due."""
+        if w.members.index(who) not in self.canaries(w)[0]:
             return 0
         return 2 if who in self.size.bad else 1
 
     def refuse(self, world: World, who: int, unfit: tuple[int, ...]) -> World:
         """Somebody's arithmetic differs: nobody commits, and the first member that is fit says who it is."""
         w = world.workers[who]
+        reference = self.canaries(w)[1]
+        if reference is not None and w.members[reference] not in self.size.bad:
+            wronged = [self.name(w.members[r]) for r in unfit if w.members[r] not in self.size.bad]
+            if wronged:
+                raise Violation("fit member refused", f"{wronged} in generation {w.gen}")
         fit = [m for rank, m in enumerate(w.members) if rank not in unfit]
         if fit and fit[0] == who:
             world = self.report(world, who, *(core.Unfit(self.name(w.members[r]), "its canary differs") for r in unfit))
-        world = self.report_trouble(world, who, core.Trouble(self.name(who), w.gen))
-        return self.put(world, who, self.aborted(w))
+        if not w.heard.urgent(w.reacted):
+            world = self.report_trouble(world, who, core.Trouble(self.name(who), w.reacted))
+        return self.react(self.put(world, who, self.aborted(w)), who)
 
     def applied(self, w: Worker, gradient: Gradient) -> Worker:
         """`apply`: the one thing that changes training state, never interrupted."""
@@ -196,101 +228,134 @@ class Workers(Cluster):
         w = world.workers[who]
         if w.version < 1:
             return world
-        world = world._replace(ledger=world.ledger | {(w.lineage, w.version - 1)})
-        every = self.size.checkpoint_every
-        if every and w.version % every == 0:
-            world = world._replace(checkpoint=w.version)
+        world = self.enter(world, w, w.version - 1)
+        if self.is_due(w.version):
+            world = self.save(world, who)
         return self.lead(world, self.event(core.Committed(w.version - 1)))
+
+    def speaks(self, who: int, members: tuple[int, ...]) -> bool:
+        """Whether a member tells of commits, and saves."""
+        return who == members[0]
+
+    def enter(self, world: World, w: Worker, step: int) -> World:
+        """Write a line of the ledger."""
+        return world._replace(ledger=world.ledger | {(w.lineage, w.from_step, step)})
+
+    def is_due(self, version: int) -> bool:
+        return self.size.checkpoint_every > 0 and version % self.size.checkpoint_every == 0
+
+    def save(self, world: World, who: int) -> World:
+        """Save a checkpoint where all can read it."""
+        w = world.workers[who]
+        return world._replace(checkpoints=kept_with(world.checkpoints, w.version, w.lineage))
 
     def finish(self, world: World, who: int) -> World:
         w = world.workers[who]._replace(mode="fin", todo=())
         world = self.put(world, who, w)
         if w.members[0] == who:  # saves the result before it says so: the line after the last step's
-            world = world._replace(ledger=world.ledger | {(w.lineage, w.version)})
+            world = self.enter(world, w, w.version)
         world = self.report(world, who, core.Finished(self.name(who), w.version))
-        if w.switch > w.gen:
-            return self.enter_planned(world, who)
-        return world
+        if w.stop:
+            return self.put(world, who, w._replace(mode="over"))
+        return self.react(world, who)
 
-    def enter_planned(self, world: World, who: int) -> World:
-        """The boundary everyone agreed on: leave, or report for the newest planned generation."""
-        w = world.workers[who]
-        if who not in w.entrants:
-            return self.leave(world, who)
-        return self.await_digest(world, who, w.switch, w.entrants, serve=w.serve)
+    def at_boundary(self, world: World, who: int) -> World:
+        """Everyone has agreed to move on after the step just committed."""
+        w = world.workers[who]._replace(mode="wait", target=0, boundary=True)
+        return self.react(self.put(world, who, w), who)
 
-    def await_digest(
-        self, world: World, who: int, number: int, members: tuple[int, ...], serve: tuple[tuple[int, str], ...] = ()
-    ) -> World:
+    def await_digest(self, world: World, who: int, generation: Generation) -> World:
         """Report, and wait. Before a planned generation what others are to have from here is still sent meanwhile."""
         w = world.workers[who]
         w = w._replace(
-            mode="wait", target=number, successors=members, todo=(), sent=False, reduced=False, serve=serve, expect=""
-        )
+            mode="wait", heard=replace(w.heard, urgent_number=0), reacted=generation.number, target=generation.number,
+            successors=tuple(map(index_of, generation.members)), todo=(), sent=False, reduced=False, expect="",
+        )  # fmt: skip
         world = self.drop_mail(self.put(world, who, w), who)
-        return self.report(world, who, core.Reported(self.name(who), self.own_report(world, w)))
+        world = self.report(world, who, core.Reported(self.name(who), self.own_report(world, who)))
+        return self.react(world, who)
 
-    def own_report(self, world: World, w: Worker) -> Report:
+    def own_report(self, world: World, who: int) -> Report:
+        w = world.workers[who]
+        checkpoints = self.restorable(world, who) if w.version < 0 else ()
         return Report(
             generation=w.target,
             version=w.version,
             record=w.record[0] if w.record else None,
             lanes=as_ranges(w.lanes),
-            checkpoints=(world.checkpoint,) if w.version < 0 and world.checkpoint >= 0 else (),
+            checkpoints=tuple(version for version, _ in checkpoints),
             verified=w.verified,
+            lineages=tuple(lineage for _, lineage in checkpoints),
+            lineage=w.lineage if w.version >= 0 else -1,
         )
 
     def trouble(self, world: World, who: int, peer: int) -> World:
-        """A broken link without a known death: tell, and wait for the next generation."""
+        """A broken link without a known death: tell, unless somebody has announced why, and wait for the next
+        generation."""
         w = world.workers[who]
-        generation = max(w.gen, w.target)
-        world = self.report_trouble(world, who, core.Trouble(self.name(who), generation, (self.name(peer),)))
-        world = self.put(world, who, self.aborted(w))
-        if w.switch > generation and who not in w.entrants:
-            return self.leave(world, who)
-        return world
+        if not w.heard.urgent(w.reacted):
+            trouble = core.Trouble(self.name(who), w.reacted, (self.name(peer),))
+            world = self.report_trouble(world, who, trouble)
+        return self.react(self.put(world, who, self.aborted(w)), who)
 
     def report_trouble(self, world: World, who: int, event: core.Trouble) -> World:
         return self.report(world, who, event)
 
     # ---- what the agent says
 
-    def hear(self, world: World, who: int) -> World:
-        message = world.down[who][0]
-        world = world._replace(down=(*world.down[:who], world.down[who][1:], *world.down[who + 1 :]))
+    def hear(self, world: World, who: int, count: int = 1) -> World:
+        """Take so many messages, which arrived before the worker looked, and react to what is known then."""
+        messages, rest = world.down[who][:count], world.down[who][count:]
+        world = world._replace(down=(*world.down[:who], rest, *world.down[who + 1 :]))
         w = world.workers[who]
+        for message in messages:
+            w = self.taken(w, message)
+        return self.react(self.put(world, who, w), who)
+
+    def taken(self, w: Worker, message: tuple[Any, ...]) -> Worker:
         match message:
-            case ("generation", int(number), members, urgent):
-                return self.hear_generation(world, who, number, members, bool(urgent))  # type: ignore[arg-type]
+            case ("generation", Generation() as generation):
+                return w._replace(heard=w.heard.announced(generation))
             case ("digest", int(number)):
-                digest = self.digests[number]
-                if w.mode == "wait" and w.target == digest.generation:
-                    return self.accept(world, who, digest)
+                return w._replace(digest=number)
             case ("pause",):
-                if w.mode not in ("idle", "fin"):
-                    return self.drop_mail(self.put(world, who, self.aborted(w)), who)
+                return w._replace(heard=w.heard.told_to_pause())
             case ("done",):
-                w = w._replace(mode="over")
-                return self.put(world, who, w)
-        return world
+                return w._replace(mode="over")
+            case ("stop",):
+                return w._replace(stop=True, mode="over" if w.mode == "fin" else w.mode)
+        raise AssertionError(message)
+
+    def react(self, world: World, who: int) -> World:
+        """What follows from what was heard, as `train.loop` and `train.recovery` have it."""
+        w = world.workers[who]
+        if w.heard.urgent(w.reacted) and (w.mode in ("step", "repair") or w.target):
+            w = self.aborted(w)
+            world = self.drop_mail(self.put(world, who, w), who)
+        if w.mode in ("idle", "fin") or (w.mode == "wait" and not w.target):
+            generation = w.heard.next(self.name(who), w.reacted, planned=w.mode != "wait" or w.boundary)
+            if generation is None:
+                return world
+            if self.name(who) not in generation.members:
+                return self.leave(world, who)
+            return self.await_digest(world, who, generation)
+        return self.accept(world, who, self.digests[w.digest]) if self.acceptable(w, who) else world
+
+    def acceptable(self, w: Worker, who: int) -> bool:
+        """Whether the digest is known that this worker waits for, and it is connected."""
+        if w.mode != "wait" or w.digest < 0 or self.digests[w.digest].generation != w.target:
+            return False
+        return self.connected(w, who)
+
+    def connected(self, w: Worker, who: int) -> bool:
+        return True
 
     def aborted(self, w: Worker) -> Worker:
         """Out of whatever it did; finished lanes stay."""
-        return w._replace(mode="wait", target=0, successors=(), todo=(), sent=False, reduced=False, serve=(), expect="")
-
-    def hear_generation(self, world: World, who: int, number: int, members: tuple[int, ...], urgent: bool) -> World:
-        w = world.workers[who]
-        if urgent:
-            if who not in members:
-                return self.leave(world, who)
-            return self.await_digest(world, who, number, members)
-        w = w._replace(switch=number, entrants=members)
-        world = self.put(world, who, w)
-        if w.mode in ("idle", "fin"):
-            return self.enter_planned(world, who)
-        if w.mode == "wait" and not w.target and who not in members:
-            return self.leave(world, who)  # in trouble, and no longer wanted
-        return world
+        return w._replace(
+            mode="wait", digest=-1, target=0, successors=(), boundary=False,
+            todo=(), sent=False, reduced=False, serve=(), expect="",
+        )  # fmt: skip
 
     # ---- recovery
 
@@ -316,7 +381,7 @@ class Workers(Cluster):
             case "init":
                 w = w._replace(version=0, value=(), record=None, lanes=())
             case "restore":
-                if digest.version != world.checkpoint:
+                if digest.version not in dict(self.restorable(world, who)):
                     raise Violation("source unsatisfiable", f"no checkpoint {digest.version} for {digest}")
                 restored = canonical(digest.version, self.size.lanes)
                 w = w._replace(version=digest.version, value=restored, record=None, lanes=())
@@ -324,12 +389,15 @@ class Workers(Cluster):
             mode="repair" if expect else "step",
             gen=digest.generation,
             members=w.successors,
+            digest=-1,
             target=0,
             successors=(),
+            boundary=True,
             todo=self.dealt(w.successors, tuple(sorted(digest.lanes.items())))[me],
             serve=serve,
             expect=expect,
             lineage=digest.lineage,
+            from_step=digest.from_step,
             due=tuple(map(index_of, digest.unverified)) if self.size.bad and len(w.successors) > 1 else (),
         )
         world = self.put(world, who, w)

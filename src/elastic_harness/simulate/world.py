@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
+
+from elastic_harness.ledger import LedgerLine, follow
+from elastic_harness.train.heard import Heard
 
 Contribution = tuple[int, int]
 """(step, lane): stands for that lane's gradient at that step."""
@@ -17,23 +21,28 @@ class Worker(NamedTuple):
     """One member. mode: idle (never told of a generation), wait (for a generation or a digest), repair (for state
     from a donor), step, fin (committed the last step), over (left in good order).
 
-    gen/members: the group it exchanges in. target: the generation it reported for (0: none). switch/entrants: the
-    newest planned generation it was told of. lanes: finished lanes of step `version`. serve: members that take
-    state from here. due: members whose canary is compared in this step. told: the agent ever named it in a
-    generation. fenced: declared lost, but still running.
+    gen/members: the group it exchanges in. heard: of generations; digest: the newest one heard of. reacted: the newest
+    generation it has reacted to. target: the one it reported for (0: none). boundary: it waits, but not for a failure.
+    lanes: finished lanes of step `version`. serve: members that take state from here. due: members whose canary is
+    compared in this step. told: the agent ever named it in a generation. stop: asked to leave at a step boundary.
+    fenced: declared lost, but still running.
     """
 
     up: bool = True
     fenced: bool = False
     told: bool = False
+    stop: bool = False
     mode: str = "idle"
     gen: int = 0
     members: tuple[int, ...] = ()
+    heard: Heard = Heard()
+    digest: int = -1
+    reacted: int = 0
     target: int = 0
     successors: tuple[int, ...] = ()
-    switch: int = 0
-    entrants: tuple[int, ...] = ()
+    boundary: bool = True
     lineage: int = 0
+    from_step: int = 0
     version: int = -1
     value: Value = ()
     record: tuple[int, Gradient] | None = None
@@ -66,12 +75,14 @@ class Faults(NamedTuple):
     zombies: int = 0
     breaks: int = 0
     scales: tuple[int, ...] = ()
+    stops: int = 0
 
 
 class World(NamedTuple):
     """leader: number of an interned leader state. mail: messages that arrived (a receiver may look at them whenever
     it likes, which is the delay). down/up: leader to worker and back, first in first out. links: broken links as
-    (generation or -1 for every one, member, member). ledger: (lineage, step) lines written."""
+    (generation or -1 for every one, member, member). ledger: (lineage, from_step, step) of the lines written.
+    checkpoints: (version, lineage), newest first."""
 
     leader: int
     workers: tuple[Worker, ...]
@@ -79,8 +90,8 @@ class World(NamedTuple):
     down: tuple[tuple[tuple[object, ...], ...], ...]
     up: tuple[tuple[int, ...], ...]
     links: frozenset[tuple[int, int, int]]
-    ledger: frozenset[tuple[int, int]]
-    checkpoint: int
+    ledger: frozenset[tuple[int, int, int]]
+    checkpoints: tuple[tuple[int, int], ...]
     faults: Faults
 
 
@@ -99,6 +110,17 @@ class Violation(Exception):
         return f"{self.kind}: {self.detail}"
 
 
+def followed(ledger: frozenset[tuple[int, int, int]]) -> set[int]:
+    """The steps that a ledger with these lines accounts for: `ledger.follow` says so, as it does for users."""
+    lines = [_line(*line) for line in sorted(ledger)]
+    return set(follow(lines))
+
+
+def _line(lineage: int, from_step: int, step: int) -> LedgerLine:
+    return LedgerLine(lineage, from_step, step, 0, 0, 0, 0, 0, 0, 0, (), (), (), 0.0)
+
+
+@lru_cache(maxsize=256)
 def canonical(version: int, lanes: int) -> Value:
     """The only right state after `version` steps."""
     return tuple(tuple((s, lane) for lane in range(lanes)) for s in range(version))

@@ -19,7 +19,7 @@ from elastic_harness.errors import Diverged
 from elastic_harness.ledger import STATE
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.board import Phase
-from elastic_harness.train.commit import Verdict
+from elastic_harness.train.gate import Verdict
 from elastic_harness.train.link import Left
 from elastic_harness.train.nonfinite import NAMED_MAX
 from elastic_harness.train.parts import Parts

@@ -20,6 +20,7 @@ from elastic_harness import wire
 from elastic_harness.errors import EXIT_CONFIG, EXIT_INFRASTRUCTURE, GenerationChanged
 from elastic_harness.membership.types import Digest, Generation, Report
 from elastic_harness.messages import TO_WORKER, check
+from elastic_harness.train.heard import Heard
 
 
 class Left(BaseException):
@@ -62,9 +63,7 @@ class AgentLink:
         self._channel = wire.Channel(self._sock)
         self._send_lock = threading.Lock()
         self._changed = threading.Condition()
-        self._generation: Generation | None = None
-        self._paused = False
-        self._urgent_number = 0  # no generation below this one may go on
+        self._heard = Heard()
         self._digests: dict[int, Digest] = {}
         self._values: dict[tuple[int, str], bytes] = {}
         self._done = False
@@ -94,14 +93,11 @@ class AgentLink:
         match message["type"]:
             case "generation":
                 generation = Generation.from_json(message)
-                self._generation = generation
-                self._paused = False
+                self._heard = self._heard.announced(generation)
                 if generation.urgent:
-                    self._urgent_number = generation.number
                     self.wake()
             case "pause":
-                self._paused = True
-                self._urgent_number = (self._generation.number if self._generation else 0) + 1
+                self._heard = self._heard.told_to_pause()
                 self.wake()
             case "digest":
                 digest = Digest.from_json(message)
@@ -118,29 +114,26 @@ class AgentLink:
 
     def urgent(self, current: int) -> bool:
         """Whether generation `current` must not go on."""
-        return self._urgent_number > current
+        return self._heard.urgent(current)
 
     def planned(self, current: int) -> int:
         """The newest generation announced after `current`, else `current`."""
-        generation = self._generation
-        return max(current, generation.number if generation else 0)
+        return self._heard.planned(current)
 
     def next_generation(self, after: int, *, planned: bool = False) -> Generation:
-        """The newest generation beyond `after`; blocks, without limit, until the coordinator announces one. One that is
-        not urgent counts with `planned` (the caller is at a step boundary), or when it leaves this member out, or when
-        an urgent one was announced in between. Raises `Left` when the job is done or was asked to stop."""
+        """The newest generation beyond `after`; blocks, without limit, until the coordinator announces one that counts
+        (see `Heard.next`). Raises `Left` when the job is done or was asked to stop."""
         with self._changed:
             while True:
-                generation = self._generation
-                if generation is not None and generation.number > after and not self._paused:
-                    left_out = self.member not in generation.members
-                    if generation.urgent or planned or left_out or self._urgent_number > after:
-                        self._values = {k: v for k, v in self._values.items() if k[0] >= generation.number}
-                        return generation
+                generation = self._heard.next(self.member, after, planned=planned)
+                if generation is not None:
+                    self._values = {k: v for k, v in self._values.items() if k[0] >= generation.number}
+                    return generation
                 if self._done:
                     raise Left("done")
-                if self.stop_requested is not None and (planned or self._paused):
-                    save = self._paused and bool(self.stop_requested.get("checkpoint"))
+                paused = self._heard.paused
+                if self.stop_requested is not None and (planned or paused):
+                    save = paused and bool(self.stop_requested.get("checkpoint"))
                     raise Left(self.stop_requested.get("reason", "asked to stop"), save=save)
                 self._changed.wait()
 
@@ -163,7 +156,7 @@ class AgentLink:
             return self._values[generation, key]
 
     def _check(self, generation: int) -> None:
-        if self._urgent_number > generation:
+        if self._heard.urgent(generation):
             raise GenerationChanged(f"generation {generation} is void")
 
     # ---- what this worker says

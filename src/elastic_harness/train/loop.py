@@ -18,7 +18,6 @@ from elastic_harness.comm.tree import Node
 from elastic_harness.errors import GenerationChanged, PeerFailed, Recoverable
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.board import Phase
-from elastic_harness.train.commit import gate
 from elastic_harness.train.effects import (
     committed,
     finish_copy,
@@ -27,6 +26,7 @@ from elastic_harness.train.effects import (
     stop_at_boundary,
     stop_if_diverged,
 )
+from elastic_harness.train.gate import gate
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover

@@ -11,7 +11,7 @@ from elastic_harness.comm.exchange import Exchange
 from elastic_harness.comm.group import Group
 from elastic_harness.membership.types import Digest, Generation, node_of
 from elastic_harness.train.apply import Metrics, Record
-from elastic_harness.train.commit import Verdict
+from elastic_harness.train.gate import Verdict
 from elastic_harness.train.partials import Partials
 
 if TYPE_CHECKING:
@@ -69,9 +69,11 @@ class Sent:
 @dataclass(frozen=True)
 class Progress:
     """How far this worker is. version: committed steps, -1 without state. partials: finished lanes of the running
-    step. record: of the last committed step, kept until everyone has it. verified: the canary was compared."""
+    step. record: of the last committed step, kept until everyone has it. verified: the canary was compared. lineage: in
+    which the version was reached."""
 
     version: int = -1
+    lineage: int = -1
     partials: Partials | None = None
     record: Record | None = None
     metrics: Metrics | None = None

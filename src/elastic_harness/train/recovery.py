@@ -95,7 +95,7 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
             failpoint("recovery.reconciled", progress.version)
             with stages.timed("repair"):
                 progress = _repair(parts, progress, report)
-                progress = replace(progress, serving=_serve(parts, progress))
+                progress = replace(progress, lineage=formed.digest.lineage, serving=_serve(parts, progress))
             recovered(parts, progress, stages.started_at, stages.ms, planned=failure is None)
             failpoint("recovery.finished", progress.version)
             return progress
@@ -162,6 +162,7 @@ def _report(parts: Parts, progress: Progress, number: int) -> Report:
         checkpoints=tuple(checkpoints),
         verified=progress.verified,
         lineages=tuple(checkpoints.values()),
+        lineage=progress.lineage,
     )
 
 

@@ -17,6 +17,7 @@ from elastic_harness.membership.types import node_of
 from elastic_harness.train.apply import Record
 from elastic_harness.train.board import Phase
 from elastic_harness.train.commit import FIXED_WORDS, Header, combine
+from elastic_harness.train.gate import canaries_due
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import Partials, SlotTable
 from elastic_harness.train.parts import Parts
@@ -59,9 +60,7 @@ def place(parts: Parts, progress: Progress) -> Work:
     assert formed is not None and partials is not None
     members, lanes = formed.generation.members, parts.shape.lanes
     unverified = formed.unverified(partials.step) if parts.canary else ()
-    verified = [rank for rank in range(formed.world) if rank not in unverified]
-    reference = verified[0] if verified and unverified else None
-    canaries = {*unverified, *(() if reference is None else (reference,))}
+    canaries, reference = canaries_due(unverified, formed.world)
     held = formed.digest.lanes if partials.step == formed.digest.version else {}
     late = lateness(lanes, formed.world)
     handicap = tuple((r in canaries) + late * (r in formed.late(partials.step)) for r in range(formed.world))

@@ -1,0 +1,76 @@
+"""The decision over a step: may it be applied, and what follows after it. Pure, and without torch, so that the model
+checker and the simulator drive this very code.
+
+Every member sends every other one its signals with each step's header. Having those of step v from everybody proves
+that all have committed v-1, so members never differ by more than one step. All members see the same signals, so all
+conclude the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from elastic_harness.errors import Inconsistent
+
+
+@dataclass(frozen=True)
+class Signals:
+    """generation, version: of the sender, to be sure. switch: the newest planned generation it knows of, or 0.
+    stop: whether it was asked to stop. canary: 63 bits of the hash of its canary micro-batch's gradient, or 0 if none
+    was due. samples: of that micro-batch itself, as it was read, to tell other data from other arithmetic."""
+
+    generation: int
+    version: int
+    switch: int
+    stop: bool
+    canary: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """commit: whether this step may be applied. unfit: ranks whose canary differs from the reference. switch: the
+    generation everybody moves to after this step, or 0. stop: everybody leaves after this step. other_samples: those of
+    the unfit whose samples differ already."""
+
+    commit: bool
+    unfit: tuple[int, ...]
+    switch: int
+    stop: bool
+    other_samples: tuple[int, ...] = ()
+
+
+def gate(headers: Sequence[Signals], reference: int | None) -> tuple[Verdict, str]:
+    """Decide over one step from all its headers, in rank order. `reference`: the rank whose canary counts, or None
+    for the most frequent one (the lowest rank's of equals)."""
+    first = headers[0]
+    for rank, header in enumerate(headers):
+        if (header.generation, header.version) != (first.generation, first.version):
+            raise Inconsistent(
+                f"rank {rank} sent a header of generation {header.generation}, version {header.version}; "
+                f"rank 0 is at {first.generation}, {first.version}"
+            )
+    canaries = [h.canary for h in headers if h.canary]
+    if canaries:
+        expected = headers[reference].canary if reference is not None else Counter(canaries).most_common(1)[0][0]
+        unfit = tuple(rank for rank, h in enumerate(headers) if h.canary not in (0, expected))
+        if unfit:
+            true = next(h.samples for h in headers if h.canary == expected)
+            other_samples = tuple(rank for rank in unfit if headers[rank].samples != true)
+            reason = f"the canary of ranks {unfit} differs from {expected:#x}"
+            if other_samples:
+                reason += f": ranks {other_samples} read other samples under the same numbers"
+            return Verdict(False, unfit, 0, False, other_samples), reason
+    switch = min(h.switch for h in headers)
+    stop = all(h.stop for h in headers)
+    return Verdict(True, (), switch if switch > first.generation else 0, stop), "all contributions agree"
+
+
+def canaries_due(unverified: Collection[int], world: int) -> tuple[frozenset[int], int | None]:
+    """The ranks that compute the canary, and the one that the others are compared with: the first that was compared
+    before, or None if all are new. Nobody does if nobody is new."""
+    verified = [rank for rank in range(world) if rank not in unverified]
+    reference = verified[0] if verified and unverified else None
+    return frozenset({*unverified, *(() if reference is None else (reference,))}), reference
