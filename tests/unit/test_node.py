@@ -202,6 +202,7 @@ def test_when_the_store_has_lost_everything_those_who_hold_the_state_go_on(place
     report(nodes)
     nodes.store = EmbeddedStore(lambda: nodes.now)
     nodes.watches.clear()
+    nodes.leases.clear()
     nodes.add("b")
     nodes.ready("b", "b/w0")
     nodes.tell("a", node.LeaseEnded())
