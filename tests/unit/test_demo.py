@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,9 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console as RichConsole
 
 from elastic_harness.demo import driver
 from elastic_harness.demo.job import EventTail, Job
+from elastic_harness.demo.screen import render
+from elastic_harness.demo.story import tell
 
 STAND_IN = Path(__file__).with_name("made_up_run.py")
 
@@ -172,3 +176,17 @@ def test_demo_refuses_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert driver.main(["--workers", "1"]) == 2
     assert driver.main(["training.max_stepz=3"]) == 2
     assert "max_steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_every_place_fits_the_window(width: int) -> None:
+    members = [f"w{place}-1" for place in range(6)]
+    events = [
+        {"t": 1.0, "event": "worker_started", "pid": 3159800 + place, "member": member, "local_index": place}
+        for place, member in enumerate(members)
+    ]
+    events.append({"t": 2.0, "event": "generation", "number": 1, "members": members, "urgent": True, "reason": ""})
+    console = RichConsole(width=width, file=io.StringIO())
+    console.print(render(tell(events, []), [], "run 1 of 2", "k kills a random worker", width))
+    for rank in range(6):
+        assert f"rank {rank} pid {3159800 + rank} " in console.file.getvalue()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -141,8 +142,8 @@ def render(story: Story, kills: Sequence[Kill], title: str, keys: str, width: in
     return Panel(Group(*parts), title=escape(title), title_align="left", border_style="blue")
 
 
-def _workers(story: Story) -> Table:
-    table = Table.grid(padding=(0, 3))
+def _workers(story: Story) -> Columns:
+    """Every place, as many in a row as the window takes."""
     now = time.time()
     dead = [
         worker
@@ -153,9 +154,7 @@ def _workers(story: Story) -> Table:
     cells += [Text(f"✗ pid {worker.pid} killed", style="bold red") for worker in dead]
     for worker in story.spares():
         cells.append(Text(f"○ {'spare' if worker.spare else 'starting'} pid {worker.pid}", style="cyan"))
-    for start in range(0, len(cells), 4):
-        table.add_row(*cells[start : start + 4])
-    return table
+    return Columns(cells, padding=(0, 3))
 
 
 def _ranked(story: Story) -> list[tuple[int, Worker]]:

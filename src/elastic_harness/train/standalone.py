@@ -159,6 +159,8 @@ def connect(run_dir: str | Path | None, program: str) -> tuple[StandaloneLink, P
     world, rank = integer_variable("WORLD_SIZE", 1), integer_variable("RANK", 0)
     if world == 1:
         folder = Path(run_dir) if run_dir is not None else Path("runs") / time.strftime(f"{program}-%Y%m%d-%H%M%S")
+        if run_dir is None:
+            print(f"elastic-harness: this run writes to {folder}; run_dir= chooses, and resumes", flush=True)
         return StandaloneLink(folder, 0, 1, None), folder
     if not 0 <= rank < world:
         raise ConfigError(f"RANK is {rank} and WORLD_SIZE {world}; RANK must be one of 0 … WORLD_SIZE - 1")
