@@ -21,7 +21,7 @@ from elastic_harness.errors import EXIT_SUCCESS, EXIT_USER_CODE, ConfigError, Ha
 # In this order: from the first on it is no run any more, and until the last one is gone `rm` still knows the folder.
 WRITTEN = (
     folders.RECORD, "checkpoints", "logs", "weights.safetensors", "ledger.jsonl", "generation", "fingerprint.json",
-    "config.yaml", "control.sock", "demo.json", "report.html", "report.png", EVENTS, "writer.lock", folders.LOCK,
+    "origin.json", "imports.json", "config.yaml", "control.sock", "demo.json", "report.html", "report.png", EVENTS, "writer.lock", folders.LOCK,
 )  # fmt: skip
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -56,8 +56,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def remove(path: Path) -> str:
-    """Remove what a run wrote, and its folder if nothing else is in it; return in words what was done. Raises
-    ConfigError for a live run: its locks are held meanwhile, so that it cannot be resumed half removed."""
+    """Remove what a run wrote, and its folder if nothing else is in it; return what was done. Raises ConfigError
+    for a live run: its locks are held meanwhile, so that it cannot be resumed half removed."""
     busy = f"the run in {path} is live: process {{holder}} holds it; stop it with `elastic-harness stop {path}` first"
     with contextlib.ExitStack() as held:
         for name in (folders.LOCK, "writer.lock"):
