@@ -21,7 +21,8 @@ from elastic_harness.errors import EXIT_SUCCESS, EXIT_USER_CODE, ConfigError, Ha
 # In this order: from the first on it is no run any more, and until the last one is gone `rm` still knows the folder.
 WRITTEN = (
     folders.RECORD, "checkpoints", "logs", "weights.safetensors", "ledger.jsonl", "generation", "fingerprint.json",
-    "origin.json", "imports.json", "config.yaml", "control.sock", "demo.json", "report.html", "report.png", EVENTS, "writer.lock", folders.LOCK,
+    "origin.json", "imports.json", "config.yaml",
+    "control.sock", "demo.json", "report.html", "report.png", EVENTS, "writer.lock", folders.LOCK,
 )  # fmt: skip
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
