@@ -455,7 +455,7 @@ def _handovers(ledger: Ledger, events: Iterable[Mapping[str, Any]]) -> tuple[int
     for line in ledger.states:
         if line.taken_from is None:
             given.setdefault((line.lineage, line.version, line.generation, line.holder), set()).add(line.state)
-    taken = {line for line in ledger.states if line.taken_from is not None and counts(line.lineage, line.version)}
+    taken = [line for line in dict.fromkeys(ledger.states) if line.taken_from and counts(line.lineage, line.version)]
     without, changed = 0, []
     for line in taken:
         sent = given.get((line.lineage, line.version, line.generation, line.taken_from))

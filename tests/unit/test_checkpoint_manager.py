@@ -26,6 +26,7 @@ from elastic_harness.checkpoint import (
     CheckpointState,
     CheckpointTier,
     capture_rng,
+    load_optimizer,
     restore_rng,
     transfer,
 )
@@ -42,9 +43,11 @@ class Training:
     def __init__(self, kind: str) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(20, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Dropout(0.2), nn.Linear(40, 4))
+        self.model.to(torch.float64 if kind == "nadam" else torch.float32)
         make: dict[str, Callable[..., torch.optim.Optimizer]] = {
             "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
             "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+            "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),  # float32 scalars beside float64 parameters
         }
         self.optimizer = make.get(kind, make["adamw"])(self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 100)
@@ -57,7 +60,7 @@ class Training:
         for _ in range(steps):
             x, y = torch.randn(8, 20) * random.random(), torch.from_numpy(np.random.randint(0, 4, 8))
             with torch.autocast("cpu", self.dtype or torch.bfloat16, enabled=self.dtype is not None):
-                loss = nn.functional.cross_entropy(self.model(x), y)
+                loss = nn.functional.cross_entropy(self.model(x.to(self.model[0].weight.dtype)), y)
             self.optimizer.zero_grad()
             self.scaler.scale(loss).backward()
             self.scaler.step(self.optimizer)
@@ -84,7 +87,7 @@ class Training:
         assert state.scaler_state is not None and state.ema_state
         self.step = state.step
         self.model.load_state_dict(state.model_state)
-        self.optimizer.load_state_dict(state.optimizer_state)
+        load_optimizer(self.optimizer, state.optimizer_state)
         self.scheduler.load_state_dict(state.scheduler_state)
         self.scaler.load_state_dict(state.scaler_state)
         self.ema.load_state_dict(state.ema_state)
@@ -108,7 +111,7 @@ def silent(event: str, told: dict[str, Any]) -> None:
     pass
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw", "fp16", "bf16"])
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "nadam", "fp16", "bf16"])
 @pytest.mark.parametrize("tier", [CheckpointTier.MEMORY, CheckpointTier.NVME])
 def test_going_on_from_a_checkpoint_gives_the_uninterrupted_bits(
     tmp_path: Path, kind: str, tier: CheckpointTier

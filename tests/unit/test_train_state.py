@@ -444,7 +444,7 @@ def test_extra_state_that_changes_in_forward_is_refused() -> None:
     buffers = Buffers(model, [], torch.float32)
     buffers.begin()
     buffers.finish_slot([], counts=True)
-    model[0].extra["amax"][1] = 3
+    model[0].extra["amax"].neg_()
     with pytest.raises(UserCodeError, match=r"extra state of module 0 .* changed in forward"):
         buffers.finish_slot([], counts=True)
 

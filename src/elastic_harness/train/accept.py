@@ -44,7 +44,8 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, schedule
 def check_state_dict(model: nn.Module) -> None:
     """Raise ConfigError for what a model saves beside its parameters, its buffers and its modules' extra state: it
     would get neither to checkpoints nor to joiners."""
-    known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    names = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    known = {name for each in names for name, _ in each}
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     state = model.state_dict(keep_vars=True)
     foreign = [n for n, v in state.items() if n not in known and id(v) not in own and not is_extra_state(n)]

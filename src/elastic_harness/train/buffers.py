@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elastic_harness.checkpoint.structure import encode
 from elastic_harness.errors import UserCodeError
-from elastic_harness.train.imprint import Imprint, imprint
+from elastic_harness.train.imprint import imprint, state_hash
 from elastic_harness.train.state import ExtraState
 
 
@@ -35,7 +35,7 @@ class Buffers:
         self._dtype = dtype
         self._saved: list[Tensor] = []
         self._versions: dict[str, int] = {}
-        self._extra_before: dict[str, Imprint] = {}
+        self._extra_before: dict[str, str] = {}
 
     def zeros(self) -> list[Tensor]:
         """An empty sum for every averaged buffer."""
@@ -73,12 +73,12 @@ class Buffers:
                     "buffers= names."
                 )
 
-    def _extra_now(self) -> dict[str, Imprint]:
-        """By module: what it gives with `get_extra_state`, to the bit."""
+    def _extra_now(self) -> dict[str, str]:
+        """By module: the hash of what it gives with `get_extra_state`."""
         now = {}
         for name, value in self._extra.state_dict().items():
             tensors: dict[str, Tensor] = {}
-            now[name] = imprint({"": encode(value, name, tensors)}, tensors)
+            now[name] = state_hash(imprint({name: encode(value, name, tensors)}, tensors))
         return now
 
     def _current(self, name: str, buffer: Tensor) -> Tensor:

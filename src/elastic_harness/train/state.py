@@ -124,11 +124,17 @@ class Registry:
     @torch.no_grad()
     def rehearse(self) -> None:
         """Load copies of what the registered objects hold into them, as a restore would. Raises ConfigError if
-        anything is different then. It costs the memory of those copies, on the CPU, for a moment."""
+        anything is different then. It costs the memory of those copies for a moment: on the CPU for an optimizer or a
+        module, which put what they load where it belongs."""
         skeleton, tensors = self.capture()
         given = imprint(skeleton, tensors)
         own = self._own()
-        copies = {n: t.to("cpu", copy=True).contiguous() for n, t in tensors.items() if n not in own}
+        placing = {name for name, part in self.parts.items() if isinstance(part, nn.Module | torch.optim.Optimizer)}
+        copies = {
+            name: tensor.to("cpu" if name.split(".")[0] in placing else tensor.device, copy=True).contiguous()
+            for name, tensor in tensors.items()
+            if name not in own
+        }
         for name in self.parts:
             self._load(name, json.loads(json.dumps(skeleton)), copies | own)
         _prove(given, imprint(*self.capture()))
