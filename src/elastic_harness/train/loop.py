@@ -89,6 +89,7 @@ def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress
     if progress.serving is not None:
         progress.serving.join()
     metrics = parts.applier.apply(record)
+    parts.slots.accept()
     failpoint("apply.finished", record.step)
     return replace(committed(parts, progress, record, metrics, work), verdict=verdict)
 

@@ -83,6 +83,8 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
             failpoint("recovery.reconciled", progress.version)
             with stages.timed("repair"):
                 progress = _repair(parts, progress, report)
+                if formed.digest.sources[parts.link.member].kind != "keep":
+                    parts.slots.accept()
                 progress = replace(progress, serving=_serve(parts, progress))
             recovered(parts, progress, stages.started_at, stages.ms, planned=failure is None)
             failpoint("recovery.finished", progress.version)
