@@ -510,7 +510,8 @@ class ElasticRun:
     def _report(self, worker: Worker, done: str, cause: Cause, error: str) -> None:
         """One block per incident; the same error on further workers is one line each."""
         advice = {
-            "unfit": "check this machine's memory and CPU, or start with elastic.exactness=relaxed",
+            "unfit": "if the script does the same on every worker, check this machine's memory and CPU; or start with "
+            "elastic.exactness=relaxed",
             "refused": "correct what differs, or start anew with --fresh or another --run-dir",
             "config": "correct the configuration; the message is in the log",
         }.get(cause, "")

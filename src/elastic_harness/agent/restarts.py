@@ -17,7 +17,7 @@ SAME_ERROR_MAX = 2
 _FINAL: dict[Cause, str] = {
     "config": "its configuration is wrong, another start would fail the same way",
     "refused": "it does not fit the run, another start would be refused as well",
-    "unfit": "its arithmetic differs from its peers'",
+    "unfit": "its arithmetic or its state differs from its peers'",
 }
 
 

@@ -16,14 +16,14 @@ import torch
 
 from elastic_harness.train.partials import SlotTable, Words
 
-FIXED_WORDS = 5
+FIXED_WORDS = 6
 
 
 @dataclass(frozen=True)
 class Header:
     """generation, version: of the sender, to be sure. switch: the newest planned generation it knows of, or 0.
     stop: whether it was asked to stop. canary: 63 bits of the hash of its canary micro-batch's gradient, or 0 if none
-    was due."""
+    was due. state: 63 bits of the hash of a part of the state, or 0 where replicas need not be equal."""
 
     generation: int
     version: int
@@ -31,23 +31,24 @@ class Header:
     stop: bool
     canary: int
     table: SlotTable
+    state: int = 0
 
     def pack(self) -> torch.Tensor:
-        fixed = np.array([self.generation, self.version, self.switch, self.stop, self.canary], np.int64)
+        fixed = np.array([self.generation, self.version, self.switch, self.stop, self.canary, self.state], np.int64)
         return torch.from_numpy(np.concatenate([fixed, self.table.words]))
 
     @staticmethod
     def unpack(words: torch.Tensor, like: SlotTable) -> Header:
         array: Words = words.numpy()
-        generation, version, switch, stop, canary = (int(word) for word in array[:FIXED_WORDS])
+        generation, version, switch, stop, canary, state = (int(word) for word in array[:FIXED_WORDS])
         table = SlotTable(like.slots, like.lanes, like.entries, array[FIXED_WORDS:])
-        return Header(generation, version, switch, bool(stop), canary, table)
+        return Header(generation, version, switch, bool(stop), canary, table, state)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """commit: whether this step may be applied. unfit: ranks whose canary differs from the reference. switch: the
-    generation everybody moves to after this step, or 0. stop: everybody leaves after this step."""
+    """commit: whether this step may be applied. unfit: ranks whose canary or state differs from the reference. switch:
+    the generation everybody moves to after this step, or 0. stop: everybody leaves after this step."""
 
     commit: bool
     unfit: tuple[int, ...]
@@ -55,24 +56,31 @@ class Verdict:
     stop: bool
 
 
-def gate(headers: Sequence[Header], reference: int | None) -> tuple[Verdict, str]:
-    """Decide over one step from all its headers, in rank order. `reference`: the rank whose canary counts, or None
-    for the most frequent one (the lowest rank's of equals)."""
+def gate(headers: Sequence[Header], reference: int | None, compared: str = "state") -> tuple[Verdict, str]:
+    """Decide over one step from all its headers, in rank order. `reference`: the rank whose canary and state count, or
+    None for the most frequent ones (the lowest rank's of equals). `compared`: the part of the state, in words."""
     first = headers[0]
     for rank, header in enumerate(headers):
         assert (header.generation, header.version) == (first.generation, first.version), (
             f"rank {rank} sent a header of generation {header.generation}, version {header.version}; "
             f"rank 0 is at {first.generation}, {first.version}"
         )
-    canaries = [h.canary for h in headers if h.canary]
-    if canaries:
-        expected = headers[reference].canary if reference is not None else Counter(canaries).most_common(1)[0][0]
-        unfit = tuple(rank for rank, h in enumerate(headers) if h.canary not in (0, expected))
+    for what, words in (("canary", [h.canary for h in headers]), (compared, [h.state for h in headers])):
+        unfit, expected = odd(words, reference)
         if unfit:
-            return Verdict(False, unfit, 0, False), f"the canary of ranks {unfit} differs from {expected:#x}"
+            return Verdict(False, unfit, 0, False), f"the {what} of ranks {unfit} differs from {expected:#x}"
     switch = min(h.switch for h in headers)
     stop = all(h.stop for h in headers)
     return Verdict(True, (), switch if switch > first.generation else 0, stop), "all contributions agree"
+
+
+def odd(words: Sequence[int], reference: int | None) -> tuple[tuple[int, ...], int]:
+    """The ranks whose word is not the one that counts (0: nothing to compare), and that one."""
+    given = [word for word in words if word]
+    if not given:
+        return (), 0
+    expected = words[reference] if reference is not None else Counter(given).most_common(1)[0][0]
+    return tuple(rank for rank, word in enumerate(words) if word not in (0, expected)), expected
 
 
 def combine(headers: Sequence[Header]) -> SlotTable:

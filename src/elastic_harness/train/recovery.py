@@ -84,7 +84,7 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
             with stages.timed("repair"):
                 progress = _repair(parts, progress, report)
                 if formed.digest.sources[parts.link.member].kind != "keep":
-                    parts.slots.accept()
+                    parts.accept_state(progress.version)
                 progress = replace(progress, serving=_serve(parts, progress))
             recovered(parts, progress, stages.started_at, stages.ms, planned=failure is None)
             failpoint("recovery.finished", progress.version)

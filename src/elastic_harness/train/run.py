@@ -33,14 +33,14 @@ from elastic_harness.errors import (
 )
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train import standalone
-from elastic_harness.train.accept import check_extra, check_trainable
+from elastic_harness.train.accept import check_extra, check_model, check_trainable
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.board import Board, Phase
 from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.effects import describe
 from elastic_harness.train.export import export_weights
 from elastic_harness.train.fingerprint import fingerprint
-from elastic_harness.train.layout import averaged_buffers, make_layout
+from elastic_harness.train.layout import averaged_buffers, make_layout, optimized, state_buffers
 from elastic_harness.train.link import AgentLink, Left, Link
 from elastic_harness.train.loop import commit_step, settle
 from elastic_harness.train.parts import Parts
@@ -49,6 +49,7 @@ from elastic_harness.train.recovery import recover
 from elastic_harness.train.saver import make_saver
 from elastic_harness.train.slots import Shape, SlotComputer
 from elastic_harness.train.state import Registry, Stateful, weights_sha256
+from elastic_harness.train.watch import Watch
 
 Connect = Callable[[KeyValue, int, int, Callable[[float], None]], Group]
 
@@ -99,6 +100,7 @@ class Run:
             if left.reason != "done":
                 self._leave(left)
             parts.saver.wait()
+            parts.applier.disown()
             self.close()
 
     def close(self) -> None:
@@ -121,6 +123,7 @@ class Run:
 
     def _finish(self) -> None:
         """Save, say so, and keep serving until everybody is done."""
+        self._parts.watch.word("after the last step")
         self._progress = settle(self._parts, self._progress)
         parts, progress = self._parts, self._progress
         formed = progress.formed
@@ -169,7 +172,9 @@ class Step:
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Backward of the mean loss of the current batch. `weight`: its number of target tokens relative to a full
         micro-batch, if it differs from its number of samples (padding, masks); default: samples / micro-batch."""
-        self._run._parts.slots.backward(loss, weight)
+        parts = self._run._parts
+        parts.watch.check_modes(parts.slots.where())
+        parts.slots.backward(loss, weight)
 
     def check_committed(self) -> None:
         if self._run._progress.version == self.index:
@@ -197,6 +202,7 @@ def start(
     buffers: Sequence[str] = (),
     run_dir: str | Path | None = None,
     collate_fn: Any = None,
+    before_step: Callable[[int], None] | None = None,
 ) -> Run:
     """Join the run and return once this worker takes part in it, its state equal to everybody's.
 
@@ -206,7 +212,9 @@ def start(
     extra: further objects with `state_dict`/`load_state_dict`, saved and handed to joiners; change them between two
     steps, by a rule that is the same on all workers. buffers: names of buffers
     that forward changes and whose mean over the slots is the new value (batch-norm statistics are found by
-    themselves). run_dir: where events, ledger and checkpoints go when there is no launcher to say so.
+    themselves). run_dir: where events, ledger and checkpoints go when there is no launcher to say so. before_step:
+    called with the number of each step before it, on every worker: sets `requires_grad` and modules' modes as a
+    function of that number alone; with it, all parameters of the optimizer have a place in the gradient.
 
     Runs under `elastic-harness launch` (recovery in place), under torchrun (restart and resume) and under plain
     python (one worker). Collective; blocks until the coordinator has formed a generation with this worker in it, for
@@ -217,10 +225,12 @@ def start(
     if torch.get_num_threads() != config.training.threads:
         torch.set_num_threads(config.training.threads)
     check_trainable(model, optimizer, scheduler)
+    check_model(model)
     source = dataset if hasattr(dataset, "read") else MapStyle(dataset, collate_fn)
     training = config.training
     averaged = averaged_buffers(model, buffers)
-    layout = make_layout(model, averaged)
+    later = optimized(optimizer) if before_step is not None else ()
+    layout = make_layout(model, averaged, later)
     shape = Shape(config.slots, config.lanes_resolved, training.micro_batch_samples, pairs=layout.uniform)
     order = getattr(source, "order", None) or EpochOrder(len(source), config.seed)
     schedule = Schedule(order.n_samples, training.global_batch_samples)
@@ -228,6 +238,15 @@ def start(
     check_extra(extra or {}, given, config.elastic.exactness)
     registry = Registry(model, {k: v for k, v in given.items() if v is not None} | dict(extra or {}), averaged)
     registry.capture()  # refuses now what could not be saved later
+    watch = Watch(
+        model,
+        optimizer,
+        [e.name for e in layout.entries[: layout.parameters]],
+        state_buffers(model, averaged),
+        scheduler=scheduler,
+        scaler=scaler,
+        ema=ema,
+    )
     deadlines = Deadlines(config.elastic, board)
 
     def reading(step: int, slot: int, sample_ids: list[int]) -> None:
@@ -263,6 +282,7 @@ def start(
             scaler=scaler,
             ema=ema,
         ),
+        watch=watch,
         registry=registry,
         pool=Pool(layout.dtype, wire_device, pin=cuda and wire_device.type == "cpu"),
         saver=make_saver(
@@ -285,7 +305,9 @@ def start(
             "parameters": sum(e.hi - e.lo for e in layout.entries),
         },
         tokens_per_sample=int(getattr(source, "seq_length", 1)),
+        before_step=before_step,
     )
+    parts.applier.own()
     own = fingerprint(config, model, optimizer, source.fingerprint(), layout, shape)
     link.hello(own, config.training.max_steps)
     try:
@@ -294,7 +316,7 @@ def start(
         print(f"elastic-harness: {left.reason}", file=sys.stderr, flush=True)
         _leave(0)
     if progress.serving is not None:
-        progress.serving.join()  # until the first step begins, the caller may still change what is being sent
+        progress.serving.join()  # the caller's code before the first step is not checked before that begins
     return Run(parts, progress)
 
 
