@@ -430,9 +430,10 @@ def train(habit: Habit, folder: Path) -> str:
         script.model, script.optimizer, script.data, config, run_dir=folder, **habit.more(script)
     )
     habit.after_start(script)
-    for step in script.run.steps():
-        habit.before_step(script)
-        for batch in step.micro_batches():
-            habit.slot(script, step, batch)
-        habit.after_step(script)
+    with script.run:
+        for step in script.run.steps():
+            habit.before_step(script)
+            for batch in step.micro_batches():
+                habit.slot(script, step, batch)
+            habit.after_step(script)
     return weights_sha256(script.model)

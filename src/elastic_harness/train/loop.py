@@ -20,6 +20,7 @@ from elastic_harness.failpoints import failpoint
 from elastic_harness.train.board import Phase
 from elastic_harness.train.commit import gate
 from elastic_harness.train.effects import committed, finish_copy, report_unfit, save_if_due, stop_at_boundary
+from elastic_harness.train.interrupts import interrupts_wait
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
@@ -117,10 +118,12 @@ def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress
     parts.deadlines.enter(Phase.APPLY, record.step)
     if progress.serving is not None:
         progress.serving.join()
-    metrics = parts.applier.apply(record)
-    parts.accept_state(record.step + 1)
-    failpoint("apply.finished", record.step)
-    return replace(committed(parts, progress, record, metrics, work), verdict=verdict)
+    with interrupts_wait():
+        metrics = parts.applier.apply(record)
+        parts.accept_state(record.step + 1)
+        failpoint("apply.finished", record.step)
+        progress = committed(parts, progress, record, metrics, work)
+    return replace(progress, verdict=verdict)
 
 
 def settle(parts: Parts, progress: Progress) -> Progress:

@@ -60,6 +60,14 @@ class Run:
     def __init__(self, parts: Parts, progress: Progress) -> None:
         self._parts = parts
         self._progress = progress
+        self._closed = False
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None or self._parts.saver.alone:  # a process that has an agent is about to end
+            self.close()
 
     @property
     def step(self) -> int:
@@ -91,6 +99,7 @@ class Run:
         parts = self._parts
         try:
             while True:
+                self._check_open()
                 while self._progress.version < parts.config.training.max_steps:
                     step = Step(self)
                     yield step
@@ -101,9 +110,48 @@ class Run:
                 self._leave(left)
             parts.saver.wait()
             parts.applier.disown()
-            self.close()
+            self._disconnect()
+            _open.pop(parts.run_dir.resolve(), None)
 
     def close(self) -> None:
+        """Leave the run. Without a launcher the state of the last commit is saved first, so that the next `start` with
+        this run_dir, in this process too, goes on from there; blocks until that is on disk. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        _open.pop(self._parts.run_dir.resolve(), None)
+        try:
+            if self._parts.saver.alone:
+                self._save()
+        finally:
+            _release(self._parts)
+            self._disconnect()
+
+    def _save(self) -> None:
+        """Save an unfinished run's state, unless user code has changed it."""
+        parts, version = self._parts, self._parts.watch.version
+        formed = self._progress.formed
+        if formed is None or version <= formed.digest.from_step:
+            return
+        parts.slots.put_back()
+        try:
+            parts.watch.word("before close()")
+        except UserCodeError as error:
+            print(f"elastic-harness: step {version} is not saved: {error}", file=sys.stderr, flush=True)
+            return
+        describes = describe(parts, replace(self._progress, version=version))
+        parts.saver.save(version, formed.digest.lineage, describes)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UserCodeError("this run was closed; call start() again with the same run_dir, which goes on with it")
+        if self._parts.watch.version != self._progress.version:
+            raise UserCodeError(
+                f"this run was interrupted while step {self._progress.version} was committed; call start() again with "
+                "the same run_dir, which goes on from there"
+            )
+
+    def _disconnect(self) -> None:
         """Let go of the connections to the other workers."""
         formed, sent = self._progress.formed, self._progress.sent
         if sent is not None:
@@ -117,7 +165,7 @@ class Run:
         """End the process: this worker is not needed any more, and what follows the loop is for those who finished."""
         failpoint("leave.began", self._progress.version)
         self._parts.saver.wait()
-        self.close()
+        self._disconnect()
         print(f"elastic-harness: {left.reason}", file=sys.stderr, flush=True)
         _leave(0)
 
@@ -159,6 +207,7 @@ class Step:
         """The batches that fall to this worker, in the middle of which failures of other workers are recovered from:
         there may be more or fewer than last time, or none. Collective: the step is committed at the end."""
         run = self._run
+        run._check_open()
         if run._progress.version != self.index:
             raise UserCodeError(f"step {self.index} is already committed; iterate over micro_batches() once per step")
         try:
@@ -222,6 +271,8 @@ def start(
     """
     config = config or Config()
     link, folder, board = _coordinator(run_dir)
+    if folder.resolve() in _open:
+        _open[folder.resolve()].close()
     if torch.get_num_threads() != config.training.threads:
         torch.set_num_threads(config.training.threads)
     check_trainable(model, optimizer, scheduler)
@@ -307,17 +358,32 @@ def start(
         tokens_per_sample=int(getattr(source, "seq_length", 1)),
         before_step=before_step,
     )
-    parts.applier.own()
-    own = fingerprint(config, model, optimizer, source.fingerprint(), layout, shape)
-    link.hello(own, config.training.max_steps)
     try:
+        parts.applier.own()
+        own = fingerprint(config, model, optimizer, source.fingerprint(), layout, shape)
+        link.hello(own, config.training.max_steps)
         progress = recover(parts, Progress(), None)
     except Left as left:
         print(f"elastic-harness: {left.reason}", file=sys.stderr, flush=True)
         _leave(0)
+    except BaseException:
+        _release(parts)
+        raise
     if progress.serving is not None:
         progress.serving.join()  # the caller's code before the first step is not checked before that begins
-    return Run(parts, progress)
+    _open[folder.resolve()] = run = Run(parts, progress)
+    return run
+
+
+_open: dict[Path, Run] = {}
+"""The runs of this process that were not closed, by their folder."""
+
+
+def _release(parts: Parts) -> None:
+    """Let go of the run folder and of the user's objects."""
+    parts.saver.wait()
+    parts.applier.disown()
+    parts.link.close()
 
 
 def _transport(config: Config, device: torch.device) -> tuple[Connect, torch.device]:
@@ -394,6 +460,8 @@ def _show_errors() -> None:
             before(kind, error, trace)
             return
         print(f"error: {error}", file=sys.stderr)
+        if hasattr(sys, "ps1"):  # somebody sits there, and goes on
+            return
         _leave(error.exit_code)
 
     sys.excepthook = hook
