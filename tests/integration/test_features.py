@@ -28,6 +28,7 @@ REJOIN_AT = 4
             marks=pytest.mark.soak,
         ),
         ("scaled", "slot.backward member=w1-1 step=1 kill", "exchange.gathered_sent member=w0-1 step=6 kill"),
+        ("unfreezing", "slot.backward member=w1-1 step=1 kill", "apply.optimizer member=w0-1 step=6 kill"),
         ("mixed", "slot.backward member=w1-1 step=2 kill", "apply.gradients member=w0-1 step=6 kill"),
     ],
 )  # fmt: skip

@@ -16,16 +16,18 @@ from elastic_harness.train.partials import Contribution, SlotTable
 from elastic_harness.train.slots import samples_word
 
 
-def header(*, switch: int = 0, stop: bool = False, canary: int = 0, samples: int = 0, version: int = 5) -> Header:
-    return Header(3, version, switch, stop, canary, samples, SlotTable.empty(4, 2, 70))
+def header(
+    *, switch: int = 0, stop: bool = False, canary: int = 0, samples: int = 0, version: int = 5, state: int = 0
+) -> Header:
+    return Header(3, version, switch, stop, canary, samples, state, SlotTable.empty(4, 2, 70))
 
 
 def test_a_header_survives_the_wire() -> None:
-    sent = header(switch=9, stop=True, canary=2**63 - 1, samples=2**62 + 1)
+    sent = header(switch=9, stop=True, canary=2**63 - 1, samples=2**62 + 1, state=2**63 - 2)
     sent.table.enter((0, 1), [None] * 70, {0: Contribution(1.25, 0.5, 2**64 - 1)})
     got = Header.unpack(sent.pack(), sent.table)
     assert (got.generation, got.version, got.switch, got.stop, got.canary) == (3, 5, 9, True, 2**63 - 1)
-    assert got.samples == 2**62 + 1
+    assert (got.samples, got.state) == (2**62 + 1, 2**63 - 2)
     assert (got.table.words == sent.table.words).all()
     assert got.table.samples_N[0] == 2**64 - 1
 
@@ -104,6 +106,17 @@ def test_who_is_new_is_compared_with_one_who_is_not(
     unverified: tuple[int, ...], world: int, due: set[int], reference: int | None
 ) -> None:
     assert canaries_due(unverified, world) == (due, reference)
+
+
+@pytest.mark.parametrize(
+    ("states", "reference", "unfit"), [((7, 8, 7), None, (1,)), ((8, 7), 1, (0,)), ((7, 7), 0, ()), ((0, 0), 0, ())]
+)
+def test_a_state_that_differs_holds_up_the_commit(
+    states: tuple[int, ...], reference: int | None, unfit: tuple[int, ...]
+) -> None:
+    verdict, reason = gate([header(state=s) for s in states], reference, "state of version 5")
+    assert verdict.unfit == unfit and verdict.commit == (not unfit)
+    assert not unfit or f"the state of version 5 of ranks {unfit} differs" in reason
 
 
 def test_headers_of_different_steps_are_our_bug() -> None:

@@ -34,7 +34,8 @@ from elastic_harness.membership.types import Generation, Limits, Report
 TICK_S = 0.05
 WAITING_NOTICE_S = 5.0
 _ADVICE: dict[Cause, str] = {
-    "unfit": "check this machine's memory and CPU, or start with elastic.exactness=relaxed",
+    "unfit": "if the script does the same on every worker, check this machine's memory and CPU; or start with "
+    "elastic.exactness=relaxed",
     "other_samples": "let a sample depend on its number alone: seed the dataset's own generator from it, or use those "
     "of torch, numpy or random, which are seeded for each slot; or compare this machine's copy of the data",
     "refused": "correct what differs, or start anew with --fresh or another --run-dir",

@@ -30,7 +30,7 @@ FORGIVING_STEPS = 10
 _FINAL: dict[Cause, str] = {
     "config": "its configuration is wrong, another start would fail the same way",
     "refused": "it does not fit the run, another start would be refused as well",
-    "unfit": "its arithmetic differs from its peers'",
+    "unfit": "its arithmetic or its state differs from its peers'",
     "other_samples": "under the same numbers it reads other samples than its peers",
 }
 

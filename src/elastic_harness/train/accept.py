@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import random
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elastic_harness.errors import ConfigError
 from elastic_harness.train.state import MODULE_STATE, is_extra_state
@@ -55,6 +57,48 @@ def check_state_dict(model: nn.Module) -> None:
             "neither to checkpoints nor to workers that join. Register them as buffers, give them with a module's "
             "get_extra_state(), or hold them in an object that is given as extra=."
         )
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise ConfigError for modules whose slots would depend on the other slots or workers."""
+    for name, module in model.named_modules():
+        called = f"Module {name or '(the model)'} is a {type(module).__name__}"
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}:
+            raise ConfigError(
+                f"{called}, which adds up gradients between processes by itself; give start() the plain module, the "
+                "harness does that."
+            )
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ConfigError(
+                f"{called}, which exchanges statistics between processes; use nn.BatchNorm, whose statistics the "
+                "harness averages over all micro-batches of the step."
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ConfigError(
+                f"{called} with max_norm={module.max_norm}, which rescales weights in forward, so they would depend on "
+                "which micro-batches a worker computes. Leave max_norm out, and rescale in "
+                "optimizer.register_step_post_hook(), which runs inside the commit on every worker."
+            )
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
+                raise ConfigError(
+                    f"{called} with a generator of its own, {attribute}, whose numbers depend on what was drawn "
+                    "before. Draw from the default generators of torch, numpy.random or random, which are seeded for "
+                    "every micro-batch."
+                )
+    check_hooks(dict(model.named_parameters()))
+
+
+def check_hooks(parameters: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError for hooks that see the sum of several slots' gradients."""
+    for name, parameter in parameters.items():
+        if parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"Parameter {name} has a hook from register_post_accumulate_grad_hook(), which sees the sum of as many "
+                "micro-batches as this worker happens to add up. Use register_hook() for each micro-batch's gradient, "
+                "or optimizer.register_step_pre_hook() for the step's."
+            )
 
 
 def check_extra(extra: Collection[str], taken: Collection[str], exactness: str) -> None:

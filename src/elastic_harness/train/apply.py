@@ -14,11 +14,13 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils.hooks import RemovableHandle
 
 from elastic_harness.errors import EXIT_USER_CODE, UserCodeError
 from elastic_harness.failpoints import failpoint
@@ -27,6 +29,7 @@ from elastic_harness.train.nonfinite import Facts, Nonfinite, before_apply
 from elastic_harness.train.partials import SlotTable
 from elastic_harness.train.rng import seed_everything
 
+_owned: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
 ComputedBy = tuple[tuple[str, int, int], ...]
 
 
@@ -96,6 +99,26 @@ class Applier:
         self._scaler = scaler
         self._ema = ema
         self.nonfinite = nonfinite or Nonfinite()
+        self._applying = False
+
+    def own(self) -> None:
+        """From now on until `disown` the optimizer steps only here. An earlier owner has lost it."""
+        self.disown()
+        _owned[self._optimizer] = self._optimizer.register_step_pre_hook(self._only_in_a_commit)
+
+    def disown(self) -> None:
+        """Give the optimizer back to the user."""
+        guard = _owned.pop(self._optimizer, None)
+        if guard is not None:
+            guard.remove()
+
+    def _only_in_a_commit(self, *step: Any) -> None:
+        if not self._applying:
+            raise UserCodeError(
+                "optimizer.step() was called by the training script, outside of the commit: this worker would have "
+                "other weights than the others. Leave it out; the harness calls it once for each step, and "
+                "scheduler.step() and scaler.update() with it."
+            )
 
     def apply(self, record: Record) -> Metrics:
         """Turn state of version `record.step` into version `record.step + 1`. Local; cannot be interrupted."""
@@ -104,6 +127,7 @@ class Applier:
                 f"Every slot of step {record.step} has weight 0, so there is nothing to learn from: give the dataset "
                 "samples with targets, or a larger global batch."
             )
+        self._applying = True
         try:
             return self._apply(record)
         except BaseException:
@@ -115,6 +139,8 @@ class Applier:
                 flush=True,
             )
             os._exit(EXIT_USER_CODE)
+        finally:
+            self._applying = False
 
     def _apply(self, record: Record) -> Metrics:
         seed_everything(self._seed, record.step, -1)

@@ -31,21 +31,42 @@ class Buffers:
         self._averaged = {name: self._places[name][2] for name in averaged}
         self._fixed = [name for name in self._places if name in persistent and name not in self._averaged]
         self._watched = [name for name in self._places if name not in self._averaged]
+        self._caches = [name for name in self._watched if name not in self._fixed]
         self._extra = ExtraState(model)
-        self._dtype = dtype
-        self._saved: list[Tensor] = []
-        self._versions: dict[str, int] = {}
         self._extra_before: dict[str, str] = {}
+        self._dtype = dtype
+        self.accept()
 
     def zeros(self) -> list[Tensor]:
         """An empty sum for every averaged buffer."""
         return [torch.zeros(b.shape, dtype=self._dtype, device=b.device) for b in self._averaged.values()]
 
-    def begin(self) -> None:
-        """Remember the buffers as they are, before slots run."""
+    def accept(self) -> None:
+        """Take the buffers as they are now for those of the step that begins."""
         self._saved = [b.clone() for b in self._averaged.values()]
-        self._versions = {name: self._places[name][2]._version for name in self._watched}
+        self._versions = {name: buffer._version for name, (_, _, buffer) in self._places.items()}
+
+    def begin(self) -> None:
+        """Before slots run. Raises UserCodeError if a buffer that is state was changed since the commit."""
+        for name in (*self._averaged, *self._fixed):
+            module, attribute, buffer = self._places[name]
+            if module._buffers.get(attribute) is not buffer or buffer._version != self._versions[name]:
+                raise UserCodeError(
+                    f"Buffer {name} was changed outside of forward, between two micro-batches or steps. It is training "
+                    "state, which must not depend on what one worker does there: evaluate under model.eval(), and call "
+                    "model.train() afterwards; load weights before start()."
+                )
+        self._versions |= {name: self._places[name][2]._version for name in self._caches}
         self._extra_before = self._extra_now()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Undo what the forward of a slot that was left half-way did to averaged buffers."""
+        for (name, buffer), before in zip(self._averaged.items(), self._saved, strict=True):
+            module, attribute, _ = self._places[name]
+            module._buffers[attribute] = buffer
+            buffer.copy_(before)
+            self._versions[name] = buffer._version
 
     @torch.no_grad()
     def finish_slot(self, sums: list[Tensor], *, counts: bool) -> None:
@@ -56,6 +77,7 @@ class Buffers:
             if counts:
                 total.add_(value if buffer.is_floating_point() else value - before)
             buffer.copy_(before)
+            self._versions[name] = buffer._version
         for name in self._watched:
             module, attribute, buffer = self._places[name]
             replaced = module._buffers.get(attribute) is not buffer and name in self._fixed

@@ -12,7 +12,7 @@ import torch
 from elastic_harness.train.gate import Signals
 from elastic_harness.train.partials import SlotTable, Words
 
-FIXED_WORDS = 6
+FIXED_WORDS = 7
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,16 @@ class Header(Signals):
     table: SlotTable
 
     def pack(self) -> torch.Tensor:
-        words = [self.generation, self.version, self.switch, self.stop, self.canary, self.samples]
+        words = [self.generation, self.version, self.switch, self.stop, self.canary, self.samples, self.state]
         fixed = np.array(words, np.int64)
         return torch.from_numpy(np.concatenate([fixed, self.table.words]))
 
     @staticmethod
     def unpack(words: torch.Tensor, like: SlotTable) -> Header:
         array: Words = words.numpy()
-        generation, version, switch, stop, canary, samples = (int(word) for word in array[:FIXED_WORDS])
+        generation, version, switch, stop, canary, samples, state = (int(word) for word in array[:FIXED_WORDS])
         table = SlotTable(like.slots, like.lanes, like.entries, array[FIXED_WORDS:])
-        return Header(generation, version, switch, bool(stop), canary, samples, table)
+        return Header(generation, version, switch, bool(stop), canary, samples, state, table)
 
 
 def combine(headers: Sequence[Header]) -> SlotTable:

@@ -19,7 +19,8 @@ from elastic_harness.errors import Inconsistent
 class Signals:
     """generation, version: of the sender, to be sure. switch: the newest planned generation it knows of, or 0.
     stop: whether it was asked to stop. canary: 63 bits of the hash of its canary micro-batch's gradient, or 0 if none
-    was due. samples: of that micro-batch itself, as it was read, to tell other data from other arithmetic."""
+    was due. samples: of that micro-batch itself, as it was read, to tell other data from other arithmetic. state: 63
+    bits of the hash of a part of the state, or 0 where replicas need not be equal."""
 
     generation: int
     version: int
@@ -27,13 +28,14 @@ class Signals:
     stop: bool
     canary: int
     samples: int
+    state: int
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """commit: whether this step may be applied. unfit: ranks whose canary differs from the reference. switch: the
-    generation everybody moves to after this step, or 0. stop: everybody leaves after this step. other_samples: those of
-    the unfit whose samples differ already."""
+    """commit: whether this step may be applied. unfit: ranks whose canary or state differs from the reference. switch:
+    the generation everybody moves to after this step, or 0. stop: everybody leaves after this step. other_samples:
+    those of the unfit whose samples differ already."""
 
     commit: bool
     unfit: tuple[int, ...]
@@ -42,9 +44,9 @@ class Verdict:
     other_samples: tuple[int, ...] = ()
 
 
-def gate(headers: Sequence[Signals], reference: int | None) -> tuple[Verdict, str]:
-    """Decide over one step from all its headers, in rank order. `reference`: the rank whose canary counts, or None
-    for the most frequent one (the lowest rank's of equals)."""
+def gate(headers: Sequence[Signals], reference: int | None, compared: str = "state") -> tuple[Verdict, str]:
+    """Decide over one step from all its headers, in rank order. `reference`: the rank whose canary and state count, or
+    None for the most frequent ones (the lowest rank's of equals). `compared`: the part of the state, in words."""
     first = headers[0]
     for rank, header in enumerate(headers):
         if (header.generation, header.version) != (first.generation, first.version):
@@ -52,20 +54,29 @@ def gate(headers: Sequence[Signals], reference: int | None) -> tuple[Verdict, st
                 f"rank {rank} sent a header of generation {header.generation}, version {header.version}; "
                 f"rank 0 is at {first.generation}, {first.version}"
             )
-    canaries = [h.canary for h in headers if h.canary]
-    if canaries:
-        expected = headers[reference].canary if reference is not None else Counter(canaries).most_common(1)[0][0]
-        unfit = tuple(rank for rank, h in enumerate(headers) if h.canary not in (0, expected))
-        if unfit:
-            true = next(h.samples for h in headers if h.canary == expected)
-            other_samples = tuple(rank for rank in unfit if headers[rank].samples != true)
-            reason = f"the canary of ranks {unfit} differs from {expected:#x}"
-            if other_samples:
-                reason += f": ranks {other_samples} read other samples under the same numbers"
-            return Verdict(False, unfit, 0, False, other_samples), reason
+    unfit, expected = odd([h.canary for h in headers], reference)
+    if unfit:
+        true = next(h.samples for h in headers if h.canary == expected)
+        other_samples = tuple(rank for rank in unfit if headers[rank].samples != true)
+        reason = f"the canary of ranks {unfit} differs from {expected:#x}"
+        if other_samples:
+            reason += f": ranks {other_samples} read other samples under the same numbers"
+        return Verdict(False, unfit, 0, False, other_samples), reason
+    unfit, expected = odd([h.state for h in headers], reference)
+    if unfit:
+        return Verdict(False, unfit, 0, False), f"the {compared} of ranks {unfit} differs from {expected:#x}"
     switch = min(h.switch for h in headers)
     stop = all(h.stop for h in headers)
     return Verdict(True, (), switch if switch > first.generation else 0, stop), "all contributions agree"
+
+
+def odd(words: Sequence[int], reference: int | None) -> tuple[tuple[int, ...], int]:
+    """The ranks whose word is not the one that counts (0: nothing to compare), and that one."""
+    given = [word for word in words if word]
+    if not given:
+        return (), 0
+    expected = words[reference] if reference is not None else Counter(given).most_common(1)[0][0]
+    return tuple(rank for rank, word in enumerate(words) if word not in (0, expected)), expected
 
 
 def canaries_due(unverified: Collection[int], world: int) -> tuple[frozenset[int], int | None]:

@@ -5,7 +5,7 @@ Legend: P entries (trainable parameters in name order of the model, then declare
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,12 +56,14 @@ class Layout:
                 view.zero_()
 
 
-def make_layout(model: nn.Module, buffers: Mapping[str, Tensor]) -> Layout:
-    """The layout of a model's trainable parameters, tied ones once, and of its averaged buffers.
+def make_layout(model: nn.Module, buffers: Mapping[str, Tensor], later: Collection[Tensor] = ()) -> Layout:
+    """The layout of a model's trainable parameters, tied ones once, and of its averaged buffers. `later`: parameters
+    that may become trainable.
 
     Sums are kept in float32 at least, whatever the parameters' type.
     """
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    known = set(map(id, later))
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad or id(p) in known}
     if not trainable:
         raise ConfigError("The model has no parameter with requires_grad=True, so there is nothing to train.")
     for name, tensor in trainable.items():
@@ -78,6 +80,17 @@ def make_layout(model: nn.Module, buffers: Mapping[str, Tensor]) -> Layout:
         entries.append(Entry(name, member.shape, member.dtype, offset, offset + member.numel()))
         offset += member.numel()
     return Layout(tuple(entries), tuple(buffers), dtype, offset)
+
+
+def optimized(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Every parameter that the optimizer has."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def state_buffers(model: nn.Module, averaged: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The buffers that are training state: persistent ones and averaged ones."""
+    persistent = model.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in persistent or name in averaged}
 
 
 def averaged_buffers(model: nn.Module, declared: Sequence[str]) -> dict[str, Tensor]:

@@ -49,6 +49,7 @@ class Link(Protocol):
     def kv_get(self, generation: int, key: str) -> bytes: ...
     def send(self, type: str, **fields: Any) -> None: ...
     def left_out(self, generation: Generation) -> None: ...
+    def close(self) -> None: ...
 
 
 class AgentLink:
@@ -193,6 +194,9 @@ class AgentLink:
         stop = self.stop_requested
         reason = f"not a member of generation {generation.number} ({generation.reason})"
         raise Left(reason, save=stop is not None and bool(stop.get("checkpoint")))
+
+    def close(self) -> None:
+        """Nothing: the line is the process's own, and its end is how the agent learns that this worker is gone."""
 
 
 class GenerationValues:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_harness.comm.tree import Node
-from elastic_harness.errors import GenerationChanged, PeerFailed, Recoverable
+from elastic_harness.errors import GenerationChanged, PeerFailed, Recoverable, UserCodeError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.board import Phase
 from elastic_harness.train.effects import (
@@ -27,6 +27,7 @@ from elastic_harness.train.effects import (
     stop_if_diverged,
 )
 from elastic_harness.train.gate import gate
+from elastic_harness.train.interrupts import interrupts_wait
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
@@ -34,14 +35,17 @@ from elastic_harness.train.slots import canary_word, samples_word
 from elastic_harness.train.work import Work, finish_exchange, place, record_of
 
 CANARY: Node = (0, 1)
-"""The lane that members new to a run compute once more, for comparison."""
+"""The lane that members new to a run compute once more, for comparison with others and with the first time."""
 
 
 def commit_step(parts: Parts, progress: Progress) -> Generator[Any, None, Progress]:
     """Commit step `progress.version`; yields the batches of the slots that fall to this worker. Returns (as the
     generator's value) the progress after it. Collective; blocks until the step is committed."""
+    parts.watch.check_step(f"before step {progress.version}, outside of its micro-batches")
     progress = settle(parts, progress)
     step = progress.version
+    if parts.before_step is not None:
+        parts.watch.prepare(step, parts.before_step)
     while progress.version == step:
         try:
             progress = progress if progress.partials else replace(progress, partials=parts.new_partials(step))
@@ -58,14 +62,39 @@ def compute(parts: Parts, progress: Progress, work: Work) -> Iterator[Any]:
     partials = progress.partials
     assert partials is not None and progress.formed is not None
     begun = parts.slots.begun()  # left half-way when the generation changed; first, before p.grad is needed for others
-    for unit in sorted(parts.shape.units(work.lanes), key=lambda unit: unit != begun):
+    first = 0
+    for unit in sorted(units(parts, work, begun), key=lambda unit: unit != begun):
         yield from run_slots(parts, progress, unit)
-        node = partials.add(unit, *parts.slots.take())
+        gradients, contributions = parts.slots.take()
+        if work.canary_due and unit == CANARY:
+            first = canary_word(gradients)
+        node = partials.add(unit, gradients, contributions)
         failpoint("lane.finished", partials.step)
         work.send_if_finished(node, partials)
     if work.canary_due:
         yield from run_slots(parts, progress, CANARY, rehearsal=True)
         work.canary, work.samples = canary_word(parts.slots.take()[0]), samples_word(parts.slots.rehearsed)
+        check_pure(first, work.canary, partials.step)
+
+
+def units(parts: Parts, work: Work, begun: Node | None) -> list[Node]:
+    """How to compute this worker's lanes; lane 0 by itself where it is compared, which gives the same bits."""
+    together = parts.shape.units(work.lanes)
+    if work.canary_due and begun not in together:
+        return replace(parts.shape, pairs=False).units(work.lanes)
+    return together
+
+
+def check_pure(first: int, again: int, step: int) -> None:
+    """Raise UserCodeError if a lane computed twice gave two gradients. `first`: 0 if it was computed once."""
+    if first not in (0, again):
+        raise UserCodeError(
+            f"The first micro-batches of step {step} were computed twice and gave two different gradients, so the "
+            "result would depend on who computes what. Something goes on from one micro-batch to the next: a random "
+            "generator of your own (use the default ones, which are seeded for every micro-batch), a counter or cache "
+            "in the model, a batch changed in place that is the dataset's own memory, weights changed through `.data`, "
+            "or a loss that reads the clock. elastic.canary=false turns this comparison off."
+        )
 
 
 def run_slots(parts: Parts, progress: Progress, unit: Node, *, rehearsal: bool = False) -> Iterator[Any]:
@@ -78,6 +107,7 @@ def run_slots(parts: Parts, progress: Progress, unit: Node, *, rehearsal: bool =
         with parts.deadlines.measured(Phase.SLOT, step, slot):
             failpoint("slot.forward", step)
             yield batch
+        parts.watch.check_slot(f"in slot {slot} of step {step}")
 
 
 def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress:
@@ -85,7 +115,7 @@ def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress
     formed, partials = progress.formed, progress.partials
     assert formed is not None and partials is not None
     headers = finish_exchange(parts, progress, work)
-    verdict, reason = gate(headers, work.reference)
+    verdict, reason = gate(headers, work.reference, parts.watch.compared())
     if not verdict.commit:
         report_unfit(parts, formed, verdict, reason)
         raise PeerFailed(reason)
@@ -95,11 +125,14 @@ def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress
     parts.deadlines.enter(Phase.APPLY, record.step)
     if progress.serving is not None:
         progress.serving.join()
-    metrics = parts.applier.apply(record)
-    failpoint("apply.finished", record.step)
-    if record.step == 0:
-        parts.registry.rehearse()  # most optimizers have no state before their first step
-    return replace(committed(parts, progress, record, metrics, work), verdict=verdict)
+    with interrupts_wait():
+        metrics = parts.applier.apply(record)
+        if record.step == 0:
+            parts.registry.rehearse()  # most optimizers have no state before their first step
+        parts.accept_state(record.step + 1)
+        failpoint("apply.finished", record.step)
+        progress = committed(parts, progress, record, metrics, work)
+    return replace(progress, verdict=verdict)
 
 
 def settle(parts: Parts, progress: Progress) -> Progress:

@@ -21,12 +21,14 @@ from elastic_harness.train.partials import Partials, SlotTable
 from elastic_harness.train.saver import Saver
 from elastic_harness.train.slots import Shape, SlotComputer
 from elastic_harness.train.state import Registry
+from elastic_harness.train.watch import Watch
 
 
 @dataclass(frozen=True)
 class Parts:
     """canary: whether joiners have to prove their arithmetic. connect: builds a generation's transport from (its
-    key-value space, rank, world, cancelled). configured: what the run is made of, as `verify` needs to know it."""
+    key-value space, rank, world, cancelled). configured: what the run is made of, as `verify` needs to know it.
+    before_step: sets requires_grad and modes from a step's number, if the user gave it."""
 
     config: Config
     run_dir: Path
@@ -38,6 +40,7 @@ class Parts:
     layout: Layout
     slots: SlotComputer
     applier: Applier
+    watch: Watch
     registry: Registry
     pool: Pool
     saver: Saver
@@ -45,6 +48,12 @@ class Parts:
     connect: Callable[[KeyValue, int, int, Callable[[float], None]], Group]
     configured: dict[str, Any]
     tokens_per_sample: int
+    before_step: Callable[[int], None] | None = None
+
+    def accept_state(self, version: int) -> None:
+        """Training state is that of `version` now: any further change before the next commit is an error."""
+        self.slots.accept()
+        self.watch.accept(version)
 
     def new_partials(self, step: int) -> Partials:
         """Nothing of step `step` is done yet."""

@@ -95,6 +95,8 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
             failpoint("recovery.reconciled", progress.version)
             with stages.timed("repair"):
                 progress = _repair(parts, progress, report)
+                if formed.digest.sources[parts.link.member].kind != "keep":
+                    parts.accept_state(progress.version)
                 progress = replace(progress, lineage=formed.digest.lineage, serving=_serve(parts, progress))
             recovered(parts, progress, stages.started_at, stages.ms, planned=failure is None)
             failpoint("recovery.finished", progress.version)

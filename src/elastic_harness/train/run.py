@@ -35,7 +35,7 @@ from elastic_harness.errors import (
 )
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train import standalone
-from elastic_harness.train.accept import check_extra, check_state_dict, check_trainable
+from elastic_harness.train.accept import check_extra, check_model, check_state_dict, check_trainable
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.board import Board, Phase
 from elastic_harness.train.deadlines import Deadlines
@@ -43,7 +43,7 @@ from elastic_harness.train.effects import describe
 from elastic_harness.train.export import export_weights
 from elastic_harness.train.fingerprint import fingerprint
 from elastic_harness.train.inherited import Inherited
-from elastic_harness.train.layout import averaged_buffers, make_layout
+from elastic_harness.train.layout import averaged_buffers, make_layout, optimized, state_buffers
 from elastic_harness.train.link import AgentLink, Left, Link
 from elastic_harness.train.loop import commit_step, settle
 from elastic_harness.train.nonfinite import NAME as NONFINITE
@@ -54,6 +54,7 @@ from elastic_harness.train.recovery import recover
 from elastic_harness.train.saver import make_saver
 from elastic_harness.train.slots import Shape, SlotComputer
 from elastic_harness.train.state import Registry, Stateful, weights_sha256
+from elastic_harness.train.watch import Watch
 
 Connect = Callable[[KeyValue, int, int, Callable[[float], None]], Group]
 
@@ -64,6 +65,14 @@ class Run:
     def __init__(self, parts: Parts, progress: Progress) -> None:
         self._parts = parts
         self._progress = progress
+        self._closed = False
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None or self._parts.saver.alone:  # a process that has an agent is about to end
+            self.close()
 
     @property
     def step(self) -> int:
@@ -95,6 +104,7 @@ class Run:
         parts = self._parts
         try:
             while True:
+                self._check_open()
                 while self._progress.version < parts.config.training.max_steps:
                     step = Step(self)
                     yield step
@@ -104,9 +114,49 @@ class Run:
             if left.reason != "done":
                 self._leave(left)
             parts.saver.wait()
-            self.close()
+            parts.applier.disown()
+            self._disconnect()
+            _open.pop(parts.run_dir.resolve(), None)
 
     def close(self) -> None:
+        """Leave the run. Without a launcher the state of the last commit is saved first, so that the next `start` with
+        this run_dir, in this process too, goes on from there; blocks until that is on disk. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        _open.pop(self._parts.run_dir.resolve(), None)
+        try:
+            if self._parts.saver.alone:
+                self._save()
+        finally:
+            _release(self._parts)
+            self._disconnect()
+
+    def _save(self) -> None:
+        """Save an unfinished run's state, unless user code has changed it."""
+        parts, version = self._parts, self._parts.watch.version
+        formed = self._progress.formed
+        if formed is None or version <= formed.digest.from_step:
+            return
+        parts.slots.put_back()
+        try:
+            parts.watch.word("before close()")
+        except UserCodeError as error:
+            print(f"elastic-harness: step {version} is not saved: {error}", file=sys.stderr, flush=True)
+            return
+        describes = describe(parts, replace(self._progress, version=version))
+        parts.saver.save(version, formed.digest.lineage, describes)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UserCodeError("this run was closed; call start() again with the same run_dir, which goes on with it")
+        if self._parts.watch.version != self._progress.version:
+            raise UserCodeError(
+                f"this run was interrupted while step {self._progress.version} was committed; call start() again with "
+                "the same run_dir, which goes on from there"
+            )
+
+    def _disconnect(self) -> None:
         """Let go of the connections to the other workers."""
         formed, sent = self._progress.formed, self._progress.sent
         if sent is not None:
@@ -120,12 +170,13 @@ class Run:
         """End the process: this worker is not needed any more, and what follows the loop is for those who finished."""
         failpoint("leave.began", self._progress.version)
         self._parts.saver.wait()
-        self.close()
+        self._disconnect()
         print(f"elastic-harness: {left.reason}", file=sys.stderr, flush=True)
         _leave(0)
 
     def _finish(self) -> None:
         """Save, say so, and keep serving until everybody is done."""
+        self._parts.watch.word("after the last step")
         self._progress = settle(self._parts, self._progress)
         parts, progress = self._parts, self._progress
         formed = progress.formed
@@ -161,6 +212,7 @@ class Step:
         """The batches that fall to this worker, in the middle of which failures of other workers are recovered from:
         there may be more or fewer than last time, or none. Collective: the step is committed at the end."""
         run = self._run
+        run._check_open()
         if run._progress.version != self.index:
             raise UserCodeError(f"step {self.index} is already committed; iterate over micro_batches() once per step")
         try:
@@ -174,7 +226,9 @@ class Step:
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Backward of the mean loss of the current batch. `weight`: its number of target tokens relative to a full
         micro-batch, if it differs from its number of samples (padding, masks); default: samples / micro-batch."""
-        self._run._parts.slots.backward(loss, weight)
+        parts = self._run._parts
+        parts.watch.check_modes(parts.slots.where())
+        parts.slots.backward(loss, weight)
 
     def check_committed(self) -> None:
         if self._run._progress.version == self.index:
@@ -204,6 +258,7 @@ def start(
     resume_from: str | Path | None = None,
     weights_only: bool = False,
     collate_fn: Any = None,
+    before_step: Callable[[int], None] | None = None,
 ) -> Run:
     """Join the run and return once this worker takes part in it, its state equal to everybody's.
 
@@ -213,7 +268,9 @@ def start(
     extra: further objects with `state_dict`/`load_state_dict`, saved and handed to joiners; change them between two
     steps, by a rule that is the same on all workers. buffers: names of buffers
     that forward changes and whose mean over the slots is the new value (batch-norm statistics are found by
-    themselves). run_dir: where events, ledger and checkpoints go when there is no launcher to say so.
+    themselves). run_dir: where events, ledger and checkpoints go when there is no launcher to say so. before_step:
+    called with the number of each step before it, on every worker: sets `requires_grad` and modules' modes as a
+    function of that number alone; with it, all parameters of the optimizer have a place in the gradient.
     resume_from: RUN[@VERSION], another run whose whole state (or, with weights_only, whose weights) a new run begins
     with; a run that did begin there is resumed as ever.
 
@@ -223,16 +280,20 @@ def start(
     """
     config = config or Config()
     link, folder, board = _coordinator(run_dir)
+    if folder.resolve() in _open:
+        _open[folder.resolve()].close()
     if torch.get_num_threads() != config.training.threads:
         torch.set_num_threads(config.training.threads)
     check_trainable(model, optimizer, scheduler)
+    check_model(model)
     check_state_dict(model)
     if weights_only and resume_from is None:
         raise ConfigError("weights_only=True says what to take from another run; name that run: resume_from=")
     source = dataset if hasattr(dataset, "read") else MapStyle(dataset, collate_fn)
     training = config.training
     averaged = averaged_buffers(model, buffers)
-    layout = make_layout(model, averaged)
+    later = optimized(optimizer) if before_step is not None else ()
+    layout = make_layout(model, averaged, later)
     shape = Shape(config.slots, config.lanes_resolved, training.micro_batch_samples, pairs=layout.uniform)
     order = getattr(source, "order", None) or EpochOrder(len(source), config.seed)
     data = {"order": order.describe(), "dataset": source.fingerprint()}
@@ -252,6 +313,15 @@ def start(
     check_extra(extra or {}, given, config.elastic.exactness)
     registry = Registry(model, {k: v for k, v in given.items() if v is not None} | dict(extra or {}), averaged)
     registry.capture()  # refuses now what could not be saved later
+    watch = Watch(
+        model,
+        optimizer,
+        [e.name for e in layout.entries[: layout.parameters]],
+        state_buffers(model, averaged),
+        scheduler=scheduler,
+        scaler=scaler,
+        ema=ema,
+    )
     deadlines = Deadlines(config.elastic, board)
 
     def reading(step: int, slot: int, sample_ids: list[int]) -> None:
@@ -288,6 +358,7 @@ def start(
             ema=ema,
             nonfinite=nonfinite,
         ),
+        watch=watch,
         registry=registry,
         pool=Pool(layout.dtype, wire_device, pin=cuda and wire_device.type == "cpu"),
         saver=make_saver(
@@ -312,19 +383,36 @@ def start(
             **data,
         },
         tokens_per_sample=int(getattr(source, "seq_length", 1)),
+        before_step=before_step,
     )
-    own = fingerprint(config, model, optimizer, data["dataset"], layout, shape)
-    if origin is not None:
-        own["run.origin"] = origin.identity
-    link.hello(own, config.training.max_steps, config.elastic.progress_timeout_max_s)
     try:
+        parts.applier.own()
+        own = fingerprint(config, model, optimizer, data["dataset"], layout, shape)
+        if origin is not None:
+            own["run.origin"] = origin.identity
+        link.hello(own, config.training.max_steps, config.elastic.progress_timeout_max_s)
         progress = recover(parts, Progress(), None)
     except Left as left:
         print(f"elastic-harness: {left.reason}", file=sys.stderr, flush=True)
         _leave(0)
+    except BaseException:
+        _release(parts)
+        raise
     if progress.serving is not None:
-        progress.serving.join()  # until the first step begins, the caller may still change what is being sent
-    return Run(parts, progress)
+        progress.serving.join()  # the caller's code before the first step is not checked before that begins
+    _open[folder.resolve()] = run = Run(parts, progress)
+    return run
+
+
+_open: dict[Path, Run] = {}
+"""The runs of this process that were not closed, by their folder."""
+
+
+def _release(parts: Parts) -> None:
+    """Let go of the run folder and of the user's objects."""
+    parts.saver.wait()
+    parts.applier.disown()
+    parts.link.close()
 
 
 def _transport(config: Config, device: torch.device) -> tuple[Connect, torch.device]:
@@ -402,6 +490,8 @@ def _show_errors() -> None:
             before(kind, error, trace)
             return
         print(f"error: {error}", file=sys.stderr)
+        if hasattr(sys, "ps1"):  # somebody sits there, and goes on
+            return
         _leave(error.exit_code)
 
     sys.excepthook = hook

@@ -99,6 +99,11 @@ class Saver:
         self._timing.failures += 1
 
     @property
+    def alone(self) -> bool:
+        """Whether this process has a writer of its own, so that nobody else saves the run."""
+        return self._own is not None
+
+    @property
     def copying(self) -> bool:
         return self._tiers.copying
 

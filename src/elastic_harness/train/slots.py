@@ -23,7 +23,9 @@ from elastic_harness.data.order import Order
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
 from elastic_harness.errors import UserCodeError
 from elastic_harness.failpoints import failpoint
+from elastic_harness.train.batch import own_memory
 from elastic_harness.train.buffers import Buffers
+from elastic_harness.train.gradients import HeldGradients
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import Contribution, Gradients
 from elastic_harness.train.rng import seed_everything
@@ -87,8 +89,8 @@ class SlotComputer:
         scaler: Any = None,
     ) -> None:
         parameters = dict(model.named_parameters())
-        self._parameters = [parameters[e.name] for e in layout.entries[: layout.parameters]]
-        self._names = [e.name for e in layout.entries]
+        self._names = [e.name for e in layout.entries[: layout.parameters]]
+        self._gradients = HeldGradients(self._names, [parameters[name] for name in self._names])
         self._buffers = Buffers(model, layout.buffers, layout.dtype)
         self._dataset = dataset
         self._schedule = schedule
@@ -101,6 +103,7 @@ class SlotComputer:
         self._unit: tuple[int, Node, bool] | None = None  # step, lanes, rehearsal: what is in p.grad
         self._slot: tuple[int, int, float] | None = None  # step, slot, share of a full slot
         self._seen: tuple[float, float] | None = None  # loss, weight of the running slot
+        self._failed = False  # whether a backward of the running slot ended half-way
         self._buffer_sums: list[Tensor] = []
         self._contributions: dict[int, Contribution] = {}
         self.rehearsed: list[int] = []  # a word for each batch of the newest rehearsal
@@ -112,6 +115,7 @@ class SlotComputer:
         asks for the next. Afterwards `take` has the unit's sum and what its slots contributed. A unit that was left
         half-way is taken up where it was left: finished slots are not computed again. A `rehearsal` is for comparison
         only and never counts as begun."""
+        self.put_back()
         if self._unit != (step, unit, rehearsal):
             self.drop()
             self._unit = (step, unit, rehearsal)
@@ -126,12 +130,13 @@ class SlotComputer:
                 continue
             self._reading(step, slot, ids.tolist())
             seed_everything(self._seed, step, slot)
-            batch = self._dataset.read(ids)
+            batch = own_memory(self._dataset.read(ids))
             if rehearsal:
                 self.rehearsed.append(samples_word(batch))  # now: the user's code may change it
             self._slot = (step, slot, len(ids) / self._shape.micro_batch)
-            self._seen = None
+            self._seen, self._failed = None, False
             yield slot, batch
+            self._gradients.take_back(self.where())
             self._contributions[slot] = Contribution(*self._contributed(step, slot), samples)
             self._slot = None
             self._buffers.finish_slot(self._buffer_sums, counts=self._contributions[slot].weight > 0)
@@ -157,11 +162,29 @@ class SlotComputer:
         _, unit, rehearsal = self._unit
         return None if rehearsal else unit
 
+    def where(self) -> str:
+        """The running slot in words."""
+        return "no slot" if self._slot is None else f"slot {self._slot[1]} of step {self._slot[0]}"
+
+    def put_back(self) -> None:
+        """Undo what a slot has done that was left half-way by an exception; if its backward had begun, the whole unit
+        is done again."""
+        if self._slot is None:
+            return
+        self._slot = None
+        self._buffers.put_back()
+        if self._gradients.lent:
+            self.drop()
+
+    def accept(self) -> None:
+        """Take the buffers as they are now for those of the step that begins."""
+        self._buffers.accept()
+
     def _contributed(self, step: int, slot: int) -> tuple[float, float]:
         if self._seen is None:
             raise UserCodeError(
                 f"step.backward(loss) was not called for slot {slot} of step {step}: call it exactly once for "
-                "every batch of step.micro_batches()"
+                "every batch of step.micro_batches(), in place of loss.backward(); to leave a batch out, give weight=0"
             )
         return self._seen
 
@@ -177,17 +200,32 @@ class SlotComputer:
                 f"step.backward(loss) was called twice for slot {slot} of step {step}; add up the losses of a batch "
                 "before calling it once"
             )
+        if self._failed:
+            raise UserCodeError(
+                f"step.backward(loss) failed for slot {slot} of step {step}, and the gradients of some parameters have "
+                "been added already, so it cannot be repeated. Let its exception end the worker: another one computes "
+                "the slot."
+            )
         share = share if weight is None else float(weight)
         if not (math.isfinite(share) and share >= 0):
             raise UserCodeError(f"step.backward(loss, weight={weight}): the weight must be finite and at least 0")
         if share == 0:
             self._seen = (0.0, 0.0)
             return
+        if not loss.requires_grad:
+            raise UserCodeError(
+                f"The loss of slot {slot} of step {step} has no gradient: it was computed under torch.no_grad() or "
+                "torch.inference_mode(), perhaps left on after an evaluation, or from detached tensors."
+            )
         value = loss.detach()
         scaled = loss if share == 1.0 else loss * share
         if self._scaler is not None and self._scaler.is_enabled():
             scaled = self._scaler.scale(scaled)
+        self._gradients.lend(self.where())
+        self._failed = True
         scaled.backward()
+        self._failed = False
+        self._gradients.note()
         failpoint("slot.backward", step)
         self._seen = (float(value), share)
 
@@ -195,9 +233,7 @@ class SlotComputer:
         """The finished unit's gradients, one per entry of the layout (None where absent), and what each of its slots
         contributed. p.grad is empty after."""
         gradients: Gradients = []
-        for parameter, name in zip(self._parameters, self._names, strict=False):
-            gradient = parameter.grad
-            parameter.grad = None
+        for gradient, name in zip(self._gradients.take(), self._names, strict=True):
             if gradient is not None and gradient.is_sparse:
                 raise UserCodeError(
                     f"Parameter {name} has a sparse gradient, which cannot be summed exactly; use sparse=False."
@@ -213,8 +249,7 @@ class SlotComputer:
         self._unit = None
         self._contributions = {}
         self.rehearsed = []
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._gradients.drop()
         self._buffer_sums = self._buffers.zeros()
 
 

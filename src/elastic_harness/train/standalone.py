@@ -55,9 +55,7 @@ class StandaloneLink:
             if self._store is not None:
                 for member in self._generation.members:
                     self._get(f"finished/{member}")
-            if self._held_lock is not None:
-                os.close(self._held_lock)
-                self._held_lock = None
+            self._let_go()
             raise Left("done")
         if after >= self._generation.number:
             raise InfrastructureError(
@@ -142,6 +140,18 @@ class StandaloneLink:
             self._events.emit(fields["event"], **fields["fields"])
         elif type == "finished":
             self._events.emit("run_finished", status="finished", exit_code=0, **fields)
+
+    def close(self) -> None:
+        self._let_go()
+        for log in (self._events, self._ledger):
+            if log is not None:
+                log.close()
+        self._events = self._ledger = None
+
+    def _let_go(self) -> None:
+        if self._held_lock is not None:
+            os.close(self._held_lock)
+            self._held_lock = None
 
     def left_out(self, generation: Generation) -> None:
         raise AssertionError("a fixed set of workers leaves nobody out")

@@ -26,7 +26,8 @@ from elastic_harness.train.progress import Formed, Progress
 
 @dataclass
 class Work:
-    """One attempt at a step. canary_due: this member computes slot 0 once more, for comparison with `reference`."""
+    """One attempt at a step. canary_due: this member computes lane 0 once more, for comparison with `reference`, and
+    with what it gave the first time if that was here."""
 
     lanes: tuple[int, ...]
     placed: dict[str, Ranges]
@@ -80,7 +81,8 @@ def place(parts: Parts, progress: Progress) -> Work:
     own = [lane for lo, hi in placed[members[formed.rank]] for lane in range(lo, hi) if lane not in done]
     work = Work(tuple(own), placed, plan, exchange, result, parts.layout, parts, formed.rank, formed.digest.lineage)
     work.reference = reference
-    work.canary_due = formed.rank in canaries
+    alone = formed.world == 1 and not progress.verified and parts.canary
+    work.canary_due = formed.rank in canaries or alone
     for node in tuple(partials.nodes):
         work.send_if_finished(node, partials)
     return work
@@ -118,7 +120,9 @@ def finish_exchange(parts: Parts, progress: Progress, work: Work) -> list[Header
     cut."""
     formed, partials = progress.formed, progress.partials
     assert formed is not None and partials is not None
-    generation = formed.generation
+    generation, timeout_s = formed.generation, parts.config.elastic.exchange_timeout_s
+    parts.board.show(Phase.EXCHANGE, partials.step, deadline_s=2 * timeout_s)
+    state = parts.watch.word(f"in step {partials.step}")
     header = Header(
         generation=generation.number,
         version=partials.step,
@@ -126,14 +130,13 @@ def finish_exchange(parts: Parts, progress: Progress, work: Work) -> list[Header
         stop=parts.link.stop_requested is not None,
         canary=work.canary,
         samples=work.samples,
+        state=state if parts.config.elastic.exactness == "strict" else 0,
         table=partials.table,
     )
 
     def adder(packed: list[Tensor]) -> Add:
         return Adder(parts.layout, combine([Header.unpack(w, partials.table) for w in packed]))
 
-    timeout_s = parts.config.elastic.exchange_timeout_s
-    parts.board.show(Phase.EXCHANGE, partials.step, deadline_s=2 * timeout_s)
     try:
         packed = work.exchange.finish(header.pack(), adder, timeout_s)
     except Unreachable as failure:

@@ -274,7 +274,27 @@ def mixed() -> Case:
     )
 
 
-CASES = {c.__name__: c for c in (plain, convolution, text, scaled, mixed)}
+def unfreezing() -> Case:
+    """Layers that start frozen and are trained from a step on, another that is frozen then, batch norm that stops."""
+    model = nn.Sequential(nn.Linear(12, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 4))
+    model[0].requires_grad_(False)
+
+    def before_step(step: int) -> None:
+        model[0].requires_grad_(step >= 3)
+        model[4].requires_grad_(step < 7)
+        model[1].train(step < 5)
+
+    return Case(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1),
+        Table(30, 12),
+        classify,
+        {"global_batch_samples": 8, "micro_batch_samples": 2},
+        {"before_step": before_step},
+    )
+
+
+CASES = {c.__name__: c for c in (plain, convolution, text, scaled, mixed, unfreezing)}
 
 
 # ---- the loop

@@ -12,7 +12,7 @@ import os
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    kinds = ("none", "threads", "isa", "model", "arithmetic", "noise", "raise", "raise-slot")
+    kinds = ("none", "threads", "isa", "model", "arithmetic", "noise", "drift", "raise", "raise-slot")
     parser.add_argument("kind", choices=kinds)
     parser.add_argument("local_rank")
     parser.add_argument("--run-dir")
@@ -32,6 +32,8 @@ def main() -> None:
     if kind == "arithmetic":
         model[0].weight.register_hook(lambda gradient: gradient * (1 + 2**-20))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if kind == "drift":
+        optimizer.register_step_post_hook(lambda *_: drift())
     config = elastic_harness.Config.from_dict(
         {
             "training": {"max_steps": 20, "global_batch_samples": 8, "threads": 2 if kind == "threads" else 1},
@@ -42,6 +44,12 @@ def main() -> None:
     if kind == "noise":
         dataset += torch.randn(40, 8, generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "big")))
     run = elastic_harness.start(model, optimizer, dataset, config, run_dir=arguments.run_dir)
+
+    def drift() -> None:
+        """One bit of one weight, in the commit of step 7."""
+        if run.step == 7:
+            model[0].weight.data.view(torch.int32)[0, 0] ^= 1
+
     for step in run.steps():
         run.log("note", fatal=True, error="what a user logs never ends the job")
         if kind == "raise" and step.index == 7:
