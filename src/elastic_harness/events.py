@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from elastic_harness.errors import InfrastructureError
+from elastic_harness.shape import expect, parse_object
+
 SCHEMA = 1
 
 
@@ -51,12 +54,15 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Every complete line of the log in order; a torn last line is left out, any other bad line raises."""
+    """Every complete line of the log in order; a torn last line is left out. Any other line that is no event raises
+    InfrastructureError."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not a JSON object ({error}); the log was damaged") from error
+                event = parse_object(line)
+                expect(event, {"event": str})
+            except ValueError as error:
+                raise InfrastructureError(f"{path}:{number} is no event ({error}); the log was damaged") from error
+            yield event

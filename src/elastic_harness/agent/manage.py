@@ -30,9 +30,12 @@ def ls(argv: Sequence[str]) -> int:
     root = Path(given.folder)
     rows = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
-        record = folders.read_record(path)
-        if record is not None:
-            rows.append(_summary(path, record))
+        try:
+            record = folders.read_record(path)
+            if record is not None:
+                rows.append(_summary(path, record))
+        except InfrastructureError as error:  # of one run; the others are none the worse for it
+            print(f"elastic-harness ls: {error}", file=sys.stderr)
     rows.sort(key=lambda r: -(r["created"] or 0))
     if given.json:
         for row in rows:
@@ -181,11 +184,11 @@ def _summary(path: Path, record: dict[str, Any]) -> dict[str, Any]:
         for event in read_events(path / EVENTS):
             match event["event"]:
                 case "step_committed":
-                    step, loss = event["step"], event.get("loss")
+                    step, loss = event.get("step"), event.get("loss")
                 case "recovery":
                     recovery = event
                 case "incident":
-                    incident = event["what"]
+                    incident = event.get("what")
     return {
         "run": record.get("run_id", path.name),
         "run_dir": str(path),

@@ -30,11 +30,11 @@ class Records:
         except OSError as error:
             raise self._disk(error, folder.path) from error
         record = folder.record
-        self.number = int(counted) if counted.isdigit() else 0
-        self.lineage: int = record.get("lineage", 0)
-        self.from_step: int = record.get("from_step", 0)
-        self.born: bool = record.get("born", False)
-        self.history: str = record.get("history", "")
+        self.number = int(counted) if counted.isdigit() and len(counted) <= 20 else 0
+        self.lineage: int = record.get("lineage") or 0
+        self.from_step: int = record.get("from_step") or 0
+        self.born: bool = record.get("born") or False
+        self.history: str = record.get("history") or ""
         self.committed, self.committed_at = -1, 0.0  # the newest step, and when it was told of
         if len(self._ledger):
             self._learn_from_ledger()

@@ -6,7 +6,6 @@ another checkpoint of that name that is uploaded at the same time cannot replace
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ from elastic_harness.checkpoint.manifest import MANIFEST_FILE, Checkpoint, Hashe
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.object_store import ObjectStore
+from elastic_harness.shape import expect, parse_object
 
 REQUESTS = 8  # at once
 _STEP = r"step-\d{8,}"
@@ -106,8 +106,8 @@ def _parent(checkpoint: Checkpoint, url: str, full_every: int) -> tuple[Checkpoi
     here = {c.manifest["sha256"]: c for c in manifests.newest(checkpoint.path.parent) if c.step < checkpoint.step}
     for name in names(url):
         store = ObjectStore(f"{url.rstrip('/')}/{name}")
-        manifest = json.loads(_manifest(store) or b"{}")
-        parent = here.get(manifest.get("sha256"))
+        manifest = _said_by_manifest(store)
+        parent = here.get(manifest["sha256"]) if manifest else None
         if parent is not None:
             index = _index(store, manifest)
             chain = 1 + (index["chain"] if index else 0)
@@ -123,7 +123,7 @@ def _index(store: ObjectStore, manifest: Mapping[str, Any]) -> dict[str, Any] | 
     except ConfigError:
         return None
     try:
-        index: dict[str, Any] = json.loads(store.read(place, 0, size))
+        index = parse_object(store.read(place, 0, size))
         name, own = str(index["parent"]["name"]), store.url.rpartition("/")[2]
         if not re.fullmatch(_STEP, name) or int(name[5:]) >= int(own[5:]) or not isinstance(index["chain"], int):
             raise ValueError(f"its parent {name} is none")
@@ -214,7 +214,8 @@ def prune(url: str, keep_last: int) -> list[str]:
     for name in found:
         if name in stay:
             store = ObjectStore(f"{url.rstrip('/')}/{name}")
-            index = _index(store, json.loads(_manifest(store) or b"{}"))
+            manifest = _said_by_manifest(store)
+            index = _index(store, manifest) if manifest else None
             stay |= {index["parent"]["name"]} if index else set()
     removed = [name for name in found if name not in stay]
     for name in removed:
@@ -230,6 +231,16 @@ def _manifest(store: ObjectStore) -> bytes | None:
         return store.read(MANIFEST_FILE, 0, store.size(MANIFEST_FILE))
     except ConfigError:
         return None
+
+
+def _said_by_manifest(store: ObjectStore) -> dict[str, Any]:
+    """What the manifest that is there says; empty if there is none or it is damaged."""
+    try:
+        manifest = parse_object(_manifest(store) or b"")
+        expect(manifest, {"sha256": str})
+        return manifest
+    except ValueError:
+        return {}
 
 
 def _find(url: str) -> tuple[ObjectStore, str]:
@@ -252,7 +263,7 @@ def _described(content: bytes, where: str) -> Checkpoint:
     """What a manifest says, none of whose files is outside its folder; they are still to be fetched and checked. Raises
     CheckpointCorrupt if it contradicts itself."""
     try:
-        manifest = json.loads(content)
+        manifest = parse_object(content)
         checkpoint = Checkpoint(Path(where), int(manifest["step"]), int(manifest["lineage"]), {}, manifest)
         sizes = {str(name): int(file["bytes"]) for name, file in manifest["files"].items()}
         named = {part.file for part in checkpoint.hashed()} | sizes.keys()

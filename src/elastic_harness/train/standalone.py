@@ -21,6 +21,7 @@ from elastic_harness.ledger import FILE_NAME, LedgerWriter, read_ledger
 from elastic_harness.membership.reconcile import reconcile
 from elastic_harness.membership.types import Digest, Generation, Report
 from elastic_harness.names import check_name, integer_variable
+from elastic_harness.shape import parse_object
 from elastic_harness.train.link import Left
 
 
@@ -94,7 +95,7 @@ class StandaloneLink:
             self._held_lock = file_lock.take(self._run_dir / "lock", busy(self._run_dir))
             known = self._run_dir / "fingerprint.json"
             if known.exists():
-                _same(json.loads(known.read_text()), fingerprint, self._run_dir)
+                _same(_fingerprint(known), fingerprint, self._run_dir)
             known.write_text(json.dumps(fingerprint, indent=1))
         self._store.set("hello", b"1") if self._store is not None and self._writes else None
         if self._store is not None:
@@ -143,6 +144,15 @@ class _Values(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> bytes:
         return bytes(self[key])
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    try:
+        return parse_object(path.read_bytes())
+    except ValueError as error:
+        raise InfrastructureError(
+            f"{path} is damaged ({error}); restore it, or remove it if this program is the one that made the run"
+        ) from error
 
 
 def _same(known: dict[str, Any], own: dict[str, Any], run_dir: Path) -> None:
