@@ -38,7 +38,7 @@ def _events(
     for line in lines:
         if line.record is None:
             damaged(line.damage)
-        elif "event" not in line.record:
+        elif not isinstance(line.record.get("event"), str):
             damaged(f"{path} at byte {line.begin}: not an event, it has {sorted(line.record)}")
         else:
             yield line.record

@@ -14,7 +14,12 @@ from elastic_harness.wire import Malformed, Message, decode
 Table = Mapping[str, shape.Shape]
 
 TO_AGENT: Table = {
-    "hello": {"protocol": Any, "fingerprint": dict[str, Any] | None, "max_steps": int | None, "deadline_max_s": float},
+    "hello": {
+        "protocol": Any,
+        "fingerprint": dict[str, Any] | None,
+        "max_steps": int | None,
+        "deadline_max_s": float | None,
+    },
     "report": {
         "generation": int,
         "version": int,

@@ -31,8 +31,12 @@ def main() -> int:
 
     output = os.dup(1)
     os.set_inheritable(output, False)
-    folder = RunFolder(Path(given.run_dir))
-    options = LaunchOptions.from_json(folder.record["options"])
+    try:
+        folder = RunFolder(Path(given.run_dir))
+        options = LaunchOptions.from_json(folder.record.get("options") or {})
+    except HarnessError as error:
+        print(f"[agent] error: {error}", flush=True)
+        return error.exit_code
     console = Console(output, colour=given.colour, quiet=options.quiet)
     try:
         slots = memory_slots.from_text(given.slots)

@@ -444,7 +444,7 @@ class ElasticRun:
         worker.hello = True
         worker.beat_seen_at = time.monotonic()
         worker.restore_priority()
-        worker.deadline_max_s = message.get("deadline_max_s", 0.0)
+        worker.deadline_max_s = message.get("deadline_max_s") or 0.0
         self._max_steps = message.get("max_steps")
         self._admission.ask(worker, message)
         self._admit()

@@ -9,12 +9,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from elastic_harness import durable_file, file_lock
+from elastic_harness import durable_file, file_lock, shape
 from elastic_harness.errors import ConfigError, InfrastructureError
 
 RUNS = Path("runs")
 RECORD = "run.json"
 LOCK = "lock"
+_SHAPE: shape.Shape = {
+    **dict.fromkeys(("run_id", "cwd", "status", "history", "mode", "control"), str | None),
+    **dict.fromkeys(("lineage", "from_step", "exit_code", "agent_pid", "launcher_pid"), int | None),
+    **dict.fromkeys(("options", "fingerprint"), dict[str, Any] | None),
+    "argv": list[str] | None,
+    "created": float | None,
+    "born": bool | None,
+}
 
 
 class RunFolder:
@@ -49,19 +57,18 @@ class RunFolder:
 def read_record(path: Path) -> dict[str, Any] | None:
     """The content of run.json, None if there is none."""
     try:
-        text = (path / RECORD).read_text()
+        text = (path / RECORD).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise InfrastructureError(f"cannot read {path / RECORD}: {error.strerror}") from error
     try:
-        record = json.loads(text)
+        record = shape.parse_object(text)
+        shape.expect(record, _SHAPE)
     except ValueError as error:
         raise InfrastructureError(
             f"{path / RECORD} is damaged ({error}); restore it, or start anew with --fresh (the old folder is kept)"
         ) from error
-    if not isinstance(record, dict):
-        raise InfrastructureError(f"{path / RECORD} holds {type(record).__name__}, it must be a JSON object")
     return record
 
 

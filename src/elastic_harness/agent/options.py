@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elastic_harness.errors import ConfigError
+from elastic_harness import shape
+from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.etcd.address import Address
 from elastic_harness.names import check_name
 
@@ -66,7 +67,14 @@ class LaunchOptions:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> LaunchOptions:
-        return LaunchOptions(**{**data, "command": tuple(data["command"])})
+        """The options that `to_json` gave. Raises InfrastructureError for anything else."""
+        fields = shape.of(LaunchOptions)
+        try:
+            shape.expect(data, fields)
+        except ValueError as error:
+            raise InfrastructureError(f"the options in run.json are damaged: {error}; launch it again") from error
+        known: dict[str, Any] = {name: data.get(name) for name in fields}
+        return LaunchOptions(**{**known, "command": tuple(known["command"])})
 
 
 @dataclass(frozen=True)

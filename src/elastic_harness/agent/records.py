@@ -33,10 +33,10 @@ class Records:
             raise cannot_write(folder.path / COUNTER, error) from error
         record = folder.record
         self.number = int(counted) if len(counted) == COUNTER_BYTES and counted.strip().isdigit() else 0
-        self.lineage: int = record.get("lineage", 0)
-        self.from_step: int = record.get("from_step", 0)
-        self.born: bool = record.get("born", False)
-        self.history: str = record.get("history", "")
+        self.lineage: int = record.get("lineage") or 0
+        self.from_step: int = record.get("from_step") or 0
+        self.born: bool = record.get("born") or False
+        self.history: str = record.get("history") or ""
         self.committed, self.committed_at = -1, 0.0  # the newest step, and when it was told of
         self.farthest = self._ledger.reached.farthest  # the newest step of all lineages: what is beyond is new
         self.damaged = list(self._ledger.damaged)  # lines that were passed over

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from elastic_harness.checkpoint.layout import ITEM_BYTES, Piece, Slice
 from elastic_harness.errors import CheckpointCorrupt
+from elastic_harness.shape import parse_object
 
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
@@ -154,7 +155,7 @@ def _examine(path: Path, folder_name: str) -> Checkpoint:
     """The checkpoint in this folder, which has this name, or will. Raises CheckpointCorrupt with the reason if not."""
     name = NAME.fullmatch(folder_name)
     try:
-        manifest = json.loads((path / MANIFEST_FILE).read_bytes())
+        manifest = parse_object((path / MANIFEST_FILE).read_bytes())
         version = manifest["format_version"]
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise CheckpointCorrupt(
@@ -179,7 +180,7 @@ def _examine(path: Path, folder_name: str) -> Checkpoint:
         return Checkpoint(path, manifest["step"], manifest["lineage"], manifest["meta"], manifest)
     except FileNotFoundError:
         raise CheckpointCorrupt(f"it has no {MANIFEST_FILE}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt("its manifest is damaged") from error
 
 

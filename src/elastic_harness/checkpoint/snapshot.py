@@ -33,6 +33,7 @@ import xxhash
 from elastic_harness.checkpoint.layout import Piece, Slice, pieces, share
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 from elastic_harness.failpoints import failpoint
+from elastic_harness.shape import parse_object
 
 MAX_SHARES = 512
 MEMORY_FRACTION = 0.9  # of what is available, at most so much is taken
@@ -216,8 +217,7 @@ class Snapshot:
         """What `begin` was given, and the slices."""
         try:
             text = bytes(self._slot.map[_HEADER_AT : _HEADER_AT + self.control.header_bytes])
-            header: dict[str, Any] = json.loads(text)
-            return header
+            return parse_object(text)
         except ValueError as error:
             raise CheckpointCorrupt(f"The snapshot of version {self.version} in memory is damaged: {error}") from error
 

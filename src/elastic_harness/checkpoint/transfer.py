@@ -6,7 +6,6 @@ another checkpoint of that name that is uploaded at the same time cannot replace
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ from elastic_harness.checkpoint.manifest import MANIFEST_FILE, Checkpoint, Hashe
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.object_store import NotThere, ObjectStore
+from elastic_harness.shape import parse_object
 
 REQUESTS = 8  # at once
 _STEP = r"step-\d{8,}"
@@ -122,7 +122,7 @@ def _index(store: ObjectStore, manifest: Mapping[str, Any]) -> dict[str, Any] | 
     except NotThere:
         return None
     try:
-        index: dict[str, Any] = json.loads(store.read(place, 0, size))
+        index = parse_object(store.read(place, 0, size))
         name, own = str(index["parent"]["name"]), store.url.rpartition("/")[2]
         if not re.fullmatch(_STEP, name) or int(name[5:]) >= int(own[5:]) or not isinstance(index["chain"], int):
             raise ValueError(f"its parent {name} is none")
@@ -283,7 +283,7 @@ def _described(content: bytes, where: str) -> Checkpoint:
     """What a manifest says, none of whose files is outside its folder; they are still to be fetched and checked. Raises
     CheckpointCorrupt if it contradicts itself."""
     try:
-        manifest = json.loads(content)
+        manifest = parse_object(content)
         checkpoint = Checkpoint(Path(where), int(manifest["step"]), int(manifest["lineage"]), {}, manifest)
         sizes = {str(name): int(file["bytes"]) for name, file in manifest["files"].items()}
         named = {part.file for part in checkpoint.hashed()} | sizes.keys()

@@ -30,6 +30,7 @@ from elastic_harness.data.packing import Packing
 from elastic_harness.data.remote import ChunkCache, Layout, RemoteFile
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.object_store import is_remote
+from elastic_harness.shape import expect, parse, parse_object
 
 MAGIC = b"EHTOKENS"
 VERSION = 1
@@ -126,8 +127,8 @@ class TokenIndexFile:
     def names(self) -> list[str]:
         """The files that the documents are from."""
         try:
-            return [str(name) for name in json.loads(self._map("names").tobytes())]
-        except ValueError as error:
+            return [str(name) for name in parse(self._map("names").tobytes())]
+        except (ValueError, TypeError) as error:
             raise ConfigError(f"The list of files in the index {self.path} is damaged: {error}.") from error
 
     @cached_property
@@ -421,7 +422,11 @@ def _read_header(path: Path | str, remote: RemoteFile | None) -> tuple[dict[str,
         raise ConfigError(
             f"The header of the index {path} is damaged; copy it again from where it came from, or {again}."
         )
-    header = json.loads(start[FIXED.size : end])
+    try:
+        header = parse_object(start[FIXED.size : end])
+        expect(header, {"sections": dict[str, tuple[int, int, str]]})
+    except ValueError as error:
+        raise ConfigError(f"The header of the index {path} is damaged ({error}); {again}.") from error
     sections = {name: Section(*entry) for name, entry in header["sections"].items()}
     missing = sorted(set(SECTIONS) - OPTIONAL - set(sections))
     if missing:

@@ -22,6 +22,7 @@ from elastic_harness.ledger import FILE_NAME, LedgerWriter, Reached, reached
 from elastic_harness.membership.reconcile import reconcile
 from elastic_harness.membership.types import Digest, Generation, Report
 from elastic_harness.names import check_name, integer_variable
+from elastic_harness.shape import parse_object
 from elastic_harness.train.link import Left
 
 
@@ -109,10 +110,10 @@ class StandaloneLink:
             durable_file.write(noted, json.dumps(fingerprint, indent=1).encode())
             return
         try:
-            known = json.loads(noted.read_bytes())
+            known = parse_object(noted.read_bytes())
         except ValueError as error:
             raise InfrastructureError(
-                f"{noted} is damaged ({error}); remove it if you are sure that this is the program that began the run"
+                f"{noted} is damaged ({error}); restore it, or remove it if this is the program that began the run"
             ) from error
         _same(known, fingerprint, self._run_dir)
 

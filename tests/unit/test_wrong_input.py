@@ -1,0 +1,221 @@
+"""Every reader of bytes, JSON or the environment, given anything: an error that says what is wrong, nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from elastic_harness import messages, names, shape, wire
+from elastic_harness.agent import folder, manage
+from elastic_harness.agent.board import BOARD_BYTES, Board
+from elastic_harness.agent.options import LaunchOptions, parse
+from elastic_harness.agent.records import Records
+from elastic_harness.checkpoint import manifest
+from elastic_harness.data.token_index import FIXED, HASH, MAGIC, PAGE, VERSION, TokenIndexFile
+from elastic_harness.errors import ConfigError, InfrastructureError
+from elastic_harness.events import read_events
+from elastic_harness.failpoints import _parse
+from elastic_harness.ledger import LedgerError, read_ledger
+from elastic_harness.membership.codec import decode, encode, from_text
+from elastic_harness.membership.types import Digest, Generation, Report
+
+HUGE = 10**400
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(HUGE) | st.floats() | st.text(max_size=8),
+    lambda inside: st.lists(inside, max_size=4) | st.dictionaries(st.text(max_size=6), inside, max_size=4),
+    max_leaves=12,
+)
+BYTES = st.binary(max_size=80) | JSON.map(lambda value: json.dumps(value).encode()) | st.just(b"[" * 100_000)
+
+
+def refuses(read: Callable[[], object], *errors: type[Exception]) -> None:
+    """It returns, or raises one of these."""
+    try:
+        read()
+    except errors as error:
+        assert str(error)
+
+
+@settings(max_examples=200)
+@given(BYTES)
+def test_frames(body: bytes) -> None:
+    refuses(lambda: wire.decode(body), wire.Malformed)
+    refuses(lambda: messages.checkpoint_event(body), wire.Malformed)
+    text = body.decode(errors="replace")
+    refuses(lambda: from_text(text), ValueError)
+    refuses(lambda: from_text("z" + text), ValueError)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.binary(max_size=40)))
+def test_a_stream_of_anything_is_cut_into_frames_or_refused(chunks: list[bytes]) -> None:
+    decoder = wire.Decoder()
+    for chunk in chunks:
+        try:
+            assert all(isinstance(frame, bytes) for frame in decoder.feed(chunk))
+        except wire.Malformed:
+            return
+
+
+def test_frames_before_a_wrong_one_are_not_lost() -> None:
+    decoder = wire.Decoder()
+    assert decoder.feed(wire.encode({"type": "a"}) + b"\xff" * 4) == [b'{"type":"a"}']
+    with pytest.raises(wire.Malformed, match="4294967295 bytes"):
+        decoder.feed(b"")
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "report": Report(3, 7, 6, ((0, 2),), (5,), True, (0,)).to_json(),
+    "commit": {"lineage": 0, "step": 3, "generation": 1, "world_size": 2, "loss": 0.5, "ledger": {}},
+    "trouble": {"generation": 1, "version": 3, "peers": ["a"], "ways": {"a": "b"}},
+    "hello": {"protocol": 2, "fingerprint": {"seed": 1}, "max_steps": 3},
+    "kv_set": {"generation": 1, "key": "0", "value": ""},
+    "finished": {"version": 3, "weights_sha256": "ab", "final_loss": None},
+    "checkpoint": {"event": "checkpoint_saved", "fields": {"step": 3}},
+}
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(sorted(WHOLE)), st.data(), JSON)
+def test_one_wrong_field_is_named(kind: str, data: st.DataObject, value: Any) -> None:
+    whole = {"type": kind, **WHOLE[kind]}
+    messages.check(whole, messages.TO_AGENT)
+    field = data.draw(st.sampled_from(sorted(messages.TO_AGENT[kind])))
+    wrong = {**whole, field: value}
+    try:
+        messages.check(wrong, messages.TO_AGENT)
+    except wire.Malformed as error:
+        assert kind in str(error)
+    else:
+        if kind == "report":
+            Report.from_json(wrong)
+
+
+@pytest.mark.parametrize("wrong", [{}, {"type": 7}, {"type": None}, {"type": ["report"]}, {"type": "report"}])
+def test_messages_without_a_type_or_fields(wrong: dict[str, Any]) -> None:
+    with pytest.raises(wire.Malformed):
+        messages.check(wrong, messages.TO_AGENT)
+
+
+def test_what_we_send_ourselves_passes() -> None:
+    digest = Digest(1, 2, 0, 0, {}, {"a": ((0, 1),)}, ("a",))
+    for kind, value in (("generation", Generation(1, ("a",), True, "")), ("digest", digest)):
+        messages.check(json.loads(json.dumps({"type": kind, **value.to_json()})), messages.TO_WORKER)
+    messages.check({"type": "of a later version", "new": 1}, messages.TO_AGENT)
+
+
+@settings(max_examples=200)
+@given(JSON)
+@example({"is": "Limits", "min_workers": "x"})
+@example({"is": ["Report"]})
+@example({"is": "Report", "generation": 1, "version": HUGE})
+def test_values_of_the_membership(data: Any) -> None:
+    refuses(lambda: decode(data), ValueError)
+    if isinstance(data, dict):
+        refuses(lambda: decode({**encode(Report(1, 2)), **data}), ValueError)
+
+
+@settings(max_examples=100)
+@given(st.binary(min_size=56, max_size=56))
+def test_a_board_may_hold_anything(content: bytes) -> None:
+    board = Board("x")
+    board._memory[:56] = content
+    assert isinstance(board.read().where, str) and len(board._memory) == BOARD_BYTES
+    board.close()
+
+
+@settings(max_examples=60)
+@given(content=BYTES)
+def test_files_of_a_run(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    run = tmp_path_factory.mktemp("run")
+    (run / "run.json").write_bytes(content)
+    refuses(lambda: folder.read_record(run), InfrastructureError)
+    (run / "events.jsonl").write_bytes(content + b"\n")
+    refuses(lambda: list(read_events(run / "events.jsonl")), InfrastructureError)
+    (run / "ledger.jsonl").write_bytes(content + b"\n" + content + b"\n")
+    refuses(lambda: read_ledger(run), LedgerError)
+    (run / "manifest.json").write_bytes(content)
+    assert manifest.read(run, "step-00000001") is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("born", "yes"), ("lineage", "1"), ("lineage", HUGE), ("options", []), ("argv", "x"), ("created", "now")],
+)
+def test_a_record_of_a_run_with_a_wrong_field(tmp_path: Path, field: str, value: object) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": "a", field: value}))
+    with pytest.raises(InfrastructureError, match=f"run.json is damaged \\({field} is .*; it must be"):
+        Records(folder.RunFolder(tmp_path))
+
+
+def test_options_come_back_or_are_refused() -> None:
+    options = parse(["--nproc-per-node", "2", "script.py"]).options
+    kept = json.loads(json.dumps(options.to_json()))
+    assert LaunchOptions.from_json(kept) == options == LaunchOptions.from_json({**kept, "of a later version": 1})
+    for wrong in ({}, {**kept, "workers": "2"}, {**kept, "command": "x"}):
+        with pytest.raises(InfrastructureError, match=r"options in run.json are damaged"):
+            LaunchOptions.from_json(wrong)
+
+
+def test_a_counter_of_generations_that_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "generation").write_bytes(b"9" * 60)
+    assert Records(folder.RunFolder(tmp_path)).number == 0
+
+
+def test_one_damaged_run_does_not_hide_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, record in (("a", b"[]"), ("b", b'{"run_id": "b"}'), ("c", b'{"run_id": "c"}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_bytes(record)
+    (tmp_path / "c" / "events.jsonl").write_text('{"event": "step_committed"}\n7\n')
+    assert manage.ls([str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert said.out.count("unknown") == 1 and said.err.count("elastic-harness ls: ") == 2
+
+
+def index_with(header: bytes) -> bytes:
+    """A token index whose header has the right hash, whatever it says."""
+    start = FIXED.pack(MAGIC, VERSION, len(header)) + header
+    return (start + HASH.pack(xxhash.xxh3_64_intdigest(start))).ljust(2 * PAGE, b"\0")
+
+
+@settings(max_examples=60)
+@given(header=BYTES.filter(lambda content: len(content) < 1000))
+@example(header=b'{"sections": {"tokens": ["a", 1, "<u2"]}}')
+@example(header=b'{"sections": []}')
+def test_the_header_of_an_index(header: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("index") / "i.bin"
+    path.write_bytes(index_with(header))
+    with pytest.raises(ConfigError, match=r"i\.bin"):
+        TokenIndexFile(path)
+
+
+@pytest.mark.parametrize("rule", ["slot.forward step=x kill", "slot.forward hit kill", "slot.forward hit=-1 kill"])
+def test_rules_of_failpoints(rule: str) -> None:
+    with pytest.raises(ConfigError, match="conditions are"):
+        _parse(rule)
+
+
+@pytest.mark.parametrize("value", ["", "x", "1.5", "0x2"])
+def test_variables_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", value)
+    with pytest.raises(ConfigError, match="WORLD_SIZE is"):
+        names.integer_variable("WORLD_SIZE", 1)
+
+
+def test_shapes_say_what_they_want() -> None:
+    for value, hint, said in (
+        (True, int, "a whole number"), (1 << 63, int, "a whole number"), ("1", float, "a number"),
+        ([1, "a"], list[int], "a list of a whole number"), ({"a": 1}, dict[str, str], "an object whose values are tex"),
+        ([1], tuple[int, int], "a list of a whole number, a whole number"), (7, str | None, "text or null"),
+        ({"-1": "a"}, dict[int, str], "an object"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"x is .*; it must be {said}"):
+            shape.expect({"x": value}, {"x": hint})
+    shape.expect({"x": float("nan"), "z": [[1, 2]]}, {"x": float, "y": int | None, "z": tuple[tuple[int, int], ...]})
