@@ -15,7 +15,7 @@ import torch
 from elastic_harness import trainer_command
 from elastic_harness.comm import exchange, tree
 from elastic_harness.config import TrainerConfig
-from elastic_harness.train import apply, commit, loop, recovery, slots
+from elastic_harness.train import apply, gate, loop, recovery, slots
 from elastic_harness.train.state import Registry
 
 IS_SECOND = os.environ.get("LOCAL_RANK") == "1"
@@ -64,12 +64,22 @@ def wrong_arithmetic() -> None:
 def wrong_arithmetic_and_no_gate() -> None:
     """… and nobody compares canaries."""
     _wrong_arithmetic()
-    gate = commit.gate
-    loop.gate = lambda headers, reference: gate([dataclasses.replace(h, canary=0) for h in headers], reference)
+    _no_gate("canary", "state")
+
+
+def _no_gate(*words: str) -> None:
+    """Nobody compares these words of the headers."""
+    decide = gate.gate
+
+    def blind(headers: Any, *more: Any) -> Any:
+        return decide([dataclasses.replace(header, **dict.fromkeys(words, 0)) for header in headers], *more)
+
+    loop.gate = blind
 
 
 def torn_update() -> None:
-    """The second worker's first tensor misses the update of one step."""
+    """The second worker's first tensor misses the update of one step, and nobody compares states in between."""
+    _no_gate("state")
     whole = apply.Applier._apply
 
     def torn(applier: apply.Applier, record: apply.Record) -> Any:
@@ -85,13 +95,15 @@ def torn_update() -> None:
 
 
 def joiner_without_the_optimizer() -> None:
-    """Who joins takes over the model only."""
+    """Who joins takes over the model only, and nobody compares states in between."""
+    _no_gate("state")
     restore = Registry.restore
 
-    def partly(registry: Registry, skeleton: Any, tensors: Any) -> None:
+    def partly(registry: Registry, *given: Any) -> Any:
         before = registry.parts["optimizer"].state_dict()
-        restore(registry, skeleton, tensors)
+        hashes = restore(registry, *given)
         registry.parts["optimizer"].load_state_dict(before)
+        return hashes
 
     Registry.restore = partly  # type: ignore[method-assign]
 
