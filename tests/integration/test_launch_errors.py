@@ -201,7 +201,7 @@ def test_another_fingerprint_is_refused_with_the_difference(start: Start) -> Non
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    ended = run("launch", "--run-dir", tmp_path / "file" / "run", "x.py")
+    ended = run("launch", "--run-dir", tmp_path / "file" / "run", __file__)
     assert ended.returncode == 4
     assert str(tmp_path / "file" / "run") in ended.stderr and "Traceback" not in ended.stderr
 

@@ -131,3 +131,13 @@ def test_a_damaged_parent_here_is_an_error_before_anything_is_visible(s3: str, t
     with pytest.raises(CheckpointCorrupt):
         transfer.push(second, s3, full_every=5)
     assert transfer.names(s3) == ["step-00000001"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff", b"[]", b"{}", b'{"sha256": 7}'])
+def test_a_damaged_manifest_in_the_storage_is_nobody_s_parent(s3: str, tmp_path: Path, damage: bytes) -> None:
+    first, second = trained(tmp_path / "here", 2)
+    transfer.push(first, s3, full_every=5)
+    ObjectStore(s3).put("step-00000001/manifest.json", damage)
+    transfer.push(second, s3, full_every=5)
+    assert transfer.prune(s3, 2) == [] and same(transfer.pull(s3, tmp_path / "there"), second)
+    assert transfer.prune(s3, 1) == ["step-00000001"]
