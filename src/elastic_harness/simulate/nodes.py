@@ -36,7 +36,8 @@ CONNECT_S = 2.0  # that a member may take to be reached
 NOTICE_S = 0.3  # until a broken connection is noticed, at most
 TRACE_MAX = 10_000
 AHEAD_S_MAX, FASTER_MAX = 1e4, 0.05  # no two nodes' clocks agree, nor do they run equally fast
-GRACE_S = 3.0  # that a node has for leaving
+LASTING = (1, 1, 1, 5)  # some faults outlast a stop and a start
+GRACE_S = 1.0  # that a node has for leaving
 NOTICED_S = 4.0  # after which whatever befell a node has been dealt with
 CHECKPOINT_EVERY = (3, 8)  # steps
 QUIET_S = 60.0 + core.APART_S  # after the last fault: so long the job may take to get done
@@ -74,7 +75,8 @@ def draw(
         some = rng.sample(range(node_count), rng.randint(1, max(1, node_count // 2)))
         kind = rng.choice(kinds)
         picked = tuple(sorted(some if kind in ("cut from nodes", "kill half") else some[:1]))
-        faults.append(Fault(round(rng.uniform(from_s, to_s), 3), kind, picked, round(rng.expovariate(0.6), 2)))
+        lasts_s = rng.expovariate(0.6) * rng.choice(LASTING)
+        faults.append(Fault(round(rng.uniform(from_s, to_s), 3), kind, picked, round(lasts_s, 2)))
     return sorted(faults, key=lambda fault: fault.at)
 
 
