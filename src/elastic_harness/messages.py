@@ -28,6 +28,7 @@ TO_AGENT: Table = {
         "checkpoints": list[int],
         "verified": bool,
         "lineages": list[int],
+        "lineage": int | None,
     },
     "trouble": {"generation": int, "version": int, "peers": list[str], "ways": dict[str, str]},
     "kv_set": {"generation": int, "key": str, "value": str},

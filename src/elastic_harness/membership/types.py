@@ -86,7 +86,7 @@ class Report:
             tuple(data["checkpoints"]),
             data["verified"],
             tuple(data["lineages"]),
-            data["lineage"],
+            -1 if data.get("lineage") is None else data["lineage"],
         )
 
 
