@@ -11,9 +11,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}")
 RULE = "letters, digits, '.', '_' and '-', at most 101 of them, the first a letter or digit"
 
 
-def check_name(what: str, name: str, why: str = "") -> str:
+def check_name(what: str, name: str | None, why: str = "") -> str:
     """Return the name. Raises ConfigError if it could lead elsewhere than into its own folder."""
-    if not NAME.fullmatch(name):
+    if name is None or not NAME.fullmatch(name):
         raise ConfigError(f"{what} is {name!r}; {why}it must be of {RULE}")
     return name
 

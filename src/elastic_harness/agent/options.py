@@ -213,7 +213,7 @@ def _nodes(given: argparse.Namespace) -> tuple[int, int]:
         raise ConfigError("--standalone and --store exclude each other; leave one of them out")
     if given.store is not None:
         Address.parse(given.store)
-        check_name("--run-id", given.run_id or "", "several nodes find each other by it, so give each the same: ")
+        check_name("--run-id", given.run_id, "several nodes find each other by it, so give each the same: ")
         if given.node_name is not None:
             check_name("--node-name", given.node_name)
     elif given.run_id is not None:
