@@ -36,6 +36,7 @@ PATCHES = [
         "what others know is not asked for",
         "known = known.and_also(more)",
         "known = known",
+        (('self._known = self._known.and_also(Known(**record["known"]))', "pass"),),
     ),
     Planted(
         "nobody is waited for",

@@ -213,6 +213,19 @@ def test_when_the_store_has_lost_everything_those_who_hold_the_state_go_on(place
     assert first.members == ("a/w0", "b/w0")[:places]
 
 
+def test_when_the_store_has_lost_everything_what_anybody_knew_counts() -> None:
+    """Also of one who came and went while the leader waited; and no number is used again that nobody knows of."""
+    nodes = Nodes()
+    nodes.add("a", about={"seed": 1, "history": "h"}, known=Known(5, True, 1, 7))
+    nodes.add("b", about={"seed": 1, "history": "h"}, known=Known(9, True, 2, 4))
+    nodes.ready("a", "a/w0")
+    nodes.remove("b")
+    nodes.tick(4.0)
+    assert nodes.actions("a", leader.Announce)[0].generation.number > 9 + 100
+    known = nodes.nodes["a"].known
+    assert (known.lineage, known.from_step, known.born) == (2, 4, True)
+
+
 def test_when_the_store_has_lost_everything_nobody_waits_for_a_worker_that_is_missing() -> None:
     nodes = Nodes()
     for name in "ab":

@@ -27,7 +27,6 @@ EXHAUSTED = {
     "below the minimum and back": Size(workers=2, min_workers=2, faults=Faults(crashes=1, joins=1)),
     "all are asked to stop": Size(workers=2, faults=Faults(stops=1)),
     "a stop and a crash": Size(workers=2, faults=Faults(crashes=1, stops=1)),
-    "one who computes wrongly": Size(workers=2, steps=1, lanes=3, bad=(1,)),
 }
 LARGE = {
     "one crash and its resets": Size(resets=True, faults=Faults(crashes=1)),

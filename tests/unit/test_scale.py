@@ -81,6 +81,7 @@ def test_a_decision_names_the_members_of_few_generations() -> None:
         events = [[i + 1, {"is": "Ready", "member": m}] for i, m in enumerate(members)]
         events += [[501 + i, {"is": "Lost", "member": members[i]}] for i in range(lost)]
         record = {"about": {}, "places": 500, "members": members[lost:], "known": {}, "events": events, "values": {}}
+        record["veterans"] = []
         if lost == 0:
             leading.read_all({"run/node/a.0": record}, None, 0.0)
         else:

@@ -19,6 +19,7 @@ ACTIONS_KEPT = 32
 GENERATIONS_KEPT = 2  # each names all members, twice; who missed more hears of the newest as an urgent one
 HISTORY = "history"  # an entry of what nodes must have in common: made when a run begins, kept in their folders
 PER_LAUNCH = ("training.max_steps",)  # entries that may change when all nodes are launched again
+MISSED_MAX = 1000  # generations that all who come after a store's loss may have missed: no number is used twice
 PATIENCE_S = 3.0  # so long other nodes may take to come, or to come back after an outage that ended all leases
 UNPUBLISHED_MAX = 64  # events of a record read since the last decision, which stay in it until there is another
 
@@ -40,6 +41,7 @@ class Leading:
         self._missed = False  # whether those without a record were taken for lost
         self._all_read = False
         self._records: dict[str, Mapping[str, Any]] = {}
+        self._known = Known()  # by anybody whose record was ever seen
         self._about: dict[str, Any] = {}
         self._excluded: dict[str, str] = {}  # nodes, and why
         self._damaged: dict[str, float | None] = {}  # records that cannot be read, and since when that is published
@@ -87,6 +89,7 @@ class Leading:
             self._events += map(leader.Ready, record["members"])
         if key in self._excluded or self._differs(key, record["about"]):
             return
+        self._known = self._known.and_also(Known(**record["known"]))
         before = self._records.get(key)
         self._wanted += record["places"] - (before["places"] if before is not None else 0)
         self._records[key] = record
@@ -233,9 +236,11 @@ class Leading:
     def _begin(self) -> None:
         """There is no decision: a run begins, or the store has lost everything. Others may know more than this node,
         and have had the time to come."""
-        lost = HISTORY in self._about  # somebody was in a generation: a step may have been committed
+        known = self._known
+        if HISTORY in self._about:  # somebody was in a generation: a step may have been committed
+            known = replace(known, number=known.number + MISSED_MAX, born=True)
         self._about.setdefault(HISTORY, self._origin)
-        self._begin_with(Known(born=lost))
+        self._begin_with(known)
 
     def _begin_another(self, known: Known, now: float) -> None:
         """The job had ended, and was launched again: nothing of it is left but what is known."""

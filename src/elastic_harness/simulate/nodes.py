@@ -37,6 +37,7 @@ NOTICE_S = 0.3  # until a broken connection is noticed, at most
 TRACE_MAX = 10_000
 AHEAD_S_MAX, FASTER_MAX = 1e4, 0.05  # no two nodes' clocks agree, nor do they run equally fast
 LASTING = (1, 1, 1, 5)  # some faults outlast a stop and a start
+AWAY_S_MAX = 2.0  # nobody is waited for any longer when the store has lost everything: what only they know is lost
 GRACE_S = 1.0  # that a node has for leaving
 NOTICED_S = 4.0  # after which whatever befell a node has been dealt with
 CHECKPOINT_EVERY = (3, 8)  # steps
@@ -77,6 +78,8 @@ def draw(
         picked = tuple(sorted(some if kind in ("cut from nodes", "kill half") else some[:1]))
         lasts_s = rng.expovariate(0.6) * rng.choice(LASTING)
         faults.append(Fault(round(rng.uniform(from_s, to_s), 3), kind, picked, round(lasts_s, 2)))
+    if any(fault.kind == "store loses all" for fault in faults):
+        faults = [replace(fault, lasts_s=min(fault.lasts_s, AWAY_S_MAX)) for fault in faults]
     return sorted(faults, key=lambda fault: fault.at)
 
 
