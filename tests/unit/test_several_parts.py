@@ -189,7 +189,7 @@ def test_an_address_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--nnodes 2", "--store etcd://HOST:2379"),
         ("--nnodes 3:2 --store etcd://h --run-id j", "MIN:MAX"),
-        ("--nnodes 2 --store etcd://h", "--run-id is ''"),
+        ("--nnodes 2 --store etcd://h", "--run-id is None"),
         ("--nnodes 2 --store etcd://h --run-id a/b", "--run-id is 'a/b'"),
         ("--nnodes 2 --store etcd://h --run-id j --node-name a/b", "--node-name is 'a/b'"),
         ("--nnodes 2 --store etcd://h --run-id j --standalone", "--standalone and --store"),
