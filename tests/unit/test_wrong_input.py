@@ -176,7 +176,7 @@ def test_one_damaged_run_does_not_hide_the_others(tmp_path: Path, capsys: pytest
     (tmp_path / "c" / "events.jsonl").write_text('{"event": "step_committed"}\n7\n')
     assert manage.ls([str(tmp_path)]) == 0
     said = capsys.readouterr()
-    assert said.out.count("unknown") == 1 and said.err.count("elastic-harness ls: ") == 2
+    assert (said.out.count("damaged"), said.out.count("unknown"), said.err.count("elastic-harness ls: ")) == (1, 2, 1)
 
 
 def index_with(header: bytes) -> bytes:
