@@ -355,7 +355,7 @@ MUTANTS = [
     ),
     patched(
         "where the lineage began is forgotten",
-        small(1, 2, 2, checkpoint_every=1, steps=3),
+        small(1, 2, 2, checkpoint_every=2, steps=4),
         "checkpoint given up",
         "        lineage=digest.lineage,\n        from_step=digest.from_step,\n    )\n    return state, (Publish",
         "        lineage=digest.lineage,\n    )\n    return state, (Publish",
@@ -413,8 +413,8 @@ MUTANTS = [
     ),
     patched(
         "a lineage begins where the one before did",
-        small(1, 2, 2, checkpoint_every=1, steps=3),
-        "checkpoint given up",
+        small(1, 2, 2, checkpoint_every=2, steps=4),
+        "ledger incomplete",
         "lineage, from_step = lineage + 1, version",
         "lineage, from_step = lineage + 1, from_step",
     ),
