@@ -165,7 +165,7 @@ class Cluster:
 
     def check_digest(self, world: World, before: core.State, digest: Digest) -> None:
         kinds = {source.kind for source in digest.sources.values()}
-        newest = max((lineage for lineage, *_ in world.ledger), default=-1)
+        newest, begun_at = max(((lineage, from_step) for lineage, from_step, _ in world.ledger), default=(-1, 0))
         if not kinds.isdisjoint(("init", "restore")) and digest.lineage <= newest:
             raise Violation("silent restart", f"{digest} although {sorted(world.ledger)} were committed")
         if digest.from_step > 0 and digest.lineage == 0:
@@ -174,8 +174,9 @@ class Cluster:
             w = world.workers[index_of(member)]
             if w.up and not w.fenced and w.lineage == digest.lineage and w.version > digest.version:
                 raise Violation("state given up", f"{member} has version {w.version}: {digest}")
-            stored = [version for version, of in self.restorable(world, index_of(member)) if of == newest]
-            if "init" in kinds and stored:
+            readable = self.restorable(world, index_of(member))
+            stored = [version for version, of in readable if of == newest or version <= begun_at]
+            if "init" in kinds and stored and digest.lineage == newest + 1:
                 raise Violation("checkpoint given up", f"{member} has {stored}: {digest}")
 
     def check_value(self, w: Worker, who: int) -> None:

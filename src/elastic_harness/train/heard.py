@@ -37,11 +37,10 @@ class Heard:
         return max(current, self.newest.number if self.newest is not None else 0)
 
     def next(self, member: str, after: int, *, planned: bool) -> Generation | None:
-        """The generation beyond `after` that this member is to react to, if there is one: the newest. One that is not
-        urgent counts with `planned` (the member is at a step boundary), or when it leaves this member out, or when an
-        urgent one was announced in between."""
+        """The generation beyond `after` that this member is to react to, if there is one: the newest, if it or one in
+        between is urgent, or leaves this member out, or with `planned` (the member is at a step boundary)."""
         newest = self.newest
         if newest is None or newest.number <= after or self.paused:
             return None
-        reacts = newest.urgent or planned or member not in newest.members or self.urgent_number > after
+        reacts = planned or member not in newest.members or self.urgent_number > after
         return newest if reacts else None
