@@ -94,8 +94,16 @@ def _parse(text: str) -> list[_Rule]:
     return rules
 
 
-_MEMBER = os.environ.get("ELASTIC_HARNESS_MEMBER", "")
-_RULES = [r for r in _parse(os.environ.get(VARIABLE, "")) if r.member in (None, _MEMBER)]
+_RULES: list[_Rule] = []
+
+
+def arm() -> None:
+    """Take the rules of this member from the environment: at import, and again where that has become another's."""
+    member = os.environ.get("ELASTIC_HARNESS_MEMBER", "")
+    _RULES[:] = [r for r in _parse(os.environ.get(VARIABLE, "")) if r.member in (None, member)]
+
+
+arm()
 
 
 def failpoint(place: str, step: int | None = None) -> None:

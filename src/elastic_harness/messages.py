@@ -48,6 +48,7 @@ TO_AGENT: Table = {
     "unfit": {"member": str, "reason": str, "samples": bool},
     "state": {"ledger": dict[str, Any]},
     "diverged": {"reason": str},
+    "imports": {"modules": list[str]},
     "leaving": {"generation": int},
     "unsaved": {"error": str},
     "finished": {"version": int, "weights_sha256": str | None, "final_loss": float | None},

@@ -87,6 +87,22 @@ def test_without_assertions_nothing_changes(tmp_path: Path, alone: dict[str, Any
     assert verify(tmp_path / "run").ok
 
 
+def test_forked_workers_end_on_the_same_weights(tmp_path: Path, alone: dict[str, Any]) -> None:
+    run = tmp_path / "run"
+    ended = launch(
+        run,
+        OWN_LOOP,
+        *STEPS,
+        options=("--nproc-per-node", 2, "--fork-server"),
+        **failing("slot.backward member=w1-1 step=12 kill"),
+    )
+    assert ended.returncode == 0, said(ended)
+    assert finished(run)["weights_sha256"] == alone["weights_sha256"]
+    started = [event for event in read_events(run / "events.jsonl") if event["event"] == "worker_started"]
+    assert len(started) == 3 and all(event["forked"] for event in started)
+    assert "torch.optim" in json.loads((run / "imports.json").read_text())["modules"]
+
+
 def test_all_workers_at_once_begin_again_at_the_checkpoint(tmp_path: Path, alone: dict[str, Any]) -> None:
     rules = "slot.backward member=w0-1 step=25 kill; slot.backward member=w1-1 step=25 kill"
     ended = launch(tmp_path / "run", OWN_LOOP, *STEPS, options=("--nproc-per-node", 2), **failing(rules))

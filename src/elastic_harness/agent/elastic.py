@@ -33,6 +33,7 @@ from elastic_harness.membership.types import Generation, Limits, Report
 
 TICK_S = 0.05
 WAITING_NOTICE_S = 5.0
+BLANKS = 1  # forked processes that wait for the next loss
 _ADVICE: dict[Cause, str] = {
     "unfit": "if the script does the same on every worker, check this machine's memory and CPU; or start with "
     "elastic.exactness=relaxed",
@@ -138,6 +139,8 @@ class ElasticRun:
             case "leaving":
                 worker.released = worker.released or f"{LEFT_OUT} {message['generation']}"
                 self.agreement.tell(leader.Lost(worker.member))
+            case "imports":
+                self.agent.forks.learn(message["modules"])
             case "diverged":
                 self.agent.finish(Outcome(EXIT_USER_CODE, "failed", message["reason"]), graceful=False)
             case "unsaved":
@@ -506,7 +509,8 @@ class ElasticRun:
     def _spawn_due(self) -> None:
         if self._finishing:
             self._places.planned.clear()
-        for index in self._places.due(self.agent.records.committed):
+        self.agent.forks.keep(max(BLANKS, len(self._places.planned)))
+        for index in [] if self.agent.forks.preparing else self._places.due(self.agent.records.committed):
             environment = JobEnvironment(
                 run_id=self.agent.options.store_id or self.agent.folder.record["run_id"],
                 run_dir=self.agent.folder.path,

@@ -25,10 +25,7 @@ class JobEnvironment:
     def of(self, index: int) -> dict[str, str]:
         """The environment of the worker at a local index. RANK is provisional for members of an elastic run."""
         rank, size = str(index), str(self.workers)
-        environment = dict(os.environ)
-        environment.pop(PASSWORD_VARIABLE, None)  # the store is the agent's alone
-        environment.setdefault("OMP_NUM_THREADS", "1")
-        environment.setdefault("PYTHONUNBUFFERED", "1")
+        environment = base_environment()
         environment.update(
             RANK=rank,
             LOCAL_RANK=rank,
@@ -52,6 +49,15 @@ class JobEnvironment:
         if self.host is not None:
             environment["ELASTIC_HARNESS_HOST"] = self.host
         return environment
+
+
+def base_environment() -> dict[str, str]:
+    """What every process of a node finds, whichever worker it is."""
+    environment = dict(os.environ)
+    environment.pop(PASSWORD_VARIABLE, None)  # the store is the agent's alone
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    return environment
 
 
 def free_port() -> int:

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from elastic_harness import wire
@@ -18,7 +19,9 @@ from elastic_harness.agent import remote
 from elastic_harness.agent import worker as workers
 from elastic_harness.agent.console import Console
 from elastic_harness.agent.control import ControlServer
+from elastic_harness.agent.environment import base_environment
 from elastic_harness.agent.folder import RunFolder, newest_checkpoint
+from elastic_harness.agent.forks import ForkServer, become_child_subreaper, reap_orphans, uses_our_api
 from elastic_harness.agent.hangs import Hang, HangWatch
 from elastic_harness.agent.options import LaunchOptions
 from elastic_harness.agent.records import Records
@@ -43,6 +46,7 @@ CPU_WINDOW_S = 1.0
 TERM_GRACE_S = 2.0
 LINK_LOST_GRACE_S = 2.0
 WRITER_NOTICE_S = 2.0
+ORPHANS_S = 1.0
 EXIT_HANGUP = 129
 
 
@@ -101,6 +105,7 @@ class Agent:
         if not self.records.born:
             folder.record.pop("fingerprint", None)  # nothing was trained with it: a corrected configuration may follow
         self.writer = WriterProcess(folder.path, slots, lock, self.on_checkpoint)
+        self.forks = ForkServer(folder.path, self.listen, console.notice, self._on_blank)
         self.supervisor: Supervisor
         self._parent_pid = parent_pid
         self._selector = selectors.DefaultSelector()
@@ -111,6 +116,7 @@ class Agent:
         self._cpu_at, self._cpu_s = time.monotonic(), time.process_time()
         self._hangs = HangWatch()
         self._signals_seen = 0
+        self._orphans_at = 0.0
         self._control = ControlServer(folder.path, self._selector, lambda request: remote.answer(self, request))
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
@@ -130,6 +136,7 @@ class Agent:
         self._catch_signals()
         try:
             self._announce_start()
+            self._start_fork_server()
             supervisor.start()
             self.after(TICK_S, self._tick)
             while self.outcome is None or any(w.running for w in self.workers.values()):
@@ -140,6 +147,7 @@ class Agent:
             while any(w.running for w in self.workers.values()):
                 self._turn(quiet=True)
         finally:
+            self.forks.close()
             for worker in self.workers.values():
                 worker.signal(signal.SIGKILL)
             self.writer.kill()
@@ -236,13 +244,26 @@ class Agent:
 
     # ---- workers
 
+    def _start_fork_server(self) -> None:
+        """For workers that speak our protocol; what other scripts import, and need of a process, is not known."""
+        if self.options.fork_server and uses_our_api(self.options.command, self.folder.record.get("mode")):
+            become_child_subreaper()  # of whom the fork server forks
+            self.forks.start(base_environment(), wanted=self.options.workers + self.options.spares)
+
+    def _on_blank(self) -> None:
+        self.supervisor.on_tick(time.monotonic())
+
     def spawn(
         self, index: int, environment: dict[str, str], *, node: str = "", spare: bool = False, nice: bool = False
     ) -> Worker:
         """Start a worker under a member id that was never used in this run. Raises OSError."""
         name = f"w{index}-{self.folder.next_incarnation(index)}"
         member = f"{node}/{name}" if node else name
-        worker = workers.spawn(
+        blank = self.forks.take()
+        if self.options.fork_server and not self.forks.learned:
+            environment = {**environment, "ELASTIC_HARNESS_TELL_IMPORTS": "1"}
+        start = partial(
+            workers.spawn,
             self.options.command,
             environment,
             member=member,
@@ -253,6 +274,13 @@ class Agent:
             nice=nice,
             snapshots=self.writer.for_workers,
         )
+        try:
+            worker = start(blank=blank)
+        except OSError:
+            if blank is None:
+                raise
+            blank.end()
+            worker = start()
         self.workers[member] = worker
         register = self._selector.register
         register(worker.pidfd, selectors.EVENT_READ, lambda _: self._on_pidfd(worker))
@@ -266,6 +294,7 @@ class Agent:
             rank=worker.rank,
             spare=spare,
             host=self.report.host,
+            forked=blank is not None,
         )
         return worker
 
@@ -337,6 +366,10 @@ class Agent:
             self._on_signal(signal.SIGHUP)
         if self.console.pending:
             self.console.flush()
+        self.forks.tick()
+        if self.options.fork_server and now - self._orphans_at > ORPHANS_S:
+            self._orphans_at = now
+            reap_orphans({w.pid for w in self.workers.values()} | self.forks.pids | self.writer.pids)
         self.supervisor.on_tick(now)
 
     def _turn(self, quiet: bool = False) -> None:

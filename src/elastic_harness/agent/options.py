@@ -53,6 +53,7 @@ class LaunchOptions:
     node_name: str | None = None
     host: str | None = None
     node_timeout_s: float = 3.0
+    fork_server: bool = False
 
     @property
     def api_restarts(self) -> int:
@@ -128,6 +129,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     option("--weights-only", action="store_true", help="with --from: take the weights alone and begin at step 0")
     option("--quiet", action="store_true", help="do not show the workers' output (it is in their logs)")
+    option(
+        "--fork-server",
+        action="store_true",
+        help="fork workers from a process that has imported torch: a restarted one is there in a moment",
+    )
     option("--no-python", action="store_true", help="run the script as a program of its own")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a Python module, as in python -m")
     option(
@@ -191,6 +197,7 @@ def parse(argv: Sequence[str]) -> LaunchRequest:
         node_name=given.node_name,
         host=given.host,
         node_timeout_s=given.node_timeout,
+        fork_server=given.fork_server,
     )
     if given.weights_only and given.origin is None:
         raise ConfigError("--weights-only says what to take from another run; name that run: --from RUN[@VERSION]")

@@ -50,6 +50,7 @@ class PlainRun:
         self._errors: dict[int, tuple[int, str]] = {}
         self._succeeded: set[int] = set()
         self._stopping = False
+        self._due: dict[int, dict[str, str]] = {}  # environments of workers that are to be started
 
     def start(self) -> None:
         """Start all workers with an address of their own, never used before."""
@@ -68,9 +69,15 @@ class PlainRun:
             restart_count=self._restarts,
             master_port=port,
         )
-        for index in range(self.agent.options.workers):
+        self._due = {index: environment.of(index) for index in range(self.agent.options.workers)}
+        self._spawn_due()
+
+    def _spawn_due(self) -> None:
+        """Start the workers that are due, unless there will be blanks for them in a moment."""
+        while self._due and not self.agent.forks.preparing:
+            index = min(self._due)
             try:
-                self.agent.spawn(index, environment.of(index)).rank = index
+                self.agent.spawn(index, self._due.pop(index)).rank = index
             except OSError as error:
                 raise spawn_error(error) from error
 
@@ -105,11 +112,13 @@ class PlainRun:
                 self._succeeded.add(worker.index)
             else:
                 self._on_failure(worker)
-        if self.agent.outcome is None and not any(w.running and w is not worker for w in self.agent.workers.values()):
+        others = any(w.running and w is not worker for w in self.agent.workers.values())
+        if self.agent.outcome is None and not others and not self._due:
             self._on_all_ended()
 
     def on_tick(self, now: float) -> None:
-        pass
+        if self.agent.outcome is None:
+            self._spawn_due()
 
     def stop(self, outcome: Outcome) -> None:
         self.agent.finish(outcome, graceful=True)
@@ -167,6 +176,7 @@ class PlainRun:
         done = "all workers are stopped and started again as a whole" if left else "all workers are stopped"
         self.agent.report.incident(worker, f"{done} (restarts left: {left})")
         self._stopping = True
+        self._due.clear()
         for other in self.agent.workers.values():
             self.agent.stop_worker(other, "stopped after a failure", graceful=False)
 

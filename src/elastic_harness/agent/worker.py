@@ -12,11 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic_harness import memory_slots, wire
 from elastic_harness.agent.board import Board, Reading
 from elastic_harness.agent.logs import WorkerLog
+
+if TYPE_CHECKING:
+    from elastic_harness.agent.forks import Blank
 
 START_NICENESS = 5
 _PR_SET_PDEATHSIG = 1
@@ -28,6 +31,35 @@ def die_with_parent(parent_pid: int, signal_number: int) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(128 + signal_number)
+
+
+class Process:
+    """A child of this process that another one has forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._exit_code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code once it has ended, negative for a signal."""
+        if self._exit_code is None:
+            self._reap(os.WNOHANG)
+        return self._exit_code
+
+    def wait(self) -> int:
+        """Block until it has ended; returns its exit code."""
+        while self._exit_code is None:
+            self._reap(0)
+        return self._exit_code
+
+    def _reap(self, options: int) -> None:
+        try:
+            pid, status = os.waitpid(self.pid, options)
+        except ChildProcessError:
+            self._exit_code = -signal.SIGKILL  # somebody else has reaped it
+            return
+        if pid:
+            self._exit_code = os.waitstatus_to_exitcode(status)
 
 
 LEFT_OUT = "left out of generation"  # how `released` begins for a member that is not in the next generation
@@ -44,7 +76,7 @@ class Worker:
     member: str
     index: int
     spare: bool
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Process
     pidfd: int
     board: Board
     link: socket.socket
@@ -203,9 +235,11 @@ def spawn(
     show: Callable[[str, bytes], None],
     nice: bool,
     snapshots: Sequence[int] = (),
+    blank: Blank | None = None,
 ) -> Worker:
     """Start one worker in a process group of its own; it dies with the agent. `snapshots`: descriptors of the node's
-    shared memory. Raises OSError if it cannot start."""
+    shared memory. `blank`: a forked process that is to become it, in place of a new one. Raises OSError if it cannot
+    start."""
     board = Board(member)
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     log = WorkerLog(log_path, f"w{index}", show)
@@ -217,23 +251,31 @@ def spawn(
         if nice:
             os.nice(START_NICENESS)
 
+    environment = {
+        **environment,
+        "ELASTIC_HARNESS_MEMBER": member,
+        "ELASTIC_HARNESS_SPARE": "1" if spare else "0",
+    }
+    descriptors = {
+        "ELASTIC_HARNESS_FD": [theirs.fileno()],
+        "ELASTIC_HARNESS_BOARD_FD": [board.descriptor],
+        memory_slots.VARIABLE: list(snapshots),
+    }
+    process: subprocess.Popen[bytes] | Process
     try:
-        process = subprocess.Popen(
-            command,
-            env={
-                **environment,
-                "ELASTIC_HARNESS_MEMBER": member,
-                "ELASTIC_HARNESS_SPARE": "1" if spare else "0",
-                "ELASTIC_HARNESS_FD": str(theirs.fileno()),
-                "ELASTIC_HARNESS_BOARD_FD": str(board.descriptor),
-                memory_slots.VARIABLE: memory_slots.to_text(snapshots),
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=log.write_end,
-            stderr=log.write_end,
-            pass_fds=(theirs.fileno(), board.descriptor, *snapshots),
-            preexec_fn=before_exec,
-        )
+        if blank is not None:
+            niceness = START_NICENESS if nice else 0
+            process = blank.order(command, environment, descriptors, output=log.write_end, niceness=niceness)
+        else:
+            process = subprocess.Popen(
+                command,
+                env=environment | {name: ",".join(map(str, given)) for name, given in descriptors.items()},
+                stdin=subprocess.DEVNULL,
+                stdout=log.write_end,
+                stderr=log.write_end,
+                pass_fds=[descriptor for given in descriptors.values() for descriptor in given],
+                preexec_fn=before_exec,
+            )
     except BaseException:
         mine.close()
         log.close()

@@ -41,6 +41,10 @@ class WriterProcess:
         return [*self._slots, self._wake]
 
     @property
+    def pids(self) -> set[int]:
+        return set() if self._process is None else {self._process.pid}
+
+    @property
     def running(self) -> bool:
         return self._process is not None
 

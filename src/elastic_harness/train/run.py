@@ -42,6 +42,7 @@ from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.effects import describe
 from elastic_harness.train.export import export_weights
 from elastic_harness.train.fingerprint import fingerprint
+from elastic_harness.train.imports import tell_imports
 from elastic_harness.train.inherited import Inherited
 from elastic_harness.train.layout import averaged_buffers, make_layout, optimized, state_buffers
 from elastic_harness.train.link import AgentLink, Left, Link
@@ -109,6 +110,7 @@ class Run:
                     step = Step(self)
                     yield step
                     step.check_committed()
+                    tell_imports(parts.link)
                 self._finish()
         except Left as left:
             if left.reason != "done":

@@ -1,0 +1,377 @@
+"""The agent's side of the fork server: keeps it running, and a blank ready for the next worker.
+
+Where it cannot be used, workers are started as ever. Nothing waits for it but the start of workers, which would have to
+import the same things themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic_harness import durable_file, wire
+from elastic_harness.agent.orphans import children
+from elastic_harness.agent.worker import Process, die_with_parent
+from elastic_harness.errors import InfrastructureError
+
+BASE = ("torch", "torch._dynamo", "elastic_harness.train.run", "elastic_harness.train.trainer")
+"""What every worker imports, the second one with its first optimizer."""
+IMPORTS = "imports.json"
+READY_LIMIT_S = 60.0
+RESTARTS_MAX = 10
+DESCRIPTORS_MAX = 16
+_PR_SET_CHILD_SUBREAPER = 36
+Listen = Callable[[int, int, Callable[[int], None] | None], None]
+
+
+class Blank:
+    """A forked process that waits for its order; a child of this one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.process: Process | None = None
+        self._decoder = wire.Decoder()
+
+    def read(self) -> None:
+        """Take what it says. Raises wire.Closed if it is gone."""
+        try:
+            data = self.connection.recv(4096)
+            if not data:
+                raise wire.Closed("it has ended")
+            for message in map(wire.decode, self._decoder.feed(data)):
+                self.process = Process(int(message["pid"]))
+        except BlockingIOError:
+            return
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise wire.Closed(str(error)) from error
+
+    @property
+    def ready(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def order(
+        self,
+        command: Sequence[str],
+        environment: dict[str, str],
+        variables: Mapping[str, Sequence[int]],
+        *,
+        output: int,
+        niceness: int,
+    ) -> Process:
+        """Make it a worker. variables: name → descriptors that it is to find there. Raises OSError if it is gone."""
+        assert self.process is not None
+        descriptors, named = [output], {}
+        for name, given in variables.items():
+            named[name] = list(range(len(descriptors) - 1, len(descriptors) - 1 + len(given)))
+            descriptors += given
+        message = {
+            "type": "order",
+            "command": list(command),
+            "environment": environment,
+            "variables": named,
+            "niceness": niceness,
+        }
+        data = memoryview(wire.encode(message))
+        self.connection.settimeout(1.0)
+        with self.connection:
+            sent = socket.send_fds(self.connection, [data], descriptors)
+            self.connection.sendall(data[sent:])
+        return self.process
+
+    def end(self) -> None:
+        """End it, if it has not become a worker."""
+        self.connection.close()
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+class ForkServer:
+    """`listen` is the event loop's, `tell` says something to the user, `changed` is called when a blank is ready, or
+    none is to be waited for any more."""
+
+    def __init__(
+        self, folder: Path, listen: Listen, tell: Callable[[str], None], changed: Callable[[], None] = lambda: None
+    ) -> None:
+        self._folder = folder
+        self._listen = listen
+        self._tell = tell
+        self._changed = changed
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._decoder = wire.Decoder()
+        self._received: list[int] = []  # descriptors whose messages have not come yet
+        self._blanks: list[Blank] = []
+        self._asked = 0  # forks that were asked for and are not here yet
+        self._wanted = 0
+        self._files: list[tuple[str, int, int]] = []
+        self._ready = False
+        self._starts = 0
+        self._started_at = 0.0
+        self._environment: dict[str, str] = {}
+        known = _read(folder / IMPORTS)
+        self._modules: list[str] = known.get("modules", [])
+        self._unsafe: dict[str, str] = known.get("not_preloaded", {})
+        self.learned = False  # what the workers of this launch import
+
+    # ---- what the agent asks
+
+    def start(self, environment: dict[str, str], wanted: int) -> None:
+        """Start the process, and have it fork so many blanks when it has imported everything."""
+        self._environment, self._wanted = environment, wanted
+        self._launch()
+
+    @property
+    def preparing(self) -> bool:
+        """Whether a blank is worth waiting for."""
+        return self._process is not None and not any(blank.ready for blank in self._blanks)
+
+    def keep(self, count: int) -> None:
+        """Have so many blanks ready from now on."""
+        self._wanted = count
+        self._ask()
+
+    def take(self) -> Blank | None:
+        """A blank to make a worker of, if there is one. One that has imported files that have changed since is none."""
+        if self._ready and self._stale():
+            self._again()
+            return None
+        taken = next((blank for blank in self._blanks if blank.ready), None)
+        if taken is not None:
+            self._forget(taken)
+            self._ask()
+        return taken
+
+    def learn(self, modules: Sequence[str]) -> None:
+        """Import what a worker has imported, so that the next ones find it."""
+        self.learned = True
+        fresh = [name for name in modules if name not in self._modules and name not in BASE]
+        if not fresh or self._control is None:
+            return
+        self._modules += fresh
+        self._note()
+        for blank in list(self._blanks):
+            self._drop(blank)
+        self._ready = False
+        self._send({"type": "import", "modules": self._to_import()})
+
+    def tick(self) -> None:
+        """Give up a server that is not ready in time."""
+        late = time.monotonic() - self._started_at > READY_LIMIT_S
+        if self._process is not None and not self._ready and late:
+            self._give_up(f"it is not ready after {READY_LIMIT_S:.0f} s")
+
+    def close(self) -> None:
+        """End the server and its blanks."""
+        for blank in list(self._blanks):
+            self._drop(blank)
+        self._stop()
+
+    @property
+    def pids(self) -> set[int]:
+        """The processes it is to account for."""
+        blanks = {blank.process.pid for blank in self._blanks if blank.process is not None}
+        return blanks if self._process is None else blanks | {self._process.pid}
+
+    # ---- the process
+
+    def _launch(self) -> None:
+        self._starts += 1
+        self._started_at = time.monotonic()
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        parent = os.getpid()
+        try:
+            with (self._folder / "logs" / "fork-server.log").open("ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "elastic_harness.fork_server", "--control", str(theirs.fileno())],
+                    env=self._environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                    preexec_fn=lambda: die_with_parent(parent, signal.SIGKILL),
+                )
+        except OSError as error:
+            mine.close()
+            self._give_up(error.strerror or str(error))
+            return
+        finally:
+            theirs.close()
+        mine.setblocking(False)
+        self._control, self._decoder, self._ready, self._asked = mine, wire.Decoder(), False, 0
+        self._listen(mine.fileno(), selectors.EVENT_READ, lambda _: self._on_control())
+        self._send({"type": "import", "modules": self._to_import()})
+
+    def _to_import(self) -> list[str]:
+        return [name for name in (*BASE, *self._modules) if name not in self._unsafe]
+
+    def _again(self) -> None:
+        """Start a fresh server in place of this one."""
+        self.close()
+        if self._starts > RESTARTS_MAX:
+            self._give_up(f"it was started {self._starts} times")
+        else:
+            self._launch()
+
+    def _give_up(self, why: str) -> None:
+        self.close()
+        self._tell(f"workers start without the fork server: {why}; see {self._folder / 'logs' / 'fork-server.log'}")
+        self._changed()
+
+    def _stop(self) -> None:
+        if self._control is not None:
+            self._listen(self._control.fileno(), 0, None)
+            self._control.close()
+            self._control = None
+        for descriptor in self._received:
+            os.close(descriptor)
+        self._received.clear()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        self._ready, self._asked = False, 0
+
+    def _send(self, message: wire.Message) -> None:
+        if self._control is not None:
+            with contextlib.suppress(OSError):  # its end is noticed when it is read
+                self._control.setblocking(True)
+                self._control.sendall(wire.encode(message))
+            self._control.setblocking(False)
+
+    def _ask(self) -> None:
+        missing = self._wanted - len(self._blanks) - self._asked
+        if self._ready and missing > 0:
+            self._asked += missing
+            self._send({"type": "fork", "count": missing})
+
+    # ---- what it says
+
+    def _on_control(self) -> None:
+        assert self._control is not None
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, DESCRIPTORS_MAX)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, descriptors = b"", []
+        self._received += descriptors
+        if not data:
+            code = self._process.wait() if self._process is not None else None
+            self._stop()
+            self._tell(f"the fork server ended by itself (exit code {code})")
+            self._again()
+            return
+        for message in map(wire.decode, self._decoder.feed(data)):
+            match message["type"]:
+                case "ready":
+                    self._ready, self._files = True, [(path, at, size) for path, at, size in message["files"]]
+                    self._ask()
+                case "unsafe":
+                    self._unsafe[message["module"]] = message["why"]
+                    self._note()
+                    self._tell(f"the fork server leaves out {message['module']}: {message['why']}")
+                    self._again()
+                    return
+                case "blank":
+                    self._asked -= 1
+                    connection = socket.socket(fileno=self._received.pop(0))
+                    if self._ready:
+                        self._on_blank(Blank(connection))
+                    else:  # forked before it had imported what it has learned since: it ends with its connection
+                        connection.close()
+
+    def _on_blank(self, blank: Blank) -> None:
+        blank.connection.setblocking(False)
+        self._blanks.append(blank)
+        self._listen(blank.connection.fileno(), selectors.EVENT_READ, lambda _: self._on_blank_said(blank))
+
+    def _on_blank_said(self, blank: Blank) -> None:
+        try:
+            blank.read()
+        except wire.Closed:
+            self._drop(blank)
+            self._ask()
+        self._changed()
+
+    def _forget(self, blank: Blank) -> None:
+        self._blanks.remove(blank)
+        self._listen(blank.connection.fileno(), 0, None)
+
+    def _drop(self, blank: Blank) -> None:
+        self._forget(blank)
+        blank.end()
+
+    def _stale(self) -> bool:
+        """Whether a file that it has imported is another one now."""
+        for path, at, size in self._files:
+            try:
+                status = os.stat(path)
+            except OSError:
+                return True
+            if (status.st_mtime_ns, status.st_size) != (at, size):
+                return True
+        return False
+
+    def _note(self) -> None:
+        """Keep for the next launch what to import, and what not."""
+        content = json.dumps({"modules": self._modules, "not_preloaded": self._unsafe}, indent=1)
+        with contextlib.suppress(InfrastructureError):  # the next launch learns it again
+            durable_file.write(self._folder / IMPORTS, content.encode() + b"\n")
+
+
+def uses_our_api(command: Sequence[str], mode: str | None) -> bool:
+    """Whether workers may be forked: the command is a Python program, run by this interpreter, that calls `start`, as
+    far as its text, or an earlier launch, tells."""
+    if list(command[:1]) != [sys.executable] or len(command) < 2:
+        return False
+    if mode == "elastic" or tuple(command[1:3]) == ("-m", "elastic_harness.train"):
+        return True
+    with contextlib.suppress(OSError):
+        return command[1] != "-m" and b"elastic_harness" in Path(command[1]).read_bytes()
+    return False
+
+
+def become_child_subreaper() -> None:
+    """Have orphaned descendants become this process's children."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap_orphans(known: Collection[int]) -> None:
+    """Let no process that workers left behind stay as a zombie; the children that are `known` are others' business."""
+    for pid in children():
+        if pid not in known and _is_zombie(pid):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()[0] == b"Z"
+    except (OSError, IndexError):
+        return False
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What an earlier launch has noted; nothing if that cannot be read."""
+    try:
+        known = json.loads(path.read_text())
+        modules, unsafe = known["modules"], known["not_preloaded"]
+        if all(isinstance(name, str) for name in [*modules, *unsafe, *unsafe.values()]):
+            return {"modules": list(modules), "not_preloaded": dict(unsafe)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return {}

@@ -1,0 +1,307 @@
+"""A process that has imported torch and what else the workers import, and forks them: a worker starts in milliseconds.
+
+It runs no code of the user's, has one thread, no connection but the one to its agent, no open device and no random
+numbers drawn. What it forks is a *blank*: a child that waits for its orders. The child that forks it ends at once, so
+the blank becomes the agent's own child: it is watched, reaped and ended like any other. On its order a blank takes the
+environment, descriptors and command line of a worker and becomes it.
+
+    agent → server   import {modules} · fork {count}
+    server → agent   ready {files} · unsafe {module, why} · blank {} (with the end of its connection)
+    blank → agent    pid
+    agent → blank    order {command, environment, descriptors, niceness} (with the descriptors)
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.machinery
+import os
+import random
+import runpy
+import signal
+import socket
+import sys
+import sysconfig
+import time
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_harness import failpoints, wire
+
+PARENT_PATIENCE_S = 5.0
+DESCRIPTORS_MAX = 64
+_PR_SET_PDEATHSIG = 1
+File = tuple[str, int, int]
+"""Path, time of the last change in nanoseconds, bytes."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a blank is to become. descriptors: the output's, then those that `variables` name by their index."""
+
+    command: list[str]
+    environment: dict[str, str]
+    variables: dict[str, list[int]]
+    niceness: int
+    descriptors: list[int]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m elastic_harness.fork_server", description=__doc__)
+    parser.add_argument("--control", type=int, required=True, help="the descriptor of the connection to the agent")
+    given = parser.parse_args()
+    sys.path.pop(0)  # the folder this was started in: whose it is depends on the command of the worker
+    order = serve(socket.socket(fileno=given.control), os.getppid())
+    become(order)
+
+
+# ---- the server
+
+
+def serve(control: socket.socket, agent_pid: int) -> Order:
+    """Import and fork as the agent says, until it closes the connection. Returns in a blank that got its order."""
+    channel = wire.Channel(control)
+    while True:
+        try:
+            message = channel.receive()
+        except (wire.Closed, ValueError):
+            os._exit(0)
+        if message["type"] == "import":
+            unsafe = preload(message["modules"])
+            if unsafe is not None:
+                channel.send({"type": "unsafe", "module": unsafe[0], "why": unsafe[1]})
+                os._exit(0)  # what it has started cannot be undone
+            gc.collect()
+            gc.freeze()  # so that a collection in a child does not touch, and thereby copy, what is shared
+            channel.send({"type": "ready", "files": loaded_files()})
+        elif message["type"] == "fork":
+            for _ in range(message["count"]):
+                order = fork_blank(control, agent_pid)
+                if order is not None:
+                    return order
+
+
+def preload(modules: Iterable[str]) -> tuple[str, str] | None:
+    """Import these; one that cannot be imported is left to whoever needs it. Returns the first that leaves something
+    behind that a forked process must not inherit, and what that is."""
+    for name in modules:
+        if name in sys.modules:
+            continue
+        before = _traces()
+        with contextlib.suppress(Exception, SystemExit):
+            importlib.import_module(name)
+        left = _left_behind(before, _traces())
+        if left:
+            return name, left
+    return None
+
+
+def fork_blank(control: socket.socket, agent_pid: int) -> Order | None:
+    """Fork a blank that is the agent's child, and tell the agent. Returns None here, and its order in the blank."""
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    between = os.fork()
+    if between:
+        theirs.close()
+        os.waitpid(between, 0)
+        socket.send_fds(control, [wire.encode({"type": "blank"})], [mine.fileno()])
+        mine.close()
+        return None
+    if os.fork():
+        os._exit(0)
+    control.close()
+    mine.close()
+    _become_child_of(agent_pid)
+    return wait_for_order(theirs)
+
+
+# ---- a blank
+
+
+def _become_child_of(agent_pid: int) -> None:
+    """Wait until the one in between is gone, and die with the agent from then on."""
+    give_up_at = time.monotonic() + PARENT_PATIENCE_S
+    while os.getppid() != agent_pid:
+        if time.monotonic() > give_up_at:
+            os._exit(1)
+        time.sleep(0.0002)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != agent_pid:
+        os._exit(128 + signal.SIGKILL)
+    os.setpgid(0, 0)
+
+
+def wait_for_order(agent: socket.socket) -> Order:
+    """Say which process this is, and block until its order comes. The process ends if the agent goes away instead."""
+    try:
+        wire.send(agent, {"type": "pid", "pid": os.getpid()})
+        decoder = wire.Decoder()
+        messages: list[wire.Message] = []
+        descriptors: list[int] = []
+        while not messages:
+            data, received, _, _ = socket.recv_fds(agent, 1 << 16, DESCRIPTORS_MAX)
+            descriptors += received
+            if not data:
+                os._exit(0)
+            messages = [wire.decode(frame) for frame in decoder.feed(data)]
+    except (OSError, ValueError):
+        os._exit(0)
+    agent.close()
+    order = messages[0]
+    return Order(order["command"], order["environment"], order["variables"], order["niceness"], descriptors)
+
+
+def become(order: Order) -> None:
+    """Be the worker that was ordered: its output, environment and priority, then its program, as `python` runs it."""
+    output, *descriptors = order.descriptors
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(nothing)
+    os.close(output)
+    if order.niceness:
+        os.nice(order.niceness)
+    os.environ.clear()
+    os.environ.update(order.environment)
+    for name, indexes in order.variables.items():
+        os.environ[name] = ",".join(str(descriptors[index]) for index in indexes)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()  # from the system, as at its import; the standard library does so by itself
+    failpoints.arm()
+    run_program(order.command)
+
+
+def run_program(command: Sequence[str]) -> None:
+    """Run `python …` in this process. An error is shown as Python would, without the frames of this module."""
+    _, *arguments = command
+    sys.orig_argv = list(command)
+    safe = getattr(sys.flags, "safe_path", False)
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            if not safe:
+                sys.path.insert(0, os.getcwd())
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
+        else:
+            sys.argv = arguments
+            _run_script(arguments[0], safe)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
+
+
+def _run_script(path: str, safe: bool) -> None:
+    if os.path.isdir(path):  # with a __main__.py
+        runpy.run_path(path, run_name="__main__")
+        return
+    if not safe:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    try:
+        source = Path(path).read_bytes()
+    except OSError as error:
+        sys.stderr.write(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}\n")
+        sys.exit(2)
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=path, __builtins__=builtins, __loader__=loader, __cached__=None)
+    sys.modules["__main__"] = module
+    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 (this process is for that)
+
+
+# ---- what an import leaves behind
+
+
+def _traces() -> dict[str, Any]:
+    """What a forked process would inherit besides memory."""
+    return {
+        "threads": set(os.listdir("/proc/self/task")),
+        "descriptors": _descriptors(),
+        "children": _children(),
+        "random": _random_states(),
+    }
+
+
+def _left_behind(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """What an import has started, opened or drawn that must not be shared; "" if nothing."""
+    threads = len(after["threads"] - before["threads"])
+    if threads:
+        return f"it starts {threads} thread{'s' * (threads > 1)}"
+    opened = sorted({what for what in after["descriptors"] - before["descriptors"] if _must_not_be_shared(what)})
+    if opened:
+        return f"it opens {', '.join(opened)}"
+    if after["children"] - before["children"]:
+        return "it starts a process"
+    drawn = sorted(name for name, state in before["random"].items() if after["random"].get(name) != state)
+    return f"it draws from the random numbers of {' and '.join(drawn)}" if drawn else ""
+
+
+def _descriptors() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return found
+
+
+def _must_not_be_shared(what: str) -> bool:
+    return what.startswith(("socket:", "/dev/nvidia", "/dev/dri", "/dev/kfd", "anon_inode:"))
+
+
+def _children() -> set[str]:
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return set(file.read().split())
+    return set()
+
+
+def _random_states() -> dict[str, Any]:
+    """The states of the generators that exist by now."""
+    states: dict[str, Any] = {"random": hash(random.getstate())}
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and hasattr(numpy, "random"):
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = (name, keys.tobytes(), *rest)
+    if torch is not None and hasattr(torch, "get_rng_state"):
+        states["torch"] = torch.get_rng_state().numpy().tobytes()
+    return states
+
+
+def loaded_files() -> list[File]:
+    """The files whose change makes this process stale: every one outside of the standard library and installed
+    packages, and of each installed package the one that its import begins with."""
+    paths = sysconfig.get_paths()
+    standard, installed = (paths["stdlib"], paths["platstdlib"]), (paths["purelib"], paths["platlib"])
+    found = {}
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if not path or not isinstance(path, str):
+            continue
+        if path.startswith(installed):
+            if "." in name:
+                continue
+        elif path.startswith(standard):
+            continue
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            found[path] = (path, status.st_mtime_ns, status.st_size)
+    return list(found.values())
+
+
+if __name__ == "__main__":
+    main()
