@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from elastic_harness.checkpoint.tensors import content_of
 from elastic_harness.errors import UserCodeError
 
-PEEK_ELEMENTS = 16384
+PEEK_ELEMENTS = 4096
 """So much of one gradient is hashed in each slot, in turn: a change through `.data` leaves no other trace."""
 
 
@@ -33,12 +33,12 @@ class HeldGradients:
 
     def lend(self, where: str) -> None:
         """Put the sums where autograd adds to them. Raises UserCodeError if there are others already."""
-        for name, parameter in zip(self._names, self._parameters, strict=True):
-            if parameter.grad is not None:
-                raise UserCodeError(
-                    f"Parameter {name} has a gradient before step.backward(loss) of {where}, which alone may compute "
-                    "gradients: call it in place of loss.backward(), once for each batch."
-                )
+        others = [parameter.grad is not None for parameter in self._parameters]
+        if any(others):
+            raise UserCodeError(
+                f"Parameter {self._names[others.index(True)]} has a gradient before step.backward(loss) of {where}, "
+                "which alone may compute gradients: call it in place of loss.backward(), once for each batch."
+            )
         self.lent = True
         for parameter, gradient in zip(self._parameters, self._held, strict=True):
             if gradient is not None:
@@ -56,8 +56,7 @@ class HeldGradients:
         if self._lent is None:
             return
         for (noted, version), name, parameter in zip(self._lent, self._names, self._parameters, strict=True):
-            gradient = parameter.grad
-            if gradient is not noted or (gradient is not None and gradient._version != version):
+            if parameter.grad is not noted or (noted is not None and noted._version != version):
                 raise _changed(name, where)
         which, before = self._peeked
         if _peek(self._lent[which][0]) != before:

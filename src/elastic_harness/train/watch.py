@@ -25,7 +25,7 @@ PART_BYTES = 1 << 20
 """Of parameters, with their optimizer state on top, hashed in each step, unless PARTS_MAX asks for more."""
 PARTS_MAX = 64
 """After about so many steps everything has been hashed."""
-PIECES_MAX = 8
+PIECES_MAX = 4
 """Tensors in one part: small ones cost by their number."""
 
 Piece = tuple[str, Tensor, int, int]
@@ -49,7 +49,6 @@ class Watch:
         ema: Any = None,
     ) -> None:
         """trained: names of the parameters that have a place in the layout. buffers: those that are state."""
-        self._model = model
         self._optimizer = optimizer
         self._trained = set(trained)
         self._others = {name: part for name, part in (("scheduler", scheduler), ("scaler", scaler)) if part is not None}
@@ -124,10 +123,10 @@ class Watch:
         if now == self._modes:
             return
         names = [n for n, before, after in zip(self._modules, self._modes, now, strict=True) if before != after]
-        name, mode = names[0] or "(the model)", "training" if self._modules[names[0]].training else "evaluation"
+        mode = "training" if self._modules[names[0]].training else "evaluation"
         raise UserCodeError(
-            f"Module {name} is in {mode} mode in {where}, and {len(names) - 1} others are in another mode than in this "
-            "worker's first slot as well, so dropout and batch norm do something else. Call model.train() after an "
+            f"Module {names[0] or '(the model)'} is in {mode} mode in {where} and was not in this worker's first slot "
+            f"({len(names)} modules in all), so dropout and batch norm do something else. Call model.train() after an "
             "evaluation; modes that shall change with the step are set in start(before_step=…)."
         )
 
