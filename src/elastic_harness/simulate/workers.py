@@ -333,7 +333,8 @@ class Workers(Cluster):
             w = self.aborted(w)
             world = self.drop_mail(self.put(world, who, w), who)
         if w.mode in ("idle", "fin") or (w.mode == "wait" and not w.target):
-            generation = w.heard.next(self.name(who), w.reacted, planned=w.mode != "wait" or w.boundary)
+            boundary = w.mode != "wait" or w.boundary
+            generation = w.heard.next(self.name(who), w.reacted, boundary=boundary, formed=w.gen == w.reacted)
             if generation is None:
                 return world
             if self.name(who) not in generation.members:

@@ -36,11 +36,12 @@ class Heard:
         """The number of the newest generation after `current`, else `current`."""
         return max(current, self.newest.number if self.newest is not None else 0)
 
-    def next(self, member: str, after: int, *, planned: bool) -> Generation | None:
+    def next(self, member: str, after: int, *, boundary: bool, formed: bool) -> Generation | None:
         """The generation beyond `after` that this member is to react to, if there is one: the newest, if it or one in
-        between is urgent, or leaves this member out, or with `planned` (the member is at a step boundary)."""
+        between is urgent, or leaves this member out, or if this member does no step: it is at a boundary, or `after`
+        was not formed for it (and never will be: the leader forgot it with the store's data)."""
         newest = self.newest
         if newest is None or newest.number <= after or self.paused:
             return None
-        reacts = planned or member not in newest.members or self.urgent_number > after
+        reacts = boundary or not formed or member not in newest.members or self.urgent_number > after
         return newest if reacts else None

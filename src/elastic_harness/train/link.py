@@ -40,7 +40,7 @@ class Link(Protocol):
     stop_requested: dict[str, Any] | None
 
     def hello(self, fingerprint: dict[str, Any], max_steps: int, deadline_max_s: float) -> None: ...
-    def next_generation(self, after: int, *, planned: bool = False) -> Generation: ...
+    def next_generation(self, after: int, *, boundary: bool, formed: bool) -> Generation: ...
     def urgent(self, current: int) -> bool: ...
     def planned(self, current: int) -> int: ...
     def report(self, report: Report) -> None: ...
@@ -121,19 +121,19 @@ class AgentLink:
         """The newest generation announced after `current`, else `current`."""
         return self._heard.planned(current)
 
-    def next_generation(self, after: int, *, planned: bool = False) -> Generation:
+    def next_generation(self, after: int, *, boundary: bool, formed: bool) -> Generation:
         """The newest generation beyond `after`; blocks, without limit, until the coordinator announces one that counts
         (see `Heard.next`). Raises `Left` when the job is done or was asked to stop."""
         with self._changed:
             while True:
-                generation = self._heard.next(self.member, after, planned=planned)
+                generation = self._heard.next(self.member, after, boundary=boundary, formed=formed)
                 if generation is not None:
                     self._values = {k: v for k, v in self._values.items() if k[0] >= generation.number}
                     return generation
                 if self._done:
                     raise Left("done")
                 paused = self._heard.paused
-                if self.stop_requested is not None and (planned or paused):
+                if self.stop_requested is not None and (boundary or paused):
                     save = paused and bool(self.stop_requested.get("checkpoint"))
                     raise Left(self.stop_requested.get("reason", "asked to stop"), save=save)
                 self._changed.wait()

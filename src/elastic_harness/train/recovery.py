@@ -73,7 +73,10 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
                 _report_trouble(parts, progress, failure)
             with stages.timed("generation"):
                 parts.board.show(Phase.WAITING, progress.version)
-                generation = parts.link.next_generation(progress.announced, planned=failure is None)
+                formed_in = progress.formed.generation.number if progress.formed is not None else 0
+                generation = parts.link.next_generation(
+                    progress.announced, boundary=failure is None, formed=formed_in == progress.announced
+                )
             progress = replace(progress, announced=generation.number)
             if failure is not None:
                 parts.saver.failed()

@@ -51,7 +51,7 @@ class StandaloneLink:
     def planned(self, current: int) -> int:
         return current
 
-    def next_generation(self, after: int, *, planned: bool = False) -> Generation:
+    def next_generation(self, after: int, *, boundary: bool, formed: bool) -> Generation:
         if self._finished:
             if self._store is not None:
                 for member in self._generation.members:
