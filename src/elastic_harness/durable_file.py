@@ -21,25 +21,28 @@ from elastic_harness.errors import InfrastructureError
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary name; the file that is written there becomes `path` when the block ends. If the block raises,
     `path` is as it was and the temporary file is gone. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
-    try:
+    with _beside(path) as temporary:
         yield temporary
         rename(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def making(path: Path) -> Iterator[Path]:
     """As `replacing`, but a file that another process has made meanwhile stays. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
-    try:
+    with _beside(path) as temporary:
         yield temporary
         sync(temporary)
         with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
         sync(path.parent)
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A temporary name, which is gone afterwards."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
+    try:
+        yield temporary
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

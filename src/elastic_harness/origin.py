@@ -61,7 +61,7 @@ def find(text: str, *, weights_only: bool) -> Origin:
     """The origin that RUN[@VERSION] names: a folder or an id under runs/, and a version that it has a checkpoint of
     (default: the newest). Raises ConfigError if there is none."""
     run, version = _run_folder(text)
-    versions = _versions(run)
+    versions = versions_in(run)
     if not versions:
         raise ConfigError(f"{run} has no checkpoint to begin from; stop that run (which saves), or let it reach one")
     if version is None:
@@ -155,8 +155,8 @@ def _run_folder(text: str, *, must_exist: bool = True) -> tuple[Path, int | None
     return Path(name).resolve(), version
 
 
-def _versions(run: Path) -> list[int]:
-    """Versions that have a manifest, oldest first."""
+def versions_in(run: Path) -> list[int]:
+    """The versions of a run's checkpoints that have a manifest, oldest first."""
     found = (
         int(name[1])
         for path in (run / CHECKPOINTS).glob("step-*/manifest.json")

@@ -74,6 +74,29 @@ def test_the_leader_vanishes_and_another_host_leaves(hosts: Hosts, undisturbed: 
     hosts.finish(undisturbed(STEPS), staying)
 
 
+def test_a_fresh_host_alone_waits_for_those_with_checkpoints(hosts: Hosts, undisturbed: Weights) -> None:
+    """It began at step 0, and the checkpoints of hosts that had only rebooted were worth nothing any more."""
+    often = ("checkpoint.checkpoint_interval=2",)
+    for number in range(2):
+        hosts.launch(number, nodes="1:3", settings=often)
+    hosts.fill(2)
+    hosts.advance(4)
+    hosts.until(lambda: all(job.events("checkpoint_saved") for job in hosts.jobs.values()), "a checkpoint on each host")
+    for number in range(2):
+        hosts.network.hosts[number].kill_all()
+    hosts.launch(2, nodes="1:3", settings=often)
+    hosts.until(lambda: "has a checkpoint of this run" in hosts.status().get("waiting", ""), "the wait for others")
+    assert hosts.jobs[2].committed() == 0
+    for number in range(2):
+        hosts.network.hosts[number].heal()
+        hosts.launch(number, nodes="1:3", settings=often)
+    hosts.fill(3)
+    assert hosts.status()["lineage"] == 1
+    restored = [e["version"] for e in hosts.jobs[2].events("recovery") if e.get("version")]
+    assert restored and restored[0] >= 2
+    hosts.finish(undisturbed(STEPS), 0, 1, 2)
+
+
 @pytest.mark.soak
 def test_all_hosts_leave_at_once_and_go_on_later(hosts: Hosts, undisturbed: Weights) -> None:
     hosts.begin(2)

@@ -45,6 +45,19 @@ PATCHES = [
         shape=with_faults("store loses all", "kill node", "pause node"),
     ),
     Planted(
+        "a generation that the store has forgotten is waited for",
+        "reacts = boundary or not formed or member",
+        "reacts = boundary or member",
+        shape=Shape(8, 4, 20, 8),
+        first=3002251,
+    ),
+    Planted(
+        "whoever is first begins at zero",
+        "if begins and state.saved and not alone and _others_may_come(state, now):",
+        "if False:",
+        shape=Shape(8, 4, 30, 4, spare_nodes=2, kinds=("kill half",)),
+    ),
+    Planted(
         "the loss of a node is nobody's business",
         'self._lose(record["members"])',
         "pass",

@@ -165,7 +165,7 @@ class DigestBeforeAllReports(Model):
             return state, actions
         as_far = Report(generation.number, state.reports[0][1].version)
         everyone = tuple((m, dict(state.reports).get(m, as_far)) for m in generation.members)
-        state, more = core._form(replace(state, reports=everyone), generation)
+        state, more = core._form(replace(state, reports=everyone), generation, now)
         return state, actions + more
 
 

@@ -22,6 +22,7 @@ from elastic_harness.agent.kv import KeyValues
 from elastic_harness.agent.logs import WorkerLog
 from elastic_harness.agent.loop import ready
 from elastic_harness.errors import ConfigError
+from elastic_harness.origin import versions_in
 
 # ---- the loop
 
@@ -125,13 +126,13 @@ def test_setting_aside_never_overwrites(tmp_path: Path) -> None:
     assert len(targets) == 3 and all(t.is_dir() for t in targets)
 
 
-def test_the_newest_checkpoint_counts_only_with_its_manifest(tmp_path: Path) -> None:
-    assert folder.newest_checkpoint(tmp_path) is None
+def test_a_checkpoint_counts_only_with_its_manifest(tmp_path: Path) -> None:
+    assert versions_in(tmp_path) == []
     for name, whole in (("step-00000020", True), ("step-00000040", False), ("step-00000030.tmp-9", True)):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         if whole:
             (tmp_path / "checkpoints" / name / "manifest.json").write_text("{}")
-    assert folder.newest_checkpoint(tmp_path) == 20
+    assert versions_in(tmp_path) == [20]
 
 
 # ---- incident

@@ -26,6 +26,7 @@ from elastic_harness.membership.leader import (
     Publish,
     Ready,
     Reported,
+    Saved,
     Scaled,
     SlotFailed,
     State,
@@ -45,6 +46,7 @@ events: st.SearchStrategy[Event] = st.one_of(
     st.builds(Reported, members, reports),
     st.builds(Trouble, members, numbers, st.lists(members, max_size=3).map(tuple), st.booleans()),
     st.builds(Committed, st.integers(0, 3)),
+    st.builds(Saved, st.integers(0, 3)),
     st.builds(Finished, members, st.integers(1, 4)),
     st.builds(SlotFailed, members, st.integers(0, 2), st.integers(0, 2), st.sampled_from(get_args(poison.How))),
     st.builds(Overdue, members, st.integers(0, 2), st.floats(0, 9)),
@@ -258,3 +260,66 @@ def test_events_that_become_known_together_are_one_decision() -> None:
     (announced,) = actions
     assert isinstance(announced, leader.Announce) and announced.generation.members == ("c", "d")
     assert announced.generation.number == 2
+
+
+def lost_everything() -> State:
+    """The leader of a run on machines a and b, from which nobody is left, and c of which there is one fresh worker."""
+    state, _ = run(State(Limits(1, 8, 2, join_timeout_s=60.0)), Ready("a/w0"), Ready("b/w1"))
+    state, _ = run(state, Reported("a/w0", Report(1, -1)), Reported("b/w1", Report(1, -1)), Committed(0))
+    state, actions = run(state, Lost("a/w0"), Lost("b/w1"), Ready("c/w2"), now=10.0)
+    assert announced(actions)[-1] == ("c/w2",)
+    return state
+
+
+def announced(actions: list[Action]) -> list[tuple[str, ...]]:
+    return [action.generation.members for action in actions if isinstance(action, Announce)]
+
+
+def test_a_fresh_machine_alone_waits_for_those_with_checkpoints() -> None:
+    """It began at step 0, and the checkpoints of the machines that came back were of a history given up."""
+    state, _ = run(lost_everything(), Saved(4), now=10.0)
+    state, actions = run(state, Reported("c/w2", Report(state.number, -1)), now=11.0)
+    assert [type(action) for action in actions] == [Pause] and "--join-timeout" in state.paused
+    state, actions = run(state, Tick(), Scaled(3), Tick(), now=70.0)
+    assert not actions, "nothing is announced again and again meanwhile"
+    state, actions = run(state, Ready("a/w3"), now=70.5)
+    assert announced(actions) == [("c/w2", "a/w3")] and state.generation is not None and state.generation.urgent
+    told = (Reported("c/w2", Report(state.number, -1)), Reported("a/w3", Report(state.number, -1, checkpoints=(4,))))
+    state, actions = run(state, *told, now=71.5)
+    digest = next(action.digest for action in actions if isinstance(action, Publish))
+    assert (digest.version, digest.sources["a/w3"].kind) == (4, "restore")
+    assert state.stateless == () and state.stateless_at is None
+
+
+def test_those_without_anything_make_room() -> None:
+    """The fresh machine fills all places; the one with the checkpoints is in the next generation all the same."""
+    state, _ = run(lost_everything(), Saved(4), Scaled(1), now=10.0)
+    state, _ = run(state, Reported("c/w2", Report(state.number, -1)), now=11.0)
+    state, actions = run(state, Ready("a/w3"), now=12.0)
+    assert announced(actions) == [("a/w3",)]
+    state, actions = run(state, Reported("a/w3", Report(state.number, -1)), now=13.0)
+    assert [type(action) for action in actions] == [Pause], "it has nothing either: nobody changes places any more"
+    state, actions = run(state, Tick(), now=20.0)
+    assert not actions
+
+
+def test_the_wait_for_a_checkpoint_ends() -> None:
+    state, _ = run(lost_everything(), Saved(4), now=10.0)
+    state, _ = run(state, Reported("c/w2", Report(state.number, -1)), now=11.0)
+    state, actions = run(state, Tick(), now=71.5)
+    assert announced(actions) == [("c/w2",)]
+    state, actions = run(state, Reported("c/w2", Report(state.number, -1)), now=72.0)
+    digest, reason = next((action.digest, action.reason) for action in actions if isinstance(action, Publish))
+    assert digest.sources["c/w2"].kind == "init" and digest.lineage == 1 and "begin again at step 0" in reason
+
+
+def test_nobody_waits_for_a_checkpoint_that_was_never_saved() -> None:
+    state = lost_everything()
+    _, actions = run(state, Reported("c/w2", Report(state.number, -1)), now=11.0)
+    assert any(isinstance(action, Publish) for action in actions)
+
+
+def test_one_machine_waits_for_nobody() -> None:
+    state, _ = run(formed(1), Committed(0), Saved(1), Lost("w0"), Ready("w1"))
+    _, actions = run(state, Reported("w1", Report(2, -1)))
+    assert any(isinstance(action, Publish) for action in actions)

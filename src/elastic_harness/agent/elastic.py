@@ -30,6 +30,7 @@ from elastic_harness.membership.leading import Known, Values
 from elastic_harness.membership.poison import evidence
 from elastic_harness.membership.reconcile import worth_telling
 from elastic_harness.membership.types import Generation, Limits, Report
+from elastic_harness.origin import versions_in
 
 TICK_S = 0.05
 WAITING_NOTICE_S = 5.0
@@ -58,7 +59,8 @@ class ElasticRun:
             options.join_timeout_s,
             min_nodes=options.min_nodes,
         )
-        known = Known(records.number, records.born, records.lineage, records.from_step)
+        saved = bool(versions_in(agent.folder.path))
+        known = Known(records.number, records.born, records.lineage, records.from_step, saved)
         self.agreement = _agreement(agent, self._limits, known, self._carry_out, self._deliver)
         self._cuts = Cuts(agent, self.agreement.node)
         self._generation: Generation | None = None
@@ -207,6 +209,9 @@ class ElasticRun:
         self._refill(delay_s=delay_s or 0.0, after_loss=True)
         self._report(worker, self._what_was_done(worker, delay_s, why), cause, error)
         self._check_hopeless()
+
+    def on_saved(self, step: int) -> None:
+        self.agreement.tell(leader.Saved(step))
 
     def on_tick(self, now: float) -> None:
         if now - self._ticked_at < TICK_S:

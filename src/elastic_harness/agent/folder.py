@@ -134,13 +134,3 @@ def locked(path: Path) -> bool:
         return True
     finally:
         os.close(descriptor)
-
-
-def newest_checkpoint(path: Path) -> int | None:
-    """The version of the newest checkpoint folder that has a manifest (its validity is the workers' to check)."""
-    versions = [
-        int(manifest.parent.name[5:])
-        for manifest in (path / "checkpoints").glob("step-*/manifest.json")
-        if manifest.parent.name[5:].isdigit()
-    ]
-    return max(versions, default=None)

@@ -20,7 +20,7 @@ from elastic_harness.agent import worker as workers
 from elastic_harness.agent.console import Console
 from elastic_harness.agent.control import ControlServer
 from elastic_harness.agent.environment import base_environment
-from elastic_harness.agent.folder import RunFolder, newest_checkpoint
+from elastic_harness.agent.folder import RunFolder
 from elastic_harness.agent.forks import ForkServer, become_child_subreaper, reap_orphans, uses_our_api
 from elastic_harness.agent.hangs import Hang, HangWatch
 from elastic_harness.agent.options import LaunchOptions
@@ -37,6 +37,7 @@ from elastic_harness.errors import (
 )
 from elastic_harness.events import SCHEMA, passed_over
 from elastic_harness.messages import TO_AGENT, check
+from elastic_harness.origin import versions_in
 
 TICK_S = 0.05
 POLL_S_MIN = 0.002
@@ -69,6 +70,9 @@ class Supervisor(Protocol):
 
     def on_exit(self, worker: Worker) -> None:
         """The worker has ended and was reaped; its log is complete."""
+
+    def on_saved(self, step: int) -> None:
+        """A checkpoint was saved to disk on this node."""
 
     def on_tick(self, now: float) -> None: ...
     def stop(self, outcome: Outcome) -> None:
@@ -178,7 +182,7 @@ class Agent:
             seed=record.get("fingerprint", {}).get("run.seed"),
             nproc=self.options.workers,
             argv=record.get("argv"),
-            resumed_from_step=newest_checkpoint(self.folder.path) if self.records.born else None,
+            resumed_from_step=max(versions_in(self.folder.path), default=None) if self.records.born else None,
         )
 
     def _close(self) -> int:
@@ -328,6 +332,7 @@ class Agent:
         """What the writer, or a worker that saves, says of checkpoints."""
         if event == "checkpoint_saved":
             self.records.sync()
+            self.supervisor.on_saved(fields["step"])
         if event in ("checkpoint_saved", "checkpoint_uploaded"):
             self.checkpoints[event.removeprefix("checkpoint_")] = fields["step"]
         self.records.event(event, **fields)

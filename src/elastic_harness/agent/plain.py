@@ -116,6 +116,9 @@ class PlainRun:
         if self.agent.outcome is None and not others and not self._due:
             self._on_all_ended()
 
+    def on_saved(self, step: int) -> None:
+        pass
+
     def on_tick(self, now: float) -> None:
         if self.agent.outcome is None:
             self._spawn_due()

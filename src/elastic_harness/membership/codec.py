@@ -19,7 +19,8 @@ _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         types.Generation, types.Report, types.Source, types.Digest, types.Limits, leader.State,
-        leader.Ready, leader.Lost, leader.Reported, leader.Trouble, leader.Committed, leader.Finished,
+        leader.Ready, leader.Lost, leader.Reported, leader.Trouble, leader.Committed, leader.Saved,
+        leader.Finished,
         leader.SlotFailed, leader.Overdue, leader.Unfit, leader.Scaled, leader.Leaving, leader.StopAsked,
         leader.Announce, leader.Publish, leader.Pause, leader.Evict, leader.Poison, leader.Done, leader.Stop,
     )

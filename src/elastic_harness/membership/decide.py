@@ -20,7 +20,7 @@ class View:
     to be let go at the next step boundary. first_ready_at: when the first member became ready (for the join timeout of
     the first generation). veterans: members that hold the state. apart: pairs of nodes whose network is cut. unheard:
     nodes of the current generation that are cut from others of it and have not said anything since; heard_out: they had
-    the time to."""
+    the time to. stateless: members that have neither state nor a checkpoint, while somebody who has may still come."""
 
     current: Generation | None
     ready: tuple[str, ...]
@@ -33,6 +33,7 @@ class View:
     apart: frozenset[frozenset[str]] = frozenset()
     unheard: frozenset[str] = frozenset()
     heard_out: bool = True
+    stateless: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     planned removal waits for a step boundary. Once anyone has finished nobody is admitted and the
     minimum no longer applies: the rest only has to catch up. Members that cannot talk to each other are separated,
     unless too few would remain: then they try again, the link may have healed. Nodes whose network is known to be cut
-    are kept apart in any case.
+    are kept apart in any case. Members without anything to go on from make room for others, and wait for them.
     """
     ready = set(view.ready)
     survivors = [m for m in view.current.members if m in ready] if view.current else []
@@ -68,7 +69,9 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     if doubtful:
         together = on_connected_nodes([m for m in candidates if node_of(m) not in view.unheard], view)
     connected = mutually_connected(together, view.broken) if view.broken else together
-    wanted = (connected if len(connected) >= least else together)[:most]
+    able = connected if len(connected) >= least else together
+    chosen = set(sorted(able, key=lambda m: m in view.stateless)[:most])
+    wanted = [m for m in able if m in chosen]
 
     cuts = sorted(" and ".join(sorted(pair)) for pair in view.apart if pair <= {node_of(m) for m in candidates})
     why = f"; the network is cut between {', '.join(cuts[:CUTS_NAMED])}" if cuts else ""
@@ -84,6 +87,10 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
         if left_s > 0:
             patience = f"the others have {limits.join_timeout_s:.0f} s to join"
             return None, f"waiting: {len(wanted)} of {limits.target} workers are ready, {patience}"
+
+    if view.stateless.issuperset(wanted):
+        patience = f"they have {limits.join_timeout_s:.0f} s (--join-timeout), then the run begins again at step 0"
+        return None, f"waiting: no node that is ready has a checkpoint of this run; others may: {patience}"
 
     members = tuple(wanted)
     if view.current is not None and members == view.current.members and not view.reform:

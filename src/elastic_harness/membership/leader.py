@@ -69,6 +69,14 @@ class Committed:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """A checkpoint was saved: from now on the run does not begin at zero before those who can read it had time to
+    come."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class Finished:
     """A member committed the last step, or holds it after a recovery: said once in every generation."""
 
@@ -137,6 +145,7 @@ Event = (
     | Reported
     | Trouble
     | Committed
+    | Saved
     | Finished
     | SlotFailed
     | Overdue
@@ -167,7 +176,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class Pause:
-    """Too few members: those left abort what they do and wait with their state alive."""
+    """Too few members, or none who can go on: those left abort what they do and wait with their state alive."""
 
     reason: str
 
@@ -215,11 +224,14 @@ class State:
     """Everything the leader knows. `number` is the last generation number ever used, `born` whether any step was
     ever committed (then nobody starts silently from zero), `veterans` who of the newest generation that was formed is
     known to hold the state. `apart`: when two nodes were last seen to be cut from each other. `overdue`: steps that
-    members were ended in, and the longest deadline that one had there."""
+    members were ended in, and the longest deadline that one had there. `saved`: whether any checkpoint was ever saved.
+    `stateless`: members that reported neither state nor a checkpoint while nobody had any, the first at
+    `stateless_at`."""
 
     limits: Limits
     number: int = 0
     born: bool = False
+    saved: bool = False
     lineage: int = 0
     from_step: int = 0
     ready: tuple[str, ...] = ()
@@ -241,6 +253,8 @@ class State:
     trouble_at: float | None = None
     trouble_in: int = 0
     leaving: tuple[str, ...] = ()
+    stateless: tuple[str, ...] = ()
+    stateless_at: float | None = None
     done: bool = False
 
 
@@ -349,6 +363,8 @@ def _take(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
                 draft.state = replace(state, trouble_at=first_at, trouble_in=max(state.trouble_in, generation))
         case Committed():
             draft.state = replace(state, born=True)
+        case Saved():
+            draft.state = replace(state, saved=True)
         case Finished(member, version):
             if member in draft.ready:
                 draft.finished.pop(member, None)
@@ -438,7 +454,7 @@ def _advance(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
             return state, actions
     current = state.generation
     if current and not state.formed and not state.paused and len(state.reports) == len(current.members):
-        return _form(state, current)
+        return _form(state, current, now)
     return state, ()
 
 
@@ -467,6 +483,7 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         apart=apart,
         unheard=_unheard(state, apart),
         heard_out=state.trouble_at is None or now >= state.trouble_at + HEARING_S,
+        stateless=frozenset(state.stateless if _others_may_come(state, now) else ()),
     )
     decision, reason = decide(now, view, state.limits)
     if decision is None:
@@ -502,10 +519,21 @@ def _unheard(state: State, apart: frozenset[frozenset[str]]) -> frozenset[str]:
     return frozenset(node for pair in apart if pair <= inside for node in pair if node not in spoke)
 
 
-def _form(state: State, generation: Generation) -> tuple[State, tuple[Action, ...]]:
+def _others_may_come(state: State, now: float) -> bool:
+    """Whether it is too early to begin at zero, though nobody here has anything: others may have a checkpoint."""
+    return state.stateless_at is None or now < state.stateless_at + state.limits.join_timeout_s
+
+
+def _form(state: State, generation: Generation, now: float) -> tuple[State, tuple[Action, ...]]:
     digest, reason = reconcile(
         generation, dict(state.reports), born=state.born, lineage=state.lineage, from_step=state.from_step
     )
+    alone = all(node_of(m) == "" for m in generation.members)
+    begins = any(source.kind == "init" for source in digest.sources.values())
+    if begins and state.saved and not alone and _others_may_come(state, now):
+        stateless_at = now if state.stateless_at is None else state.stateless_at
+        stateless = tuple(dict.fromkeys((*state.stateless, *generation.members)))
+        return _propose(replace(state, stateless=stateless, stateless_at=stateless_at), now, True)
     digest = replace(digest, overdue=tuple(pair for pair in state.overdue if pair[0] >= digest.version))
     state = replace(
         state,
@@ -519,5 +547,7 @@ def _form(state: State, generation: Generation) -> tuple[State, tuple[Action, ..
         lineage=digest.lineage,
         from_step=digest.from_step,
         overdue=digest.overdue,
+        stateless=(),
+        stateless_at=None,
     )
     return state, (Publish(digest, reason),)

@@ -52,7 +52,7 @@ class Leading:
         self._settled: leader.State | None = None  # in which nothing follows from time alone
         self._actions: list[tuple[int, Any]] = []  # encoded
         self._count = 0  # of all actions ever
-        self._published: tuple[int, dict[str, str], list[str]] = (0, {}, [])  # of the last decision
+        self._published: tuple[int, dict[str, str], list[str], Known] = (0, {}, [], Known())  # of the last decision
         self._published_taken: dict[str, int] = {}
         self._overdue = False  # whether a record holds many events that were read
         self._values: dict[int, dict[str, str]] = {}
@@ -190,17 +190,20 @@ class Leading:
         """The decision to publish, if there is anything new."""
         self.step(now)
         damaged = sorted(self._given_up.union(self._damaged))
-        news = (self._count, self._excluded, damaged)
-        if self.state is None or (self._published == news and not self._overdue):
+        if self.state is None:
             return None
-        self._published, self._overdue = (self._count, dict(self._excluded), damaged), False
+        known = Known.of(self.state)
+        news = (self._count, self._excluded, damaged, known)
+        if self._published == news and not self._overdue:
+            return None
+        self._published, self._overdue = (self._count, dict(self._excluded), damaged, known), False
         self._published_taken = dict(self._taken)
         generation = self.state.generation
         return {
             "origin": self._origin,
             "now": now,
             "state": encode(self.state),
-            "known": vars(Known.of(self.state)),
+            "known": vars(known),
             "about": self._about,
             "generation": generation.number if generation is not None else None,
             "members": list(generation.members) if generation is not None else None,
@@ -263,14 +266,16 @@ class Leading:
         self._published_taken = dict(self._taken)
         self._actions = [(number, action) for number, action in decision["actions"]]
         self._count = decision["count"]
-        self._published = (self._count, {}, [])
+        self._published = (self._count, {}, [], Known(**decision["known"]))
         state: leader.State = decode(decision["state"])
         if state.done:
             return self._begin_another(Known.of(_perhaps_born(state)), now)
         later = now - decision["now"]
         trouble_at = None if state.trouble_at is None else state.trouble_at + later
+        stateless_at = None if state.stateless_at is None else state.stateless_at + later
         apart = tuple((at + later, a, b) for at, a, b in state.apart)
-        state = replace(state, first_ready_at=state.first_ready_at + later, trouble_at=trouble_at, apart=apart)
+        state = replace(state, trouble_at=trouble_at, stateless_at=stateless_at, apart=apart)
+        state = replace(state, first_ready_at=state.first_ready_at + later)
         self.state = _perhaps_born(state)
         self._follow(list(self._records))
 

@@ -308,6 +308,10 @@ class Node:
                 return
             case leader.Committed():
                 self.known = replace(self.known, born=True)
+            case leader.Saved() if self.known.saved:
+                return
+            case leader.Saved():
+                self.known = replace(self.known, saved=True)
             case leader.Ready(member):
                 self._members[member] = None
             case leader.Lost(member):

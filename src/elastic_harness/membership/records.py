@@ -18,22 +18,24 @@ from elastic_harness.membership.codec import decode, from_text
 
 @dataclass(frozen=True)
 class Known:
-    """What outlives the store: the last generation number ever used, whether any step was ever committed, and which
-    history the run is in."""
+    """What outlives the store: the last generation number ever used, whether any step was ever committed, whether any
+    checkpoint was ever saved, and which history the run is in."""
 
     number: int = 0
     born: bool = False
     lineage: int = 0
     from_step: int = 0
+    saved: bool = False
 
     @staticmethod
     def of(state: leader.State) -> Known:
-        return Known(state.number, state.born, state.lineage, state.from_step)
+        return Known(state.number, state.born, state.lineage, state.from_step, state.saved)
 
     def and_also(self, other: Known) -> Known:
         """What both together know."""
         newest = max(self, other, key=lambda known: (known.lineage, known.from_step))
-        return Known(max(self.number, other.number), self.born or other.born, newest.lineage, newest.from_step)
+        number, born, saved = max(self.number, other.number), self.born or other.born, self.saved or other.saved
+        return Known(number, born, newest.lineage, newest.from_step, saved)
 
 
 Values = Mapping[int, Mapping[str, str]]

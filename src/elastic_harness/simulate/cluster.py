@@ -165,7 +165,7 @@ class Cluster:
 
     def check_digest(self, world: World, before: core.State, digest: Digest) -> None:
         kinds = {source.kind for source in digest.sources.values()}
-        newest, begun_at = max(((lineage, from_step) for lineage, from_step, _ in world.ledger), default=(-1, 0))
+        newest = max((lineage for lineage, _, _ in world.ledger), default=-1)
         if not kinds.isdisjoint(("init", "restore")) and digest.lineage <= newest:
             raise Violation("silent restart", f"{digest} although {sorted(world.ledger)} were committed")
         if digest.from_step > 0 and digest.lineage == 0:
@@ -174,10 +174,14 @@ class Cluster:
             w = world.workers[index_of(member)]
             if w.up and not w.fenced and w.lineage == digest.lineage and w.version > digest.version:
                 raise Violation("state given up", f"{member} has version {w.version}: {digest}")
-            readable = self.restorable(world, index_of(member))
-            stored = [version for version, of in readable if of == newest or version <= begun_at]
+            stored = self.on_history(world, self.restorable(world, index_of(member)))
             if "init" in kinds and stored and digest.lineage == newest + 1:
                 raise Violation("checkpoint given up", f"{member} has {stored}: {digest}")
+
+    def on_history(self, world: World, checkpoints: tuple[tuple[int, int], ...]) -> list[int]:
+        """The versions of those that the run has not gone on without."""
+        newest, begun_at = max(((lineage, from_step) for lineage, from_step, _ in world.ledger), default=(-1, 0))
+        return [version for version, lineage in checkpoints if lineage == newest or version <= begun_at]
 
     def check_value(self, w: Worker, who: int) -> None:
         right = canonical(w.version, self.size.lanes)

@@ -11,14 +11,16 @@ import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic_harness.membership import leader as core
 from elastic_harness.membership import node as nodes
+from elastic_harness.membership.codec import decode
 from elastic_harness.membership.leading import HISTORY, Known
 from elastic_harness.membership.node import Node
+from elastic_harness.membership.records import read_decision
 from elastic_harness.membership.store import EmbeddedStore, Put, Watch
 from elastic_harness.membership.types import Digest, Limits
 from elastic_harness.simulate.cluster import Size, index_of
@@ -39,6 +41,7 @@ AHEAD_S_MAX, FASTER_MAX = 1e4, 0.05  # no two nodes' clocks agree, nor do they r
 LASTING = (1, 1, 1, 5)  # some faults outlast a stop and a start
 AWAY_S_MAX = 2.0  # nobody is waited for any longer when the store has lost everything: what only they know is lost
 GRACE_S = 1.0  # that a node has for leaving
+JOIN_S = 1.0  # that others have to join
 NOTICED_S = 4.0  # after which whatever befell a node has been dealt with
 CHECKPOINT_EVERY = (3, 8)  # steps
 QUIET_S = 60.0 + core.APART_S  # after the last fault: so long the job may take to get done
@@ -137,6 +140,7 @@ class Simulation(Workers):
         self.node_count = node_count
         self.store_up = True
         self._away_since = self._away_s = 0.0
+        self._without_since: float | None = None  # members had neither state nor a checkpoint
         self.store = EmbeddedStore(lambda: self.store_clock)
         self.done = False
         self._trace: deque[tuple[float, int, str, object]] = deque(maxlen=TRACE_MAX)
@@ -144,12 +148,12 @@ class Simulation(Workers):
         self._sequence = itertools.count()
         self._home: list[int] = []  # of each worker
         self._names: list[str] = []
-        self._announced: dict[int, tuple[str, ...]] = {}
-        self._published: dict[int, int] = {}
+        self._announced: dict[tuple[str, int], tuple[str, ...]] = {}  # by history and generation
+        self._published: dict[tuple[str, int], Digest] = {}
         self._cuts: set[frozenset[int]] = set()
         self._told: list[core.Event] = []
         least, most = least_nodes * per_node, (node_count - spare_nodes) * per_node
-        self._limits = Limits(least, most, least, join_timeout_s=1.0, min_nodes=least_nodes)
+        self._limits = Limits(least, most, least, join_timeout_s=JOIN_S, min_nodes=least_nodes)
         self._unable: World | None = None  # nobody was able to do anything in it …
         self._unable_at = -1  # … when there had been so many changes
         self._connects: dict[int, tuple[int, float]] = {}  # by worker: in which generation, since when
@@ -234,6 +238,9 @@ class Simulation(Workers):
         clock = host.ahead_s + self.now * (1 + host.faster)
         self._carry_out(number, host.node.take_all(told, clock))
         host.known, host.history = host.node.known, host.node.history
+        led = host.node.state
+        if led is not None and led.stateless_at is not None and self._without_since is None:
+            self._without_since = self.now
 
     @property
     def trace(self) -> list[str]:
@@ -370,6 +377,9 @@ class Simulation(Workers):
             except ValueError:
                 applied, revision = False, 0  # the lease has ended
             told = nodes.Wrote(write.number, revision) if applied else nodes.Refused(write.number)
+            for key, value in write.entries if applied else ():
+                if key == nodes.DECISION:
+                    self._decided(read_decision(value))
             self._pass_changes()
             lost, host.loses_answer = host.loses_answer, False
             if lost:
@@ -416,7 +426,7 @@ class Simulation(Workers):
         """Every node saves for itself."""
         host, w = self.hosts[self._home[who]], world.workers[who]
         host.checkpoints = kept_with(host.checkpoints, w.version, w.lineage)
-        return world
+        return self.lead(world, self.event(core.Saved(w.version)))
 
     def restorable(self, world: World, who: int) -> tuple[tuple[int, int], ...]:
         return self.hosts[self._home[who]].checkpoints
@@ -513,12 +523,12 @@ class Simulation(Workers):
 
     def _act_for(self, number: int, action: core.Action) -> None:
         """Carry out an action for the workers of one node."""
-        living = [who for who in self.hosts[number].workers if self.world.workers[who].up]
+        host = self.hosts[number]
+        living = [who for who in host.workers if self.world.workers[who].up]
         match action:
             case core.Announce(generation):
-                known = self._announced.setdefault(generation.number, generation.members)
-                if known != generation.members:
-                    raise Violation("generation number reused", f"{generation} and {known}")
+                if generation.members not in self._announced.values():
+                    raise Violation("not published", f"{generation}")
                 members = tuple(map(index_of, generation.members))
                 for who in living:
                     if self.world.workers[who].told or who in members:
@@ -529,16 +539,11 @@ class Simulation(Workers):
                         self.hosts[number].addresses.setdefault(generation.number, set()).add(self.name(who))
                         self._tell_node(number, nodes.Offered(generation.number, self.name(who), "where it is"))
             case core.Publish(digest, _):
-                known_digest = self._published.setdefault(digest.generation, len(self.digests))
-                if known_digest == len(self.digests):
-                    self.check_digest(self.world, core.State(self._limits), digest)
-                    self.digests.append(digest)
-                    self._check_kept(digest)
-                elif self.digests[known_digest] != digest:
-                    raise Violation("two digests", f"{digest} and {self.digests[known_digest]}")
+                if digest not in self.digests:
+                    raise Violation("not published", f"{digest}")
                 for who in living:
                     if self.name(who) in digest.sources:
-                        self._tell(who, ("digest", known_digest))
+                        self._tell(who, ("digest", self.digests.index(digest)))
             case core.Pause():
                 for who in living:
                     if self.world.workers[who].told:
@@ -550,7 +555,6 @@ class Simulation(Workers):
                 self.check_done(self.world, version)
                 self.done = True
             case core.Stop():
-                host = self.hosts[number]
                 if not host.leaving:
                     self.after(GRACE_S, lambda life=host.life: self._kill(number, life))  # type: ignore[misc]
                 host.leaving = True
@@ -560,10 +564,39 @@ class Simulation(Workers):
                     else:
                         self._do(who, self.die)
 
+    def _decided(self, decision: Mapping[str, Any]) -> None:
+        """A decision is in the store. It is carried out some time, also if it is out of date by then; what it has to
+        satisfy it has to satisfy now."""
+        history = decision["about"].get(HISTORY, "")
+        for action in (decode(action) for _, action in decision["actions"]):
+            match action:
+                case core.Announce(generation):
+                    known = self._announced.setdefault((history, generation.number), generation.members)
+                    if known != generation.members:
+                        raise Violation("generation number reused", f"{generation} and {known}")
+                case core.Publish(digest, _):
+                    published = self._published.setdefault((history, digest.generation), digest)
+                    if published != digest:
+                        raise Violation("two digests", f"{digest} and {published}")
+                    if digest not in self.digests:
+                        self.check_digest(self.world, core.State(self._limits), digest)
+                        self.digests.append(digest)
+                        self._check_kept(digest)
+
     def _check_kept(self, digest: Digest) -> None:
-        """Nobody begins again while somebody who could take part has the state."""
-        if all(source.kind not in ("init", "restore") for source in digest.sources.values()):
+        """Nobody begins again while somebody who could take part has the state, nor at zero before a host with a
+        checkpoint had time to come."""
+        since, self._without_since = self._without_since, None
+        kinds = {source.kind for source in digest.sources.values()}
+        if kinds.isdisjoint(("init", "restore")):
             return
+        waited = since is not None and self.now > since + JOIN_S / 2
+        saved = any(host.up and host.node.state is not None and host.node.state.saved for host in self.hosts)
+        if "init" in kinds and saved and not waited:
+            asked = {self._home[index_of(member)] for member in digest.sources}
+            for number, host in enumerate(self.hosts):
+                if number not in asked and self.on_history(self.world, host.checkpoints):
+                    raise Violation("checkpoint given up", f"n{number} has {host.checkpoints}: {digest}")
         for who, w in enumerate(self.world.workers):
             host = self.hosts[self._home[who]]
             well = host.up and not host.paused and not host.leaving and self.now - host.well_since > NOTICED_S
