@@ -130,14 +130,15 @@ def _walk(folder: Path, excluded: frozenset[str] = frozenset()) -> Iterator[Path
     def unreadable(error: OSError) -> None:
         raise ConfigError(f"The corpus folder {error.filename} cannot be read: {error.strerror}.")
 
-    found: list[tuple[tuple[str, ...], Path]] = []
+    found: list[tuple[list[str], str]] = []
+    base = os.path.join(folder, "")
     for root, folders, names in os.walk(folder, onerror=unreadable):
         folders[:] = [d for d in folders if d not in excluded and not d.startswith(".")]
         for name in names:
-            file = Path(root, name)
-            if not name.startswith(".") and file.is_file() and file.stat().st_size > 0:
-                found.append((file.relative_to(folder).parts, file))
-    return (file for _, file in sorted(found))
+            file = os.path.join(root, name)
+            if not name.startswith(".") and os.path.isfile(file) and os.path.getsize(file) > 0:
+                found.append((file.removeprefix(base).split(os.sep), file))
+    return (Path(file) for _, file in sorted(found))
 
 
 def _is_text(file: Path) -> bool:
@@ -174,7 +175,8 @@ def _listing_key(files: list[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
         status = file.stat()
-        digest.update(f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+        line = f"{os.path.abspath(file)}\0{status.st_size}\0{status.st_mtime_ns}\n"
+        digest.update(line.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
 

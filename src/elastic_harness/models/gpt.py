@@ -121,7 +121,7 @@ class GPT(nn.Module):
             else:
                 into_stream = name.endswith(("attention.out.weight", "mlp_out.weight"))
                 values = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(values * (0.02 * scale if into_stream else 0.02))
+                parameter.copy_(values.mul_(0.02 * scale if into_stream else 0.02))
 
 
 def _rotary_angles(length: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
