@@ -20,12 +20,14 @@ from benchmarks import (
     order,
     recovery,
     scale,
+    start,
     throughput,
 )
 from benchmarks.common import say
 
 QUICK: dict[str, list[str]] = {
     "recovery": ["--rounds=1", "--kills=2", "--variant-rounds=1", "--max-wait-steps=3"],
+    "start": ["--rounds=1", "--workers=2"],
     "node_loss": ["--quick"],
     "throughput": ["--pairs=4", "--workers=2", "--cases=3M,30M"],
     "exactness": ["--quick"],
@@ -42,6 +44,7 @@ QUICK: dict[str, list[str]] = {
 }
 BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "recovery": recovery.main,
+    "start": start.main,
     "node_loss": node_loss.main,
     "throughput": throughput.main,
     "exactness": exactness.main,

@@ -210,6 +210,10 @@ def targets(results: dict[str, Any], workers: int) -> dict[str, Any]:
             full = ours["back_to_full_size_s"].get(key, {})
             if full.get("n"):
                 out[f"full_size_with_warm_spare_s_median ({key})"] = target(full["median"], 1.0)
+    forked = results.get("ours_without_spare", {}).get("back_to_full_size_s", {}).get("joined", {})
+    if forked.get("n"):
+        out["full_size_without_spare_s_median"] = target(forked["median"], 0.6)
+        out["full_size_without_spare_s_worst"] = target(forked["max"], 1.0)
     emulated = results.get("ours_emulated_compute")
     if emulated and emulated["rto_s"]["n"] and workers > 1:
         step = emulated["healthy_step_s"]["median"]
@@ -235,6 +239,7 @@ def makers(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[int],
         "torchft": lambda r: (Torchft(scratch / f"torchft-{r}", workers, CONFIG, quick), signal.SIGKILL),
         "torchrun": lambda r: (Torchrun(scratch / f"torchrun-{r}", workers, CONFIG, quick), signal.SIGKILL),
         "ours_without_spare": ours("ours_without_spare", spares=0),
+        "ours_without_fork_server": ours("ours_without_fork_server", spares=0, options=("--no-fork-server",)),
         "ours_emulated_compute": ours("ours_emulated_compute", config=EMULATED, program=script),
         "ours_sigstop": ours("ours_sigstop", fault=signal.SIGSTOP),
     }

@@ -265,12 +265,13 @@ class Ours:
         spares: int = 1,
         program: Sequence[str] = BUILTIN_TRAINER,
         name: str = "ours",
+        options: Sequence[str] = (),
     ) -> None:
         self.folder, self.workers, self.name, self.spares = folder, workers, name, spares
         folder.mkdir(parents=True, exist_ok=True)
         self.run_dir = folder / "run"
         self.settings: dict[str, Any] = {
-            "arguments": ["launch", "--standalone", f"--nproc-per-node={workers}", f"--spares={spares}"],
+            "arguments": ["launch", "--standalone", f"--nproc-per-node={workers}", f"--spares={spares}", *options],
             "program": [*program, "--config", config.name, *overrides],
         }
         self._argv = [

@@ -7,6 +7,7 @@ environment, descriptors and command line of a worker and becomes it.
 
     agent → server   import {modules} · fork {count}
     server → agent   ready {files} · unsafe {module, why} · blank {} (with the end of its connection)
+                     refused {count, why}: so many were not forked
     blank → agent    pid
     agent → blank    order {command, environment, descriptors, niceness} (with the descriptors)
 """
@@ -17,6 +18,7 @@ import argparse
 import builtins
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import importlib.machinery
@@ -59,6 +61,7 @@ def main() -> None:
     parser.add_argument("--control", type=int, required=True, help="the descriptor of the connection to the agent")
     given = parser.parse_args()
     sys.path.pop(0)  # the folder this was started in: whose it is depends on the command of the worker
+    gc.disable()  # while it imports, which makes no garbage worth looking for
     order = serve(socket.socket(fileno=given.control), os.getppid())
     become(order)
 
@@ -79,12 +82,15 @@ def serve(control: socket.socket, agent_pid: int) -> Order:
             if unsafe is not None:
                 channel.send({"type": "unsafe", "module": unsafe[0], "why": unsafe[1]})
                 os._exit(0)  # what it has started cannot be undone
-            gc.collect()
             gc.freeze()  # so that a collection in a child does not touch, and thereby copy, what is shared
             channel.send({"type": "ready", "files": loaded_files()})
         elif message["type"] == "fork":
-            for _ in range(message["count"]):
-                order = fork_blank(control, agent_pid)
+            for done in range(message["count"]):
+                try:
+                    order = fork_blank(control, agent_pid)
+                except OSError as error:
+                    channel.send({"type": "refused", "count": message["count"] - done, "why": str(error.strerror)})
+                    break
                 if order is not None:
                     return order
 
@@ -105,23 +111,35 @@ def preload(modules: Iterable[str]) -> tuple[str, str] | None:
 
 
 def fork_blank(control: socket.socket, agent_pid: int) -> Order | None:
-    """Fork a blank that is the agent's child, and tell the agent. Returns None here, and its order in the blank."""
+    """Fork a blank that is the agent's child, and tell the agent. Returns None here, and its order in the blank.
+    Raises OSError, here alone, if there is no room for another process."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with mine, theirs:
+        if not _fork_orphan():
+            socket.send_fds(control, [wire.encode({"type": "blank"})], [mine.fileno()])
+            return None
+        agent = theirs.dup()
+    control.close()
+    _become_child_of(agent_pid)
+    return wait_for_order(agent)
+
+
+def _fork_orphan() -> bool:
+    """Fork a process whose parent has ended; whether this is it. Raises OSError, in the old process alone."""
     sys.stdout.flush()
     sys.stderr.flush()
     between = os.fork()
     if between:
-        theirs.close()
-        os.waitpid(between, 0)
-        socket.send_fds(control, [wire.encode({"type": "blank"})], [mine.fileno()])
-        mine.close()
-        return None
-    if os.fork():
-        os._exit(0)
-    control.close()
-    mine.close()
-    _become_child_of(agent_pid)
-    return wait_for_order(theirs)
+        _, status = os.waitpid(between, 0)
+        if status:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return False
+    try:
+        if os.fork():
+            os._exit(0)
+    except OSError:
+        os._exit(1)
+    return True
 
 
 # ---- a blank
@@ -179,6 +197,7 @@ def become(order: Order) -> None:
     if numpy is not None:
         numpy.random.seed()  # from the system, as at its import; the standard library does so by itself
     failpoints.arm()
+    gc.enable()
     run_program(order.command)
 
 

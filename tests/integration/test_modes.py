@@ -93,7 +93,7 @@ def test_forked_workers_end_on_the_same_weights(tmp_path: Path, alone: dict[str,
         run,
         OWN_LOOP,
         *STEPS,
-        options=("--nproc-per-node", 2, "--fork-server"),
+        options=("--nproc-per-node", 2),
         **failing("slot.backward member=w1-1 step=12 kill"),
     )
     assert ended.returncode == 0, said(ended)

@@ -34,6 +34,26 @@ def state():
 if __name__ == "__main__":
     print(json.dumps(state()))
 """
+SCARCE = """
+import errno, os
+fork, server = os.fork, os.getpid()
+def scarce():
+    if os.path.exists({full!r}) and (os.getpid() == server) == ({which} == 0):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return fork()
+os.fork = scarce
+"""
+MORTAL = """
+import os, signal, sys
+server = sys.modules["__main__"]
+become = server._become_child_of
+def die(agent_pid):
+    if os.path.exists({deadly!r}):
+        os.unlink({deadly!r})
+        os.kill(os.getpid(), signal.SIGKILL)
+    become(agent_pid)
+server._become_child_of = die
+"""
 
 
 class Loop:
@@ -56,6 +76,7 @@ class Loop:
         end = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < end, f"waited for {what}; told {self.told}"
+            self.server.tick()
             for key, mask in self.selector.select(0.05):
                 if key.fd in self.selector.get_map():
                     key.data(mask)
@@ -269,6 +290,84 @@ def test_a_server_that_cannot_start_is_done_without(
     loop.until(lambda: loop.server._process is None, "that it is given up")
     assert not loop.server.preparing and loop.server.take() is None
     assert "workers start without the fork server" in loop.told[-1]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["the server", "the one in between"])
+def test_a_full_process_table_is_waited_out(
+    which: int, loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers are not waited for meanwhile: they are started as ever, or that fails as ever."""
+    monkeypatch.setattr(forks, "REFUSED_S", 0.2)
+    full, script = tmp_path / "full", tmp_path / "script.py"
+    full.touch()
+    script.write_text("print('here')\n")
+    (tmp_path / "scarce.py").write_text(SCARCE.format(full=str(full), which=which))
+    start(loop, "scarce", path=tmp_path)
+    loop.until(lambda: len(loop.told) >= 2, "that it is said twice")
+    assert all("cannot fork: Resource temporarily unavailable" in told for told in loop.told)
+    assert not loop.server.preparing and loop.server.take() is None
+    assert loop.server._process is not None, "the server lives"
+    full.unlink()
+    loop.until(lambda: loop.server.ready, "a blank")
+    assert loop.run(script).stdout == "here\n"
+
+
+def test_a_child_that_dies_before_it_has_told_its_pid_is_replaced(loop: Loop, tmp_path: Path) -> None:
+    deadly, script = tmp_path / "deadly", tmp_path / "script.py"
+    deadly.touch()
+    script.write_text("print('here')\n")
+    (tmp_path / "mortal.py").write_text(MORTAL.format(deadly=str(deadly)))
+    start(loop, "mortal", path=tmp_path)
+    assert loop.run(script).stdout == "here\n"
+    assert not deadly.exists(), "one has died of it"
+    assert not [told for told in loop.told if "ended" in told]
+
+
+def test_a_server_that_is_killed_while_it_forks_leaves_nothing(loop: Loop, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('here')\n")
+    before = set(forks.children())
+    start(loop)
+    for after_s in (0.0, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032):
+        loop.until(lambda: loop.server._ready, "a server")
+        said = len(loop.told)
+        loop.server.keep(9)
+        time.sleep(after_s)
+        assert loop.server._process is not None
+        loop.server._process.kill()
+        loop.until(lambda n=said: len(loop.told) > n, "that it is noticed")
+        for blank in list(loop.server._blanks):
+            loop.server._drop(blank)
+    loop.server.keep(1)
+    assert loop.run(script).stdout == "here\n"
+    loop.server.close()
+
+    def left() -> set[int]:
+        forks.reap_orphans(())
+        return set(forks.children()) - before
+
+    loop.until(lambda: not left(), "the end of the blanks whose server died before it could tell of them")
+
+
+def test_fifty_in_a_row_leave_nothing(loop: Loop, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('here')\n")
+
+    def used() -> tuple[int, int, int]:
+        pids = (os.getpid(), loop.server._process.pid) if loop.server._process is not None else ()
+        agent, server = (len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+        return agent, server, len(forks.children())
+
+    start(loop)
+    assert loop.run(script).stdout == "here\n"
+    loop.until(lambda: loop.server.ready, "the next blank")
+    time.sleep(0.1)  # it may not have closed its end yet
+    first = used()
+    for _ in range(50):
+        assert loop.run(script).stdout == "here\n"
+        loop.until(lambda: loop.server.ready, "the next blank")
+    loop.until(lambda: used() == first, f"no more descriptors and children than {first}")
+    assert loop.told == []
 
 
 def test_nothing_is_left(loop: Loop) -> None:

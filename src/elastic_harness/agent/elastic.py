@@ -509,7 +509,10 @@ class ElasticRun:
             return
         running = [w.index for w in self.agent.workers.values() if w.running]
         committed = self.agent.records.committed
-        self._places.refill(len(self._living()), running, committed, delay_s=delay_s, after_loss=after_loss)
+        imported = self.agent.forks.ready
+        self._places.refill(
+            len(self._living()), running, committed, delay_s=delay_s, after_loss=after_loss, imported=imported
+        )
 
     def _spawn_due(self) -> None:
         if self._finishing:

@@ -30,6 +30,7 @@ BASE = ("torch", "torch._dynamo", "elastic_harness.train.run", "elastic_harness.
 IMPORTS = "imports.json"
 READY_LIMIT_S = 60.0
 RESTARTS_MAX = 10
+REFUSED_S = 2.0
 DESCRIPTORS_MAX = 16
 _PR_SET_CHILD_SUBREAPER = 36
 Listen = Callable[[int, int, Callable[[int], None] | None], None]
@@ -86,7 +87,8 @@ class Blank:
         self.connection.settimeout(1.0)
         with self.connection:
             sent = socket.send_fds(self.connection, [data], descriptors)
-            self.connection.sendall(data[sent:])
+            if sent < len(data):  # it may have read everything, and closed its end
+                self.connection.sendall(data[sent:])
         return self.process
 
     def end(self) -> None:
@@ -118,6 +120,7 @@ class ForkServer:
         self._wanted = 0
         self._files: list[tuple[str, int, int]] = []
         self._ready = False
+        self._refused_at: float | None = None  # when it could not fork any more
         self._starts = 0
         self._started_at = 0.0
         self._environment: dict[str, str] = {}
@@ -136,7 +139,12 @@ class ForkServer:
     @property
     def preparing(self) -> bool:
         """Whether a blank is worth waiting for."""
-        return self._process is not None and not any(blank.ready for blank in self._blanks)
+        return self._process is not None and self._refused_at is None and not self.ready
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a blank."""
+        return any(blank.ready for blank in self._blanks)
 
     def keep(self, count: int) -> None:
         """Have so many blanks ready from now on."""
@@ -168,7 +176,10 @@ class ForkServer:
         self._send({"type": "import", "modules": self._to_import()})
 
     def tick(self) -> None:
-        """Give up a server that is not ready in time."""
+        """Give up a server that is not ready in time; have one that could not fork try again."""
+        if self._refused_at is not None and time.monotonic() - self._refused_at > REFUSED_S:
+            self._refused_at = None
+            self._ask()
         late = time.monotonic() - self._started_at > READY_LIMIT_S
         if self._process is not None and not self._ready and late:
             self._give_up(f"it is not ready after {READY_LIMIT_S:.0f} s")
@@ -243,7 +254,7 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
             self._process = None
-        self._ready, self._asked = False, 0
+        self._ready, self._asked, self._refused_at = False, 0, None
 
     def _send(self, message: wire.Message) -> None:
         if self._control is not None:
@@ -254,7 +265,7 @@ class ForkServer:
 
     def _ask(self) -> None:
         missing = self._wanted - len(self._blanks) - self._asked
-        if self._ready and missing > 0:
+        if self._ready and missing > 0 and self._refused_at is None:
             self._asked += missing
             self._send({"type": "fork", "count": missing})
 
@@ -286,6 +297,11 @@ class ForkServer:
                     self._tell(f"the fork server leaves out {message['module']}: {message['why']}")
                     self._again()
                     return
+                case "refused":
+                    self._asked -= message["count"]
+                    self._refused_at = time.monotonic()
+                    self._tell(f"the fork server cannot fork: {message['why']}; it tries again in {REFUSED_S:.0f} s")
+                    self._changed()
                 case "blank":
                     self._asked -= 1
                     connection = socket.socket(fileno=self._received.pop(0))

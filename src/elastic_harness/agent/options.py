@@ -53,7 +53,7 @@ class LaunchOptions:
     node_name: str | None = None
     host: str | None = None
     node_timeout_s: float = 3.0
-    fork_server: bool = False
+    fork_server: bool = True
 
     @property
     def api_restarts(self) -> int:
@@ -130,9 +130,10 @@ def build_parser() -> argparse.ArgumentParser:
     option("--weights-only", action="store_true", help="with --from: take the weights alone and begin at step 0")
     option("--quiet", action="store_true", help="do not show the workers' output (it is in their logs)")
     option(
-        "--fork-server",
+        "--no-fork-server",
         action="store_true",
-        help="fork workers from a process that has imported torch: a restarted one is there in a moment",
+        help="start each worker as a new process; by default those of a script that uses elastic_harness are forked "
+        "from a process that has imported torch, so that a restarted one is there in a moment",
     )
     option("--no-python", action="store_true", help="run the script as a program of its own")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a Python module, as in python -m")
@@ -197,7 +198,7 @@ def parse(argv: Sequence[str]) -> LaunchRequest:
         node_name=given.node_name,
         host=given.host,
         node_timeout_s=given.node_timeout,
-        fork_server=given.fork_server,
+        fork_server=not given.no_fork_server,
     )
     if given.weights_only and given.origin is None:
         raise ConfigError("--weights-only says what to take from another run; name that run: --from RUN[@VERSION]")

@@ -50,11 +50,20 @@ class Places:
             why = "starts again unless every worker fails"
         return delay_s, why
 
-    def refill(self, living: int, running: Iterable[int], committed: int, *, delay_s: float, after_loss: bool) -> None:
+    def refill(
+        self,
+        living: int,
+        running: Iterable[int],
+        committed: int,
+        *,
+        delay_s: float,
+        after_loss: bool,
+        imported: bool = False,
+    ) -> None:
         """Plan as many starts as workers are missing, and drop those that are too many.
 
-        While others train, a replacement waits a moment, so that its start does not compete with the recovery: until
-        the next commit if a spare can take the place.
+        While others train, a replacement waits a moment, so that its imports do not compete with the recovery: until
+        the next commit if a spare can take the place, and not at all if it will have `imported` everything.
         """
         taken = set(running) | self.planned.keys() | self.given_up.keys()
         missing = self.capacity - living - len(self.planned)
@@ -64,7 +73,8 @@ class Places:
         spare_ready = living >= self.target
         wait_s = delay_s
         if after_loss and living:
-            wait_s = max(delay_s, SPARE_DELAY_MAX_S if spare_ready else REPLACEMENT_DELAY_S)
+            replacement_s = 0.0 if imported else REPLACEMENT_DELAY_S
+            wait_s = max(delay_s, SPARE_DELAY_MAX_S if spare_ready else replacement_s)
         at_commit = committed if after_loss and spare_ready and not delay_s else None
         free = (i for i in itertools.count() if i not in taken)
         for _ in range(missing):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import time
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elastic_harness
 from elastic_harness.checkpoint.tensors import content_of
+from elastic_harness.origin import versions_in
 from elastic_harness.train.state import Registry, weights_sha256
 
 BAD_STEP, BAD_SAMPLE = 5, 17
@@ -70,6 +72,8 @@ def main() -> None:
     for step in run.steps():
         if step.index == arguments.rejoin_at:
             wait_for_a_joiner(run)
+        if kind == "ever" and step.index > BAD_STEP and max(versions_in(run.run_dir), default=0) <= BAD_STEP:
+            time.sleep(1.0)  # for the writer; it is as a rule through long before
         for batch in step.micro_batches():
             step.backward(loss_of(kind, model, step.index, batch))
     skeleton, tensors = Registry(model, {"optimizer": optimizer, **parts}).capture()
