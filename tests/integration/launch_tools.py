@@ -57,6 +57,8 @@ class Job:
         self.run_dir = run_dir
         self.output = ""
         run_dir.parent.mkdir(parents=True, exist_ok=True)
+        if script == FAKE_WORKER:  # it starts in a moment by itself: it does not import torch
+            options = ("--no-fork-server", *options)
         self._file = open(run_dir.with_name(run_dir.name + f".out-{time.time_ns()}"), "w+b")
         self.process = popen(
             command("launch", *where, "--run-dir", run_dir, *options, script, *arguments),

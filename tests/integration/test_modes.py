@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from elastic_harness.events import read_events
 from elastic_harness.verify import verify
-from integration.launch_tools import Job
+from integration.launch_tools import Job, processes_of
 from integration.script_tools import SCRIPTS, execute, failing, launch, one_message, python, said
 
 pytestmark = pytest.mark.slow
@@ -101,6 +102,32 @@ def test_forked_workers_end_on_the_same_weights(tmp_path: Path, alone: dict[str,
     started = [event for event in read_events(run / "events.jsonl") if event["event"] == "worker_started"]
     assert len(started) == 3 and all(event["forked"] for event in started)
     assert "torch.optim" in json.loads((run / "imports.json").read_text())["modules"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+def test_a_stop_while_workers_are_made_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
+    """While torch is imported for them, when some are forked, and when they import the script's own modules."""
+
+    def started(job: Job) -> bool:
+        return len(job.events("worker_started")) >= 2
+
+    stages: list[Callable[[Job], bool]] = [
+        lambda job: bool(job.events("run_started")),
+        lambda job: (job.run_dir / "logs" / "fork-server.log").exists(),
+        lambda job: any(time.time() - event["t"] > 1.5 for event in job.events("run_started")),
+        started,
+    ]
+    for stage, reached in enumerate(stages):
+        options = ("--nproc-per-node", 3, "--spares", 1)
+        job = Job(tmp_path / f"run{stage}", *STEPS, script=OWN_LOOP, options=options)
+        try:
+            job.until(lambda job=job, reached=reached: reached(job), f"stage {stage}")
+            assert reached is not started or len(processes_of(job.run_dir)) > 3, "forked workers are told from others"
+            job.send(number)
+            assert job.process.wait(60) == code, job.shown()
+            job.check_nothing_left()
+        finally:
+            job.close()
 
 
 def test_all_workers_at_once_begin_again_at_the_checkpoint(tmp_path: Path, alone: dict[str, Any]) -> None:

@@ -252,7 +252,8 @@ class Agent:
         """For workers that speak our protocol; what other scripts import, and need of a process, is not known."""
         if self.options.fork_server and uses_our_api(self.options.command, self.folder.record.get("mode")):
             become_child_subreaper()  # of whom the fork server forks
-            self.forks.start(base_environment(), wanted=self.options.workers + self.options.spares)
+            environment = {**base_environment(), "ELASTIC_HARNESS_RUN_DIR": str(self.folder.path)}  # as /proc shows it
+            self.forks.start(environment, wanted=self.options.workers + self.options.spares)
 
     def _on_blank(self) -> None:
         self.supervisor.on_tick(time.monotonic())
