@@ -145,7 +145,7 @@ def test_torchrun_restarts_and_resumes(tmp_path: Path, alone: dict[str, Any], pl
     assert torchrun.exists()
     ended = execute(
         [
-            *(torchrun, "--standalone", "--nproc-per-node", 2, "--max-restarts", 3),
+            *(torchrun, "--standalone", "--nproc-per-node", 2, "--max-restarts", 3, "--log-dir", tmp_path / "torchrun"),
             *(SCRIPTS / "once.py", f"{place} step=24 kill", 1, OWN_LOOP, *STEPS, "--run-dir", tmp_path),
         ],
         {},
