@@ -284,6 +284,7 @@ def test_a_fresh_machine_alone_waits_for_those_with_checkpoints() -> None:
     assert not actions, "nothing is announced again and again meanwhile"
     state, actions = run(state, Ready("a/w3"), now=70.5)
     assert announced(actions) == [("c/w2", "a/w3")] and state.generation is not None and state.generation.urgent
+    assert state.generation.reason == "1 joined, after a wait"
     told = (Reported("c/w2", Report(state.number, -1)), Reported("a/w3", Report(state.number, -1, checkpoints=(4,))))
     state, actions = run(state, *told, now=71.5)
     digest = next(action.digest for action in actions if isinstance(action, Publish))

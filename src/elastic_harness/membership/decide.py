@@ -15,12 +15,13 @@ EXACT_MAX = 12
 @dataclass(frozen=True)
 class View:
     """What the leader sees. ready: living, admitted members, oldest first. finished: those that reached the final
-    version. broken: pairs of living members that cannot talk to each other, as reported by one of them.
-    reform: the current generation failed without a death and has to be formed anew. leaving: living members that are
-    to be let go at the next step boundary. first_ready_at: when the first member became ready (for the join timeout of
-    the first generation). veterans: members that hold the state. apart: pairs of nodes whose network is cut. unheard:
-    nodes of the current generation that are cut from others of it and have not said anything since; heard_out: they had
-    the time to. stateless: members that have neither state nor a checkpoint, while somebody who has may still come."""
+    version. broken: pairs of living members that cannot talk to each other, as reported by one of them. reform: the
+    current generation failed without a death, or its members `waited`, and has to be formed anew. leaving: living
+    members that are to be let go at the next step boundary. first_ready_at: when the first member became ready (for the
+    join timeout of the first generation). veterans: members that hold the state. apart: pairs of nodes whose network is
+    cut. unheard: nodes of the current generation that are cut from others of it and have not said anything since;
+    heard_out: they had the time to. stateless: members that have neither state nor a checkpoint, while somebody who has
+    may still come."""
 
     current: Generation | None
     ready: tuple[str, ...]
@@ -34,6 +35,7 @@ class View:
     unheard: frozenset[str] = frozenset()
     heard_out: bool = True
     stateless: frozenset[str] = frozenset()
+    waited: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
         + [f"{removed} removed"] * (removed > 0)
     )
     if view.reform and not lost:
-        parts.append("the exchange broke")
+        parts.append("after a wait" if view.waited else "the exchange broke")
     return Decision(members, urgent), ", ".join(parts) or "first generation"
 
 

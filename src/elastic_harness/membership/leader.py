@@ -484,6 +484,7 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         unheard=_unheard(state, apart),
         heard_out=state.trouble_at is None or now >= state.trouble_at + HEARING_S,
         stateless=frozenset(state.stateless if _others_may_come(state, now) else ()),
+        waited=bool(state.paused or state.stateless),
     )
     decision, reason = decide(now, view, state.limits)
     if decision is None:
