@@ -120,7 +120,7 @@ class ForkServer:
         self._wanted = 0
         self._files: list[tuple[str, int, int]] = []
         self._ready = False
-        self._refused_at: float | None = None  # when it could not fork any more
+        self._refused_at: float | None = None  # when it could not fork, or what it forked died at once
         self._starts = 0
         self._started_at = 0.0
         self._environment: dict[str, str] = {}
@@ -320,6 +320,8 @@ class ForkServer:
             blank.read()
         except wire.Closed:
             self._drop(blank)
+            if blank.process is None:  # it did not get as far as a pid: so may the next ones
+                self._refused_at = time.monotonic()
             self._ask()
         self._changed()
 
