@@ -20,6 +20,7 @@ from elastic_harness.membership.leader import (
     Action,
     Announce,
     Event,
+    Finished,
     Lost,
     Pause,
     Ready,
@@ -155,6 +156,15 @@ def test_who_has_just_come_does_not_displace_who_holds_the_state(received: bool)
     state, _ = run(state, *troubles, Trouble("a/0", 2, ("b/0", "b/1"), cut=True, holds=True), now=1.0)
     _, actions = run(state, Tick(), now=1.0 + GRACE_S)
     assert announced(actions) == [("b/0", "b/1") if received else ("a/0",)]
+
+
+def test_who_has_finished_is_not_left_out_for_its_silence() -> None:
+    """Nothing tells it of a cut: it exchanges nothing any more. The other one would do the last step again."""
+    state, _ = leader.steps(formed("a/0"), [Scaled(8), Ready("b/0")], 0.0)
+    state, _ = run(state, Reported("a/0", Report(2, 7)), Reported("b/0", Report(2, -1)))
+    state, _ = run(state, Finished("a/0", 7), Trouble("b/0", 2, ("a/0",), cut=True), now=1.0)
+    _, actions = run(state, Tick(), now=1.0 + GRACE_S)
+    assert announced(actions) == [("a/0",)]
 
 
 def test_who_comes_back_after_a_pause_is_told_to_go_on() -> None:

@@ -512,11 +512,11 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
 
 def _unheard(state: State, apart: frozenset[frozenset[str]]) -> frozenset[str]:
     """Nodes of the generation in trouble that are cut from others in it and have not said anything themselves: it may
-    be that nobody reaches them, the store included."""
+    be that nobody reaches them, the store included. Who has finished exchanges nothing, and has nothing to say."""
     if state.generation is None or state.trouble_at is None:
         return frozenset()
     inside = {node_of(m) for m in state.generation.members}
-    spoke = {node_of(m) for m in (*state.troubled, *dict(state.reports))}
+    spoke = {node_of(m) for m in (*state.troubled, *dict(state.reports), *dict(state.finished))}
     return frozenset(node for pair in apart if pair <= inside for node in pair if node not in spoke)
 
 
