@@ -173,6 +173,19 @@ def test_a_script_that_is_not_there_is_said_as_python_says_it(loop: Loop, tmp_pa
     assert (forked.returncode, forked.stdout) == (started.returncode, started.stdout)
 
 
+def test_settings_that_come_after_torch_are_noticed(loop: Loop, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os; os.environ['OMP_NUM_THREADS'] = '7'; os.environ['OTHER'] = '1'\n"
+        "from elastic_harness.train.imports import late_settings; print(late_settings())\n"
+    )
+    start(loop)
+    environment = {**os.environ, "LOCAL_RANK": "0"}
+    assert loop.run(script, environment=environment).stdout == "['OMP_NUM_THREADS']\n"
+    alone = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert alone.stdout == "[]\n", "there it is in time"
+
+
 def test_only_the_named_descriptors_are_inherited(loop: Loop, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -1,14 +1,17 @@
-"""What this worker has imported, for the fork server of its node: the next workers find it imported already."""
+"""What this worker has imported, for the fork server of its node: the next workers find it imported already; and what
+comes too late, because they do."""
 
 from __future__ import annotations
 
 import os
 import sys
 import sysconfig
+from pathlib import Path
 
 from elastic_harness.train.link import Link
 
 VARIABLE = "ELASTIC_HARNESS_TELL_IMPORTS"
+READ_BY_TORCH = ("OMP_", "GOMP_", "KMP_", "MKL_", "ATEN_", "TORCH_", "PYTORCH_")  # some of them when it is imported
 
 
 def tell_imports(link: Link) -> None:
@@ -24,3 +27,16 @@ def tell_imports(link: Link) -> None:
         if name != "__main__" and str(getattr(module, "__file__", None) or "").startswith(installed)
     ]
     link.send("imports", modules=names)
+
+
+def late_settings() -> list[str]:
+    """The environment variables for torch that this program has set, if it was forked from a process that had imported
+    torch by then: they may have no effect."""
+    then = {}
+    for entry in Path("/proc/self/environ").read_bytes().split(b"\0"):
+        name, _, value = entry.partition(b"=")
+        then[os.fsdecode(name)] = os.fsdecode(value)
+    if "LOCAL_RANK" in then or "LOCAL_RANK" not in os.environ:
+        return []  # not forked: what a forked worker is told is not in the environment that its process began with
+    names = {name for name in {*os.environ, *then} if name.startswith(READ_BY_TORCH)}
+    return sorted(name for name in names if os.environ.get(name) != then.get(name))

@@ -42,7 +42,7 @@ from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.effects import describe
 from elastic_harness.train.export import export_weights
 from elastic_harness.train.fingerprint import fingerprint
-from elastic_harness.train.imports import tell_imports
+from elastic_harness.train.imports import late_settings, tell_imports
 from elastic_harness.train.inherited import Inherited
 from elastic_harness.train.layout import averaged_buffers, make_layout, optimized, state_buffers
 from elastic_harness.train.link import AgentLink, Left, Link
@@ -447,6 +447,13 @@ def _coordinator(run_dir: str | Path | None) -> tuple[Link, Path, Board]:
         _show_errors()
         link, folder = standalone.connect(run_dir, program)
         return link, folder, Board(None)
+    if (names := late_settings()) and os.environ["LOCAL_RANK"] == "0":
+        print(
+            f"elastic-harness: this program sets {', '.join(names)}, but its worker is forked from a process that has "
+            "imported torch before: set that where you call `elastic-harness launch`, or give it --no-fork-server",
+            file=sys.stderr,
+            flush=True,
+        )
     agent = AgentLink(int(descriptor), os.environ["ELASTIC_HARNESS_MEMBER"])
     board = Board(int(os.environ.pop("ELASTIC_HARNESS_BOARD_FD")))
     _report_errors(agent, board)
