@@ -52,6 +52,13 @@ PATCHES = [
         first=3002251,
     ),
     Planted(
+        "who comes back while the others wait is taken for one who leaves",
+        'and self._writing is None and not decision["paused"]:',
+        "and self._writing is None:",
+        shape=Shape(3, 3, 20, 8, least_nodes=2),
+        first=10043887,
+    ),
+    Planted(
         "whoever is first begins at zero",
         "if begins and state.saved and not alone and _others_may_come(state, now):",
         "if False:",

@@ -525,7 +525,7 @@ class Node:
             self._ever.update(ours)
             if decision["formed"]:
                 self._veterans.update(ours)
-            if self._written < 0 and self._writing is None:
+            if self._written < 0 and self._writing is None and not decision["paused"]:
                 self._leave_behind(members)
         return outputs
 
@@ -540,7 +540,7 @@ class Node:
 
     def _leave_behind(self, members: Sequence[str]) -> None:
         """Before this node comes back: those of its workers without whom the others went on will leave, and are not to
-        be taken for new ones."""
+        be taken for new ones. (If the others wait, they do so too, and may hold the state.)"""
         gone = {m for m in self._members if m in self._ever and m not in members}
         self._members = {m: None for m in self._members if m not in gone}
         self._events = [e for e in self._events if not (isinstance(e[1], leader.Ready) and e[1].member in gone)]

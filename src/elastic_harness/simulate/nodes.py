@@ -581,9 +581,9 @@ class Simulation(Workers):
                     if digest not in self.digests:
                         self.check_digest(self.world, core.State(self._limits), digest)
                         self.digests.append(digest)
-                        self._check_kept(digest)
+                        self._check_kept(digest, saved=decision["known"]["saved"])
 
-    def _check_kept(self, digest: Digest) -> None:
+    def _check_kept(self, digest: Digest, *, saved: bool) -> None:
         """Nobody begins again while somebody who could take part has the state, nor at zero before a host with a
         checkpoint had time to come."""
         since, self._without_since = self._without_since, None
@@ -591,7 +591,6 @@ class Simulation(Workers):
         if kinds.isdisjoint(("init", "restore")):
             return
         waited = since is not None and self.now > since + JOIN_S / 2
-        saved = any(host.up and host.node.state is not None and host.node.state.saved for host in self.hosts)
         if "init" in kinds and saved and not waited:
             asked = {self._home[index_of(member)] for member in digest.sources}
             for number, host in enumerate(self.hosts):
