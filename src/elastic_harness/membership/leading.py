@@ -271,12 +271,15 @@ class Leading:
         if state.done:
             return self._begin_another(Known.of(_perhaps_born(state)), now)
         later = now - decision["now"]
-        trouble_at = None if state.trouble_at is None else state.trouble_at + later
-        stateless_at = None if state.stateless_at is None else state.stateless_at + later
-        apart = tuple((at + later, a, b) for at, a, b in state.apart)
-        state = replace(state, trouble_at=trouble_at, stateless_at=stateless_at, apart=apart)
-        state = replace(state, first_ready_at=state.first_ready_at + later)
-        self.state = _perhaps_born(state)
+        self.state = _perhaps_born(
+            replace(
+                state,
+                trouble_at=None if state.trouble_at is None else state.trouble_at + later,
+                stateless_at=None if state.stateless_at is None else state.stateless_at + later,
+                first_ready_at=state.first_ready_at + later,
+                apart=tuple((at + later, a, b) for at, a, b in state.apart),
+            )
+        )
         self._follow(list(self._records))
 
     def _follow(self, keys: Iterable[str]) -> None:
