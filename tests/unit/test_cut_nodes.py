@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic_harness.agent.cuts import Cuts
@@ -68,6 +68,7 @@ def formed(*names: str, limits: Limits | None = None) -> State:
     st.frozensets(st.sampled_from(MEMBERS)),
     st.frozensets(st.sampled_from([frozenset(p) for p in combinations(NODES, 2)])),
 )
+@example(["b/0", "a/1", "a/0", "b/1"], 4, frozenset({"a/0", "b/1"}), frozenset({frozenset({"a", "b"})}))  # equals
 def test_no_two_nodes_that_are_cut_from_each_other_go_on_together(
     members: list[str], count: int, veterans: frozenset[str], apart: frozenset[frozenset[str]]
 ) -> None:
@@ -85,8 +86,9 @@ def test_no_two_nodes_that_are_cut_from_each_other_go_on_together(
     allowed = [set(s) for n in range(5) for s in combinations(NODES, n) if not any(p <= set(s) for p in apart)]
     assert worth(nodes) == max(map(worth, allowed)), "those who hold the state come first, then the number"
     assert on_connected_nodes(ready, view) == chosen
+    veterans_first = sorted(ready, key=lambda m: m not in veterans)  # as `decide` asks: of equals, the first one counts
     decision, _ = decide(1e6, view, Limits(1, 8, 8))
-    assert decision is None or decision.members == tuple(sorted(chosen, key=lambda m: m not in veterans))
+    assert decision is None or list(decision.members) == on_connected_nodes(veterans_first, view)
 
 
 def test_of_equals_the_one_with_the_first_rank_goes_on() -> None:
