@@ -55,6 +55,18 @@ def die(agent_pid):
 server._become_child_of = die
 """
 
+SLEEPY = """
+import os, sys, time
+server = sys.modules["__main__"]
+become = server._become_child_of
+def sleep(agent_pid):
+    become(agent_pid)
+    if os.path.exists({slow!r}):
+        os.unlink({slow!r})
+        time.sleep(600)
+server._become_child_of = sleep
+"""
+
 
 class Loop:
     """An event loop as the agent has one, around a fork server that imports little."""
@@ -269,6 +281,59 @@ def test_what_a_worker_has_imported_is_imported_for_the_next(loop: Loop, tmp_pat
     loop.server.learn(["json", "numpy", "no_such_module"])
     assert loop.run(script).stdout == "True\n"
     assert "numpy" in json.loads((tmp_path / forks.IMPORTS).read_text())["modules"]
+
+
+def test_what_is_learned_late_has_as_much_time_as_the_first_imports(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print('numpy' in sys.modules)\n")
+    start(loop)
+    loop.until(lambda: not loop.server.preparing, "a blank")
+    an_hour_later = time.monotonic() + 3600
+    monkeypatch.setattr(forks.time, "monotonic", lambda: an_hour_later)
+    loop.server.learn(["numpy"])
+    loop.server.tick()
+    monkeypatch.undo()
+    monkeypatch.setattr(forks, "BASE", ("json", "decimal"))
+    assert not loop.told and loop.server.preparing
+    assert loop.run(script).stdout == "True\n"
+
+
+@pytest.mark.parametrize("what", ["the server", "what it forks"])
+def test_one_that_does_not_answer_is_replaced(
+    what: str, loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, slow = tmp_path / "script.py", tmp_path / "slow"
+    script.write_text("print('here')\n")
+    (tmp_path / "sleepy.py").write_text(SLEEPY.format(slow=str(slow)))
+    start(loop, "sleepy", path=tmp_path)
+    loop.until(lambda: not loop.server.preparing, "a blank")
+    monkeypatch.setattr(forks, "FORK_LIMIT_S", 1.0)
+    first = loop.server._process
+    assert first is not None
+    if what == "the server":
+        first.send_signal(signal.SIGSTOP)
+    else:
+        slow.touch()
+    assert loop.run(script).stdout == "here\n"  # a blank that was ready; its successor is asked for
+    if what == "what it forks":
+        loop.until(lambda: not slow.exists(), "that one was forked which does nothing")
+    assert loop.run(script).stdout == "here\n"
+    assert (loop.server._process is not first) == (what == "the server")
+
+
+def test_restarts_long_ago_do_not_count(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "RESTARTS_MAX", 1)
+    monkeypatch.setattr(forks, "CALM_S", 0.0)
+    start(loop)
+    for _ in range(4):
+        loop.until(lambda: not loop.server.preparing, "a blank")
+        assert loop.server._process is not None, loop.told
+        loop.server._process.kill()
+        told = len(loop.told)
+        loop.until(lambda told=told: len(loop.told) > told, "that it is noticed")
+    assert not any("without the fork server" in text for text in loop.told)
 
 
 def test_a_server_that_dies_is_started_again(loop: Loop, tmp_path: Path) -> None:

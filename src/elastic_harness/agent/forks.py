@@ -29,7 +29,9 @@ BASE = ("torch", "torch._dynamo", "elastic_harness.train.run", "elastic_harness.
 """What every worker imports, the second one with its first optimizer."""
 IMPORTS = "imports.json"
 READY_LIMIT_S = 60.0
+FORK_LIMIT_S = 10.0
 RESTARTS_MAX = 10
+CALM_S = 600.0
 REFUSED_S = 2.0
 DESCRIPTORS_MAX = 16
 _PR_SET_CHILD_SUBREAPER = 36
@@ -42,6 +44,7 @@ class Blank:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.process: Process | None = None
+        self.forked_at = time.monotonic()
         self._decoder = wire.Decoder()
 
     def read(self) -> None:
@@ -121,8 +124,9 @@ class ForkServer:
         self._files: list[tuple[str, int, int]] = []
         self._ready = False
         self._refused_at: float | None = None  # when it could not fork, or what it forked died at once
-        self._starts = 0
+        self._starts = 0  # since the last one that ran for a while
         self._started_at = 0.0
+        self._asked_at = 0.0  # when it was last asked for something, or last did some of that
         self._environment: dict[str, str] = {}
         known = _read(folder / IMPORTS)
         self._modules: list[str] = known.get("modules", [])
@@ -156,11 +160,12 @@ class ForkServer:
         if self._ready and self._stale():
             self._again()
             return None
-        taken = next((blank for blank in self._blanks if blank.ready), None)
-        if taken is not None:
-            self._forget(taken)
-            self._ask()
-        return taken
+        for blank in self._blanks:
+            if blank.ready:
+                self._forget(blank)
+                self._ask()
+                return blank
+        return None
 
     def learn(self, modules: Sequence[str]) -> None:
         """Import what a worker has imported, so that the next ones find it."""
@@ -172,17 +177,24 @@ class ForkServer:
         self._note()
         for blank in list(self._blanks):
             self._drop(blank)
-        self._ready = False
-        self._send({"type": "import", "modules": self._to_import()})
+        self._import()
 
     def tick(self) -> None:
-        """Give up a server that is not ready in time; have one that could not fork try again."""
-        if self._refused_at is not None and time.monotonic() - self._refused_at > REFUSED_S:
+        """Give up a server that is not ready in time; have one that could not fork try again; replace one that does not
+        fork, and what it forked that does not say its pid."""
+        now = time.monotonic()
+        if self._refused_at is not None and now - self._refused_at > REFUSED_S:
             self._refused_at = None
             self._ask()
-        late = time.monotonic() - self._started_at > READY_LIMIT_S
-        if self._process is not None and not self._ready and late:
+        for blank in [b for b in self._blanks if b.process is None and now - b.forked_at > FORK_LIMIT_S]:
+            self._drop(blank)
+            self._ask()
+        waited_s = now - self._asked_at
+        if self._process is not None and not self._ready and waited_s > READY_LIMIT_S:
             self._give_up(f"it is not ready after {READY_LIMIT_S:.0f} s")
+        elif self._asked and waited_s > FORK_LIMIT_S:
+            self._tell(f"the fork server has not forked for {FORK_LIMIT_S:.0f} s: another one takes its place")
+            self._again()
 
     def close(self) -> None:
         """End the server and its blanks."""
@@ -222,16 +234,20 @@ class ForkServer:
         finally:
             theirs.close()
         mine.setblocking(False)
-        self._control, self._decoder, self._ready, self._asked = mine, wire.Decoder(), False, 0
+        self._control, self._decoder = mine, wire.Decoder()
         self._listen(mine.fileno(), selectors.EVENT_READ, lambda _: self._on_control())
-        self._send({"type": "import", "modules": self._to_import()})
+        self._import()
 
-    def _to_import(self) -> list[str]:
-        return [name for name in (*BASE, *self._modules) if name not in self._unsafe]
+    def _import(self) -> None:
+        self._ready, self._asked_at = False, time.monotonic()
+        modules = [name for name in (*BASE, *self._modules) if name not in self._unsafe]
+        self._send({"type": "import", "modules": modules})
 
     def _again(self) -> None:
         """Start a fresh server in place of this one."""
         self.close()
+        if time.monotonic() - self._started_at > CALM_S:
+            self._starts = 0
         if self._starts > RESTARTS_MAX:
             self._give_up(f"it was started {self._starts} times")
         else:
@@ -266,7 +282,7 @@ class ForkServer:
     def _ask(self) -> None:
         missing = self._wanted - len(self._blanks) - self._asked
         if self._ready and missing > 0 and self._refused_at is None:
-            self._asked += missing
+            self._asked, self._asked_at = self._asked + missing, time.monotonic()
             self._send({"type": "fork", "count": missing})
 
     # ---- what it says
@@ -303,7 +319,7 @@ class ForkServer:
                     self._tell(f"the fork server cannot fork: {message['why']}; it tries again in {REFUSED_S:.0f} s")
                     self._changed()
                 case "blank":
-                    self._asked -= 1
+                    self._asked, self._asked_at = self._asked - 1, time.monotonic()
                     connection = socket.socket(fileno=self._received.pop(0))
                     if self._ready:
                         self._on_blank(Blank(connection))
