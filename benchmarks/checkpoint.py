@@ -32,7 +32,6 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks import s3_server
 from benchmarks.common import finish, ratio_summary, say, summary, target
-from elastic_harness import memory_slots
 from elastic_harness.checkpoint import local, transfer
 from elastic_harness.checkpoint import tiers as tiers_module
 from elastic_harness.checkpoint.layout import Slice
@@ -43,6 +42,7 @@ from elastic_harness.checkpoint.retention import Retention
 from elastic_harness.checkpoint.snapshot import Outcome, Slots
 from elastic_harness.checkpoint.tensors import content_of, slice_of
 from elastic_harness.checkpoint.tiers import CheckpointTier, Tiers
+from elastic_harness.contract import memory_slots
 
 PIECE = 16 << 20
 

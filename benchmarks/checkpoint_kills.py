@@ -30,7 +30,7 @@ import torch
 
 from benchmarks import s3_server
 from benchmarks.common import finish, say
-from elastic_harness import failpoints, memory_slots
+from elastic_harness import failpoints
 from elastic_harness.checkpoint import local, tiers, transfer
 from elastic_harness.checkpoint.layout import Slice
 from elastic_harness.checkpoint.manifest import Checkpoint, newest
@@ -38,6 +38,7 @@ from elastic_harness.checkpoint.policy import Policy, Upload
 from elastic_harness.checkpoint.retention import Retention
 from elastic_harness.checkpoint.snapshot import Outcome, Slots
 from elastic_harness.checkpoint.tensors import slice_of
+from elastic_harness.contract import memory_slots
 from elastic_harness.errors import CheckpointCorrupt
 from elastic_harness.events import read_events
 

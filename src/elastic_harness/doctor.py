@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from elastic_harness import memory_slots
+from elastic_harness.contract import memory_slots
 from elastic_harness.errors import EXIT_INFRASTRUCTURE, ConfigError, HarnessError
 
 Verdict = Literal["ok", "warn", "FAIL"]

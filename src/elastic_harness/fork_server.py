@@ -36,7 +36,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_harness import failpoints, wire
+from elastic_harness import failpoints
+from elastic_harness.contract import wire
 
 PARENT_PATIENCE_S = 5.0
 DESCRIPTORS_MAX = 64

@@ -17,7 +17,7 @@ import struct
 import sys
 import time
 
-from elastic_harness import wire
+from elastic_harness.contract import wire
 
 DATA, SLOT, EXCHANGE, APPLY, RECOVERY, IDLE, CHECKPOINT, FINISHED, WAITING = range(1, 10)
 

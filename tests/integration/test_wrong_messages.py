@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from elastic_harness import wire
 from elastic_harness.agent.control import request
+from elastic_harness.contract import wire
 from elastic_harness.errors import HarnessError
 from integration.garbling_worker import SAYINGS, frame
 from integration.launch_tools import Job, workers

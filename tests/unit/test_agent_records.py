@@ -10,8 +10,8 @@ import pytest
 
 from elastic_harness.agent.folder import RunFolder
 from elastic_harness.agent.records import Records
+from elastic_harness.contract.wire import Malformed
 from elastic_harness.events import read_events
-from elastic_harness.wire import Malformed
 
 
 def commit(step: int, lineage: int = 0, generation: int = 4, **ledger: Any) -> dict[str, Any]:

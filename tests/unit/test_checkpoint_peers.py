@@ -19,8 +19,8 @@ from elastic_harness.checkpoint import keeper, ring
 from elastic_harness.checkpoint.layout import whole as whole_slice
 from elastic_harness.checkpoint.ring import Share, Whole
 from elastic_harness.checkpoint.snapshot import Slots, Snapshot
+from elastic_harness.contract.memory_slots import create
 from elastic_harness.errors import CheckpointCorrupt
-from elastic_harness.memory_slots import create
 from unit import peers_job
 from unit.ranks import Rank
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_harness import memory_slots
 from elastic_harness.checkpoint import local, snapshot, tiers
 from elastic_harness.checkpoint.layout import Slice, pieces, share
 from elastic_harness.checkpoint.manifest import newest
@@ -19,6 +18,7 @@ from elastic_harness.checkpoint.snapshot import Outcome, Slots, Snapshot
 from elastic_harness.checkpoint.tensors import slice_of
 from elastic_harness.checkpoint.tiers import CheckpointTier, Tiers
 from elastic_harness.checkpoint.writer import Writer
+from elastic_harness.contract import memory_slots
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 
 Memory = list[int]

@@ -12,12 +12,13 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elastic_harness import messages, names, shape, wire
+from elastic_harness import names, shape
 from elastic_harness.agent import folder, manage
 from elastic_harness.agent.board import BOARD_BYTES, Board
 from elastic_harness.agent.options import LaunchOptions, parse
 from elastic_harness.agent.records import Records
 from elastic_harness.checkpoint import manifest
+from elastic_harness.contract import messages, wire
 from elastic_harness.data.token_index import FIXED, HASH, MAGIC, PAGE, VERSION, TokenIndexFile
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.events import read_events

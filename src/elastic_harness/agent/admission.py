@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from elastic_harness import wire
 from elastic_harness.agent import fingerprint
 from elastic_harness.agent.hangs import Hang
 from elastic_harness.agent.loop import Agent
 from elastic_harness.agent.worker import Worker
+from elastic_harness.contract import wire
 
 START_S_MIN = 30.0
 REFUSED_GRACE_S = 2.0

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elastic_harness import wire
+from elastic_harness.contract import wire
+from elastic_harness.contract.messages import check_request
 from elastic_harness.errors import EXIT_CONFIG, HarnessError, InfrastructureError
-from elastic_harness.messages import check_request
 
 _UNIX_PATH_MAX = 107
 Handler = Callable[[wire.Message], wire.Message]

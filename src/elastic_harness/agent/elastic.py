@@ -6,7 +6,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from elastic_harness import wire
 from elastic_harness.agent.admission import Admission
 from elastic_harness.agent.agreement import Agreement, Alone, CarryOut, Deliver
 from elastic_harness.agent.board import SLOT
@@ -17,6 +16,7 @@ from elastic_harness.agent.loop import Agent, Outcome, spawn_error
 from elastic_harness.agent.places import Places
 from elastic_harness.agent.restarts import Cause, Ending, failure_exit_code
 from elastic_harness.agent.worker import LEFT_OUT, Worker
+from elastic_harness.contract import wire
 from elastic_harness.errors import (
     EXIT_CONFIG,
     EXIT_INFRASTRUCTURE,

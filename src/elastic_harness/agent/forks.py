@@ -20,9 +20,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_harness import durable_file, wire
+from elastic_harness import durable_file
 from elastic_harness.agent.orphans import children
 from elastic_harness.agent.worker import Process, die_with_parent
+from elastic_harness.contract import wire
 from elastic_harness.errors import InfrastructureError
 
 BASE = ("torch", "torch._dynamo", "elastic_harness.train.run", "elastic_harness.train.trainer")

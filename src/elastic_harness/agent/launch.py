@@ -22,13 +22,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from elastic_harness import memory_slots
 from elastic_harness import origin as origins
 from elastic_harness.agent import folder as folders
 from elastic_harness.agent.options import LaunchRequest, parse
 from elastic_harness.agent.orphans import Orphans, children
 from elastic_harness.agent.script import check_command
 from elastic_harness.agent.worker import die_with_parent
+from elastic_harness.contract import memory_slots
 from elastic_harness.errors import EXIT_INFRASTRUCTURE, InfrastructureError
 
 AGENT_RESTARTS_MAX = 10

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from elastic_harness import wire
 from elastic_harness.agent import remote
 from elastic_harness.agent import worker as workers
 from elastic_harness.agent.console import Console
@@ -28,6 +27,8 @@ from elastic_harness.agent.records import Records
 from elastic_harness.agent.reporting import Reporter
 from elastic_harness.agent.worker import Worker
 from elastic_harness.agent.writer import WriterProcess
+from elastic_harness.contract import wire
+from elastic_harness.contract.messages import TO_AGENT, check
 from elastic_harness.errors import (
     EXIT_INFRASTRUCTURE,
     EXIT_INTERRUPTED,
@@ -36,7 +37,6 @@ from elastic_harness.errors import (
     InfrastructureError,
 )
 from elastic_harness.events import SCHEMA, passed_over
-from elastic_harness.messages import TO_AGENT, check
 from elastic_harness.origin import versions_in
 
 TICK_S = 0.05

@@ -9,12 +9,12 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from elastic_harness import wire
 from elastic_harness.agent.elastic import ElasticRun
 from elastic_harness.agent.environment import JobEnvironment, free_port
 from elastic_harness.agent.incident import describe_exit
 from elastic_harness.agent.loop import Agent, Outcome, spawn_error
 from elastic_harness.agent.worker import Worker
+from elastic_harness.contract import wire
 from elastic_harness.errors import (
     EXIT_CONFIG,
     EXIT_INFRASTRUCTURE,

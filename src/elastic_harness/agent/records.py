@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_harness.agent.folder import RunFolder
+from elastic_harness.contract.wire import Malformed
 from elastic_harness.durable_file import cannot_write
 from elastic_harness.events import EventLog, newest_events
 from elastic_harness.ledger import LedgerError, LedgerWriter, Reached, parse_line
-from elastic_harness.wire import Malformed
 
 EVENTS = "events.jsonl"
 LEDGER = "ledger.jsonl"

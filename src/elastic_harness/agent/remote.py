@@ -7,7 +7,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
-from elastic_harness import wire
+from elastic_harness.contract import wire
 from elastic_harness.errors import EXIT_TERMINATED, ConfigError
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from elastic_harness.agent.elsewhere import store_of
 from elastic_harness.agent.fingerprint import HARDWARE_KEYS
 from elastic_harness.agent.loop import Agent, Outcome
 from elastic_harness.agent.store_link import StoreLink
+from elastic_harness.contract.wire import PROTOCOL
 from elastic_harness.errors import EXIT_CONFIG, InfrastructureError
 from elastic_harness.membership import leader
 from elastic_harness.membership.leading import HISTORY, Known
@@ -36,7 +37,6 @@ from elastic_harness.membership.node import (
     Deliver as Delivered,
 )
 from elastic_harness.membership.types import Limits, node_of
-from elastic_harness.wire import PROTOCOL
 
 AWAY_NOTICE_S = 3.0
 STATUS_S = 5.0

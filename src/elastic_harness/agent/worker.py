@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic_harness import memory_slots, wire
 from elastic_harness.agent.board import Board, Reading
 from elastic_harness.agent.logs import WorkerLog
+from elastic_harness.contract import memory_slots, wire
 
 if TYPE_CHECKING:
     from elastic_harness.agent.forks import Blank

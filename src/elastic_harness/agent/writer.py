@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_harness import memory_slots, messages
+from elastic_harness.contract import memory_slots, messages
 
 RESTART_DELAYS_S = (0.0, 0.2, 1.0, 5.0)  # after so many deaths in a row; the last for all further ones
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import xxhash
 
-from elastic_harness.memory_slots import from_text, to_text
+from elastic_harness.contract.memory_slots import from_text, to_text
 
 ALONE_S = 900.0
 WAIT_S = 60.0  # for a writer that still brings something to disk

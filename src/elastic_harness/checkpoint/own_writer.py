@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elastic_harness import memory_slots, messages
 from elastic_harness.checkpoint.snapshot import Slots
+from elastic_harness.contract import memory_slots, messages
 from elastic_harness.errors import InfrastructureError
 
 DEATHS_MAX = 5  # in a row

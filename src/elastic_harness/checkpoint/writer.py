@@ -27,9 +27,9 @@ from elastic_harness.checkpoint import keeper, local, parts, retention, transfer
 from elastic_harness.checkpoint.manifest import Checkpoint, newest, read
 from elastic_harness.checkpoint.policy import Policy, Upload
 from elastic_harness.checkpoint.snapshot import Outcome, Slots, Snapshot
+from elastic_harness.contract.memory_slots import from_text
 from elastic_harness.errors import ConfigError, HarnessError
 from elastic_harness.failpoints import failpoint
-from elastic_harness.memory_slots import from_text
 
 NICENESS = 5
 RETRY_PAUSES_S = (1.0, 5.0, 20.0, 60.0)  # before each further try, where the policy is to retry

@@ -16,10 +16,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from elastic_harness import wire
+from elastic_harness.contract import wire
+from elastic_harness.contract.messages import TO_WORKER, check
 from elastic_harness.errors import EXIT_CONFIG, EXIT_INFRASTRUCTURE, GenerationChanged
 from elastic_harness.membership.types import Digest, Generation, Report
-from elastic_harness.messages import TO_WORKER, check
 from elastic_harness.train.heard import Heard
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from elastic_harness import file_lock, memory_slots
+from elastic_harness import file_lock
 from elastic_harness.checkpoint.interval import Timing
 from elastic_harness.checkpoint.layout import Slice
 from elastic_harness.checkpoint.manifest import newest
@@ -30,6 +30,7 @@ from elastic_harness.checkpoint.snapshot import Outcome, Slots, Snapshot
 from elastic_harness.checkpoint.tensors import slice_of
 from elastic_harness.checkpoint.tiers import POLL_S, Report, Tiers
 from elastic_harness.config import CheckpointConfig
+from elastic_harness.contract import memory_slots
 from elastic_harness.errors import ConfigError, HarnessError, InfrastructureError
 from elastic_harness.membership.types import node_of
 from elastic_harness.train.inherited import Inherited

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_harness import shape
-from elastic_harness.wire import Malformed, Message, decode
+from elastic_harness.contract.wire import Malformed, Message, decode
 
 Table = Mapping[str, shape.Shape]
 
