@@ -18,8 +18,7 @@ import sys
 import time
 
 from elastic_harness.contract import wire
-
-DATA, SLOT, EXCHANGE, APPLY, RECOVERY, IDLE, CHECKPOINT, FINISHED, WAITING = range(1, 10)
+from elastic_harness.contract.board import Phase
 
 
 class Changed(Exception):
@@ -104,7 +103,7 @@ class Worker:
     def run(self) -> None:
         fingerprint = {"run.seed": self.options.seed, "exactness": "strict"}
         self.send("hello", protocol=wire.PROTOCOL, member=self.member, pid=os.getpid(), fingerprint=fingerprint)
-        self.show(WAITING)
+        self.show(Phase.WAITING)
         switch = False
         while True:
             try:
@@ -120,7 +119,7 @@ class Worker:
                 raise Left("done")
             if self.stop:
                 raise Left("stopped")
-            self.show(WAITING)
+            self.show(Phase.WAITING)
             try:
                 self.take()
             except Changed:
@@ -134,7 +133,7 @@ class Worker:
             self.send("leaving", generation=number)
             raise Left("left out")
         began = time.monotonic()
-        self.show(RECOVERY)
+        self.show(Phase.RECOVERY)
         self.send(
             "report",
             generation=number,
@@ -182,9 +181,9 @@ class Worker:
     def step(self, rank: int, members: list[str]) -> None:
         number, step, options = self.generation["number"], self.version, self.options
         self.misbehave(step)
-        self.show(SLOT, step, rank, options.deadline_s)
+        self.show(Phase.SLOT, step, rank, options.deadline_s)
         self.sleep(options.step_s)
-        self.show(EXCHANGE, step)
+        self.show(Phase.EXCHANGE, step)
         planned = max(number, self.newest["number"] if self.newest else 0)
         mine = f"{rank}:{planned}:{'stop' if self.stop else 'go'}"
         self.send("kv_set", generation=number, key=f"{step}/{self.member}", value=mine)
@@ -195,14 +194,14 @@ class Worker:
                 self.send("kv_get", generation=number, key=key[1])
                 while key not in self.values:
                     self.take()
-        self.show(APPLY, step)
+        self.show(Phase.APPLY, step)
         self.version += 1
         if rank == 0:
             self.commit(step, members)
             if options.save_every and self.version % options.save_every == 0:
                 self.save()
             print(f"step {step} of {options.steps} on {len(members)}")
-        self.show(IDLE, step)
+        self.show(Phase.USER, step)
 
     def commit(self, step: int, members: list[str]) -> None:
         number = self.generation["number"]
@@ -238,12 +237,12 @@ class Worker:
     def misbehave(self, step: int) -> None:
         options = self.options
         if options.hang_at == step and self.first_life():
-            self.show(SLOT, step, 0, options.deadline_s)
+            self.show(Phase.SLOT, step, 0, options.deadline_s)
             time.sleep(600)
         if options.raise_at == step and (options.raise_index is None or options.raise_index == self.index):
             raise ValueError(f"planted at step {step}")
         if options.slot_error_at == step:
-            self.show(SLOT, step, 3)
+            self.show(Phase.SLOT, step, 3)
             self.send("slot_error", step=step, slot=3, error="ValueError: bad sample", traceback="", samples=[17, 4])
             sys.exit(1)
         if options.segv_at == step and self.first_life() and self.index == 1:
@@ -255,7 +254,7 @@ class Worker:
         return self.member.endswith("-1")
 
     def finish(self) -> None:
-        self.show(FINISHED)
+        self.show(Phase.FINISHED)
         self.send("finished", version=self.version, weights_sha256="ab" * 32, final_loss=0.5)
         while not self.done:
             if self.newest is not None and self.newest["number"] > self.generation["number"]:

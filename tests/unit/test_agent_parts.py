@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from elastic_harness.agent import fingerprint, folder, incident, options
-from elastic_harness.agent.board import EXCHANGE, SLOT, Board, Reading
 from elastic_harness.agent.console import Console
 from elastic_harness.agent.hangs import HangWatch
 from elastic_harness.agent.kv import KeyValues
 from elastic_harness.agent.logs import WorkerLog
 from elastic_harness.agent.loop import ready
+from elastic_harness.contract.board import BoardReader, Phase, Reading
 from elastic_harness.errors import ConfigError
 from elastic_harness.origin import versions_in
 
@@ -298,11 +298,11 @@ def test_a_slow_reader_loses_lines_but_never_blocks() -> None:
 # ---- board and hangs
 
 
-def show(board: Board, beat: int, phase: int, deadline_ms: int) -> None:
+def show(board: BoardReader, beat: int, phase: int, deadline_ms: int) -> None:
     os.pwrite(board.descriptor, struct.pack("<QqqqqdQ", beat, 1, phase, 7, 4, 0.0, deadline_ms), 0)
 
 
-def fake_worker(board: Board, name: str = "w0-1") -> Any:
+def fake_worker(board: BoardReader, name: str = "w0-1") -> Any:
     return SimpleNamespace(
         member=name, board=board, running=True, hello=True, lost=False, released="", last_reading=None,
         beat_seen_at=0.0, compute_deadline_ms=0, stopped=lambda: False,
@@ -310,32 +310,32 @@ def fake_worker(board: Board, name: str = "w0-1") -> Any:
 
 
 def test_a_reading_says_where_the_worker_is() -> None:
-    assert Reading(1, 1, SLOT, 7, 4, 0.0, 0).where == "computing slot 4, step 7"
-    assert Reading(1, 1, EXCHANGE, 7, 4, 0.0, 0).where == "exchanging gradients, step 7"
+    assert Reading(1, 1, Phase.SLOT, 7, 4, 0.0, 0).where == "computing slot 4, step 7"
+    assert Reading(1, 1, Phase.EXCHANGE, 7, 4, 0.0, 0).where == "exchanging gradients, step 7"
     assert Reading(1, 1, 99, 7, 4, 0.0, 0).where == "phase 99"
 
 
 def test_only_a_beat_that_stands_still_beyond_its_deadline_is_a_hang() -> None:
-    board = Board("t")
+    board = BoardReader("t")
     worker, watch = fake_worker(board), HangWatch()
-    show(board, 1, SLOT, 500)
+    show(board, 1, Phase.SLOT, 500)
     assert watch.check([worker], 10.0) == []
     assert watch.check([worker], 10.4) == []
-    show(board, 2, SLOT, 500)
+    show(board, 2, Phase.SLOT, 500)
     assert watch.check([worker], 10.6) == []
     assert watch.check([worker], 11.0) == []
     (found,) = watch.check([worker], 11.2)
     assert found.evidence == "computing slot 4, step 7 did not finish within 0.5 s"
     assert found.overdue is not None and found.overdue.slot == 4
-    show(board, 3, EXCHANGE, 0)
+    show(board, 3, Phase.EXCHANGE, 0)
     assert all(watch.check([worker], 11.2 + i * 0.5) == [] for i in range(100))
     board.close()
 
 
 def test_a_pause_of_the_agent_itself_is_nobodys_hang() -> None:
-    board = Board("t")
+    board = BoardReader("t")
     worker, watch = fake_worker(board), HangWatch()
-    show(board, 1, SLOT, 500)
+    show(board, 1, Phase.SLOT, 500)
     watch.check([worker], 10.0)
     assert watch.check([worker], 500.0) == []
     assert watch.check([worker], 500.6) != []
@@ -343,13 +343,13 @@ def test_a_pause_of_the_agent_itself_is_nobodys_hang() -> None:
 
 
 def test_a_stopped_worker_without_a_deadline_gets_the_newest_of_its_peers() -> None:
-    boards = [Board("a"), Board("b")]
+    boards = [BoardReader("a"), BoardReader("b")]
     stopped, peer = fake_worker(boards[0], "a"), fake_worker(boards[1], "b")
     watch = HangWatch()
-    show(boards[0], 1, EXCHANGE, 0)
-    show(boards[1], 1, SLOT, 800)
+    show(boards[0], 1, Phase.EXCHANGE, 0)
+    show(boards[1], 1, Phase.SLOT, 800)
     watch.check([stopped, peer], 1.0)
-    show(boards[1], 2, EXCHANGE, 0)
+    show(boards[1], 2, Phase.EXCHANGE, 0)
     stopped.stopped = lambda: True
     assert watch.check([stopped, peer], 1.5) == []
     assert watch.check([stopped, peer], 2.2) == []

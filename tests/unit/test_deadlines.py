@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_harness.config import ElasticConfig
-from elastic_harness.train.board import Board, Phase
+from elastic_harness.contract.board import Board, Phase
 from elastic_harness.train.deadlines import Deadlines
 
 CONFIG = ElasticConfig(

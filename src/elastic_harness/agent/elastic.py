@@ -8,7 +8,6 @@ from typing import Any
 
 from elastic_harness.agent.admission import Admission
 from elastic_harness.agent.agreement import Agreement, Alone, CarryOut, Deliver
-from elastic_harness.agent.board import SLOT
 from elastic_harness.agent.cuts import Cuts
 from elastic_harness.agent.environment import JobEnvironment, free_port
 from elastic_harness.agent.kv import KeyValues
@@ -17,6 +16,7 @@ from elastic_harness.agent.places import Places
 from elastic_harness.agent.restarts import Cause, Ending, failure_exit_code
 from elastic_harness.agent.worker import LEFT_OUT, Worker
 from elastic_harness.contract import wire
+from elastic_harness.contract.board import Phase
 from elastic_harness.errors import (
     EXIT_CONFIG,
     EXIT_INFRASTRUCTURE,
@@ -178,11 +178,11 @@ class ElasticRun:
         if worker.overdue is not None:
             late, deadline_s = worker.overdue, worker.overdue.deadline_ms / 1000
             shown: list[leader.Event] = [leader.Overdue(worker.member, late.step, deadline_s)]
-            if late.phase == SLOT and deadline_s >= worker.deadline_max_s:
+            if late.phase == Phase.SLOT and deadline_s >= worker.deadline_max_s:
                 shown.append(leader.SlotFailed(worker.member, late.step, late.slot, "overdue"))
             return shown
         reading = worker.board.read()
-        if worker.hang or worker.killed_on_request or reading.phase != SLOT or reading.slot < 0:
+        if worker.hang or worker.killed_on_request or reading.phase != Phase.SLOT or reading.slot < 0:
             return []
         code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
         how = evidence(code, for_memory=bool(worker.oom_kills))

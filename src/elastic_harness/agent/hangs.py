@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elastic_harness.agent.board import APPLY, DATA, SLOT, Reading
 from elastic_harness.agent.worker import LEFT_OUT, Worker
+from elastic_harness.contract.board import Phase, Reading
 
 STOPPED_CHECK_S = 0.1
 STOPPED_DEADLINE_MS = 5000
 OWN_PAUSE_S = 1.0
-LEARNED = (DATA, SLOT, APPLY)  # phases with a deadline from measured times, which may be too short for what comes
+LEARNED = (Phase.DATA, Phase.SLOT, Phase.APPLY)
+"""Phases whose deadline comes from measured times. It may be too short for what comes next."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class HangWatch:
             reading = worker.board.read()
             if worker.last_reading is None or reading.beat != worker.last_reading.beat:
                 worker.beat_seen_at = now
-                if reading.phase == SLOT and reading.deadline_ms:
+                if reading.phase == Phase.SLOT and reading.deadline_ms:
                     worker.compute_deadline_ms = reading.deadline_ms
             worker.last_reading = reading
             idle_s = now - worker.beat_seen_at

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic_harness.agent.board import Board, Reading
 from elastic_harness.agent.logs import WorkerLog
 from elastic_harness.contract import memory_slots, wire
+from elastic_harness.contract.board import BoardReader, Reading
 
 if TYPE_CHECKING:
     from elastic_harness.agent.forks import Blank
@@ -78,7 +78,7 @@ class Worker:
     spare: bool
     process: subprocess.Popen[bytes] | Process
     pidfd: int
-    board: Board
+    board: BoardReader
     link: socket.socket
     log: WorkerLog
     started_at: float
@@ -240,7 +240,7 @@ def spawn(
     """Start one worker in a process group of its own; it dies with the agent. `snapshots`: descriptors of the node's
     shared memory. `blank`: a forked process that is to become it, in place of a new one. Raises OSError if it cannot
     start."""
-    board = Board(member)
+    board = BoardReader(member)
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     log = WorkerLog(log_path, f"w{index}", show)
     agent_pid = os.getpid()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from elastic_harness.config import ElasticConfig
-from elastic_harness.train.board import Board, Phase
+from elastic_harness.contract.board import Board, Phase
 
 
 class Deadlines:

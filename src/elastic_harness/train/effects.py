@@ -15,10 +15,10 @@ from typing import Any
 
 from elastic_harness import durable_file
 from elastic_harness.checkpoint.packages import packages
+from elastic_harness.contract.board import Phase
 from elastic_harness.errors import Diverged
 from elastic_harness.ledger import STATE
 from elastic_harness.train.apply import Metrics, Record
-from elastic_harness.train.board import Phase
 from elastic_harness.train.gate import Verdict
 from elastic_harness.train.link import Left
 from elastic_harness.train.nonfinite import NAMED_MAX

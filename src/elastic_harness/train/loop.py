@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_harness.comm.tree import Node
+from elastic_harness.contract.board import Phase
 from elastic_harness.errors import GenerationChanged, PeerFailed, Recoverable, UserCodeError
 from elastic_harness.failpoints import failpoint
-from elastic_harness.train.board import Phase
 from elastic_harness.train.effects import (
     committed,
     finish_copy,

@@ -11,9 +11,9 @@ from elastic_harness.comm.group import Group
 from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.rendezvous import KeyValue
 from elastic_harness.config import Config
+from elastic_harness.contract.board import Board
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.train.apply import Applier
-from elastic_harness.train.board import Board
 from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.link import Link

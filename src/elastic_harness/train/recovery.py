@@ -25,6 +25,7 @@ from torch import Tensor
 
 from elastic_harness.comm.group import Group
 from elastic_harness.comm.placement import Ranges, merge_ranges
+from elastic_harness.contract.board import Phase
 from elastic_harness.errors import (
     EXIT_INFRASTRUCTURE,
     CheckpointCorrupt,
@@ -37,7 +38,6 @@ from elastic_harness.failpoints import failpoint
 from elastic_harness.ledger import CHECKPOINT
 from elastic_harness.membership.types import Generation, Report, SourceKind
 from elastic_harness.train.apply import Metrics, Record
-from elastic_harness.train.board import Phase
 from elastic_harness.train.effects import describe, recovered, tell_state
 from elastic_harness.train.imprint import imprint, state_hash
 from elastic_harness.train.link import GenerationValues, Left, cancelled_by

@@ -20,6 +20,7 @@ from elastic_harness.comm.group import Group
 from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.rendezvous import KeyValue
 from elastic_harness.config import Config
+from elastic_harness.contract.board import Board, Phase
 from elastic_harness.data.mapstyle import MapStyle
 from elastic_harness.data.order import EpochOrder
 from elastic_harness.data.schedule import Schedule
@@ -37,7 +38,6 @@ from elastic_harness.failpoints import failpoint
 from elastic_harness.train import standalone
 from elastic_harness.train.accept import check_extra, check_model, check_state_dict, check_trainable
 from elastic_harness.train.apply import Applier
-from elastic_harness.train.board import Board, Phase
 from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.effects import describe
 from elastic_harness.train.export import export_weights

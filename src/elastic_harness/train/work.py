@@ -12,10 +12,10 @@ from elastic_harness.comm.exchange import Add, Exchange
 from elastic_harness.comm.placement import Ranges, deal, merge_ranges
 from elastic_harness.comm.plan import Plan, make_plan
 from elastic_harness.comm.tree import Node
+from elastic_harness.contract.board import Phase
 from elastic_harness.errors import PeerFailed, Unreachable
 from elastic_harness.membership.types import node_of
 from elastic_harness.train.apply import Record
-from elastic_harness.train.board import Phase
 from elastic_harness.train.commit import FIXED_WORDS, Header, combine
 from elastic_harness.train.gate import canaries_due
 from elastic_harness.train.layout import Layout

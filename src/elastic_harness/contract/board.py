@@ -1,0 +1,104 @@
+"""The board: a page of memory in which a worker shows what it does, and which its agent reads at any time, also after
+the worker's death."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+
+_LAYOUT = struct.Struct("<QqqqqdQ")  # the fields of Reading
+
+
+class Phase(IntEnum):
+    STARTING = 0
+    DATA = 1
+    SLOT = 2
+    EXCHANGE = 3
+    APPLY = 4
+    RECOVERY = 5
+    USER = 6
+    CHECKPOINT = 7
+    FINISHED = 8
+    WAITING = 9
+
+
+_IN_WORDS = {
+    Phase.STARTING: "starting",
+    Phase.DATA: "loading data",
+    Phase.SLOT: "computing a slot",
+    Phase.EXCHANGE: "exchanging gradients",
+    Phase.APPLY: "applying the step",
+    Phase.RECOVERY: "recovering",
+    Phase.USER: "user code between steps",
+    Phase.CHECKPOINT: "saving a checkpoint",
+    Phase.FINISHED: "finished",
+    Phase.WAITING: "waiting for a generation",
+}
+_WITHOUT_STEP = (Phase.STARTING, Phase.FINISHED, Phase.WAITING)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a worker last said about itself."""
+
+    beat: int  # rises with everything that the worker shows
+    generation: int
+    phase: int  # a Phase, if the worker wrote what it should
+    step: int
+    slot: int
+    since: float  # UNIX time at which the phase began
+    deadline_ms: int  # 0: the phase may last as long as it likes
+
+    @property
+    def where(self) -> str:
+        """Where in its work the worker is, in words."""
+        if self.phase not in _IN_WORDS:
+            return f"phase {self.phase}"
+        phase = Phase(self.phase)
+        what = f"computing slot {self.slot}" if phase == Phase.SLOT and self.slot >= 0 else _IN_WORDS[phase]
+        return what if phase in _WITHOUT_STEP else f"{what}, step {self.step}"
+
+
+class BoardReader:
+    """The agent's side of one worker's board. The worker inherits `descriptor`."""
+
+    def __init__(self, name: str) -> None:
+        self.descriptor = os.memfd_create(f"elastic-harness-board-{name}", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, mmap.PAGESIZE)
+        self._page = mmap.mmap(self.descriptor, mmap.PAGESIZE)
+
+    def read(self) -> Reading:
+        return Reading(*_LAYOUT.unpack_from(self._page, 0))
+
+    def close(self) -> None:
+        self._page.close()
+        os.close(self.descriptor)
+
+
+class Board:
+    """The worker's side. `show` costs about a microsecond; without an agent it goes to memory that nobody reads."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        if descriptor is None:
+            self._page = mmap.mmap(-1, mmap.PAGESIZE)
+        else:
+            self._page = mmap.mmap(descriptor, mmap.PAGESIZE)
+            os.close(descriptor)
+        self._beat = 0
+        self.generation = 0
+        self.phase = Phase.STARTING
+        self.step = -1
+        self.slot = -1
+        self.samples: list[int] = []  # of the slot; for error reports, not on the page
+
+    def show(self, phase: Phase, step: int = -1, slot: int = -1, deadline_s: float = 0.0) -> None:
+        """Enter a phase. `deadline_s`: how long it may last before the agent takes the worker for hung (0: any)."""
+        self._beat += 1
+        self.phase, self.step, self.slot = phase, step, slot
+        _LAYOUT.pack_into(
+            self._page, 0, self._beat, self.generation, phase, step, slot, time.time(), int(deadline_s * 1000)
+        )
