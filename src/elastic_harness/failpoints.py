@@ -14,9 +14,9 @@ import signal
 import time
 from dataclasses import dataclass
 
+from elastic_harness.contract.variables import FAILPOINTS, MEMBER
 from elastic_harness.errors import ConfigError
 
-VARIABLE = "ELASTIC_HARNESS_FAILPOINTS"
 PLACES = (
     "slot.forward",
     "slot.backward",
@@ -80,14 +80,14 @@ def _parse(text: str) -> list[_Rule]:
     for part in filter(None, (p.strip() for p in text.split(";"))):
         place, *words = part.split()
         if place not in PLACES or not words:
-            raise ConfigError(f"{VARIABLE}: {part!r} is not 'PLACE [condition …] ACTION' with a place of {PLACES}")
+            raise ConfigError(f"{FAILPOINTS}: {part!r} is not 'PLACE [condition …] ACTION' with a place of {PLACES}")
         conditions = dict(word.partition("=")[::2] for word in words[:-1])
         unknown = conditions.keys() - {"member", "step", "hit"}
         unknown |= {name for name in ("step", "hit") if not conditions.get(name, "1").isdecimal()}
         action = words[-1]
         if unknown or not (action in ("kill", "stop", "raise") or action.startswith("pause:")):
             raise ConfigError(
-                f"{VARIABLE}: {part!r}: conditions are member=, step=, hit=; actions kill, stop, raise, pause:S"
+                f"{FAILPOINTS}: {part!r}: conditions are member=, step=, hit=; actions kill, stop, raise, pause:S"
             )
         step = int(conditions["step"]) if "step" in conditions else None
         rules.append(_Rule(place, conditions.get("member"), step, int(conditions.get("hit", 1)), action))
@@ -99,8 +99,8 @@ _RULES: list[_Rule] = []
 
 def arm() -> None:
     """Take the rules of this member from the environment: at import, and again where that has become another's."""
-    member = os.environ.get("ELASTIC_HARNESS_MEMBER", "")
-    _RULES[:] = [r for r in _parse(os.environ.get(VARIABLE, "")) if r.member in (None, member)]
+    member = os.environ.get(MEMBER, "")
+    _RULES[:] = [r for r in _parse(os.environ.get(FAILPOINTS, "")) if r.member in (None, member)]
 
 
 arm()

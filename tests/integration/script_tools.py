@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from elastic_harness.failpoints import VARIABLE
+from elastic_harness.contract.variables import FAILPOINTS
 from integration.launch_tools import environment, processes_of
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -46,7 +46,7 @@ def execute(command: list[object], more: dict[str, str]) -> subprocess.Completed
 
 def failing(rules: str) -> dict[str, str]:
     """The environment that makes workers fail at named places."""
-    return {VARIABLE: rules}
+    return {FAILPOINTS: rules}
 
 
 def finals(text: str) -> list[str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic_harness.contract.variables import FAILPOINTS
 from elastic_harness.events import read_events
-from elastic_harness.failpoints import VARIABLE
 from elastic_harness.verify import verify
 from integration.launch_tools import environment
 from integration.script_tools import SCRIPTS, execute, launch, one_message, python, said
@@ -90,7 +90,7 @@ def test_a_checkpoint_that_fails_ends_the_job_if_that_is_the_policy(
 ) -> None:
     (tmp_path / "text.txt").write_text("a line of text\n" * 1000)
     if failing == "the worker":
-        more, named = {VARIABLE: "checkpoint.copied step=2 raise"}, "checkpoint.copied"
+        more, named = {FAILPOINTS: "checkpoint.copied step=2 raise"}, "checkpoint.copied"
     else:
         more, named = writer_fills_its_disk(tmp_path), "cannot be written"
     launcher = [*("-m", "elastic_harness", "launch", "--standalone"), "--run-dir", tmp_path / "run"] if launched else []

@@ -15,6 +15,7 @@ import pytest
 from elastic_harness import failpoints
 from elastic_harness.checkpoint import local
 from elastic_harness.checkpoint.manifest import newest
+from elastic_harness.contract import variables
 from integration.harness import TrainingJob
 
 pytestmark = pytest.mark.slow
@@ -164,7 +165,7 @@ def test_the_writer_dies_at_every_place(train: Start, undisturbed: Callable[[int
         2,
         steps=STEPS,
         settings=["checkpoint.checkpoint_interval=2", "checkpoint.keep_last=2"],
-        variables={failpoints.VARIABLE: "; ".join(rules)},
+        variables={variables.FAILPOINTS: "; ".join(rules)},
     )
     job.fill()
     for number in range(1, len(IN_WRITER) + 1):

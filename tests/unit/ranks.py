@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from elastic_harness import failpoints
+from elastic_harness.contract import variables
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -76,6 +77,6 @@ class Here:
 
 def _run(main: Callable[..., None], line: Connection, fail: str, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    os.environ[failpoints.VARIABLE] = fail
+    os.environ[variables.FAILPOINTS] = fail
     reload(failpoints)  # which reads it once
     main(Here(line), *arguments)

@@ -19,9 +19,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_harness.contract import variables
 from elastic_harness.errors import ConfigError
 from elastic_harness.etcd import once, server
-from elastic_harness.etcd.address import PASSWORD_VARIABLE, Address
+from elastic_harness.etcd.address import Address
 from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.once import Once
 from elastic_harness.etcd.store import EtcdStore
@@ -43,14 +44,14 @@ def test_addresses(tmp_path: Path) -> None:
     full = Address.parse(f"etcds://a?ca={tmp_path}/ca&user=me&password_file={tmp_path}/secret", {})
     assert full == Address(("https://a:2379",), ca=f"{tmp_path}/ca", user="me", password="xyzzy")
     assert "xyzzy" not in repr(full)
-    assert Address.parse("a?user=me", {PASSWORD_VARIABLE: "plugh"}).password == "plugh"
+    assert Address.parse("a?user=me", {variables.ETCD_PASSWORD: "plugh"}).password == "plugh"
 
 
 @pytest.mark.parametrize(
     ("text", "named"),
     [
         ("redis://a", "etcd://"), ("etcd://", "etcd://10.0.0.1:2379"), ("etcd://a:b", "a:b"), ("etcd://:1", "lacks a"),
-        ("etcd://me:xyzzy@a", "password_file"), ("etcd://a?user=me", PASSWORD_VARIABLE), ("etcd://a?ca=x", "etcds://"),
+        ("etcd://me:xyzzy@a", "password_file"), ("etcd://a?user=me", variables.ETCD_PASSWORD), ("etcd://a?ca=x", "etcds://"),
         ("etcds://a?ca=/nowhere", "/nowhere"), ("etcd://a?colour=red", "colour"), ("etcd://a/b", "etcd://10.0.0.1:2379"),
     ],
 )  # fmt: skip
@@ -271,7 +272,8 @@ def test_a_user_with_a_password(tmp_path: Path) -> None:
         want_password(cluster, "xyzzy")
         (endpoint,) = cluster.endpoints
         host = endpoint.removeprefix("http://")
-        store = EtcdStore(Gateway(Address.parse(f"{host}?user=root", {PASSWORD_VARIABLE: "xyzzy"}), timeout_s=10.0))
+        address = Address.parse(f"{host}?user=root", {variables.ETCD_PASSWORD: "xyzzy"})
+        store = EtcdStore(Gateway(address, timeout_s=10.0))
         watch = store.watch("", store.revision + 1)
         written = put(store, 0)
         cluster.members[0].stop()  # and with it go the tokens
@@ -303,7 +305,7 @@ def test_a_client_s_certificate_with_a_common_name_is_refused_with_the_remedy(tm
     with Cluster(tmp_path, options=options, query=query) as cluster:
         want_password(cluster, "xyzzy")
         with pytest.raises(ConfigError, match="without"):
-            EtcdStore(Gateway(Address.parse(f"{cluster.url}&user=root", {PASSWORD_VARIABLE: "xyzzy"}))).get("a")
+            EtcdStore(Gateway(Address.parse(f"{cluster.url}&user=root", {variables.ETCD_PASSWORD: "xyzzy"}))).get("a")
 
 
 def test_what_is_no_etcd_is_named() -> None:

@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_harness.etcd.address import PASSWORD_VARIABLE
+from elastic_harness.contract import variables
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,17 @@ class JobEnvironment:
             TORCHELASTIC_RESTART_COUNT=str(self.restart_count),
             TORCHELASTIC_MAX_RESTARTS=str(self.max_restarts),
             TORCHELASTIC_USE_AGENT_STORE="False",
-            ELASTIC_HARNESS_RUN_DIR=str(self.run_dir),
-            ELASTIC_HARNESS_RUN_ID=self.run_id,
         )
+        environment |= {variables.RUN_DIR: str(self.run_dir), variables.RUN_ID: self.run_id}
         if self.host is not None:
-            environment["ELASTIC_HARNESS_HOST"] = self.host
+            environment[variables.HOST] = self.host
         return environment
 
 
 def base_environment() -> dict[str, str]:
     """What every process of a node finds, whichever worker it is."""
     environment = dict(os.environ)
-    environment.pop(PASSWORD_VARIABLE, None)  # the store is the agent's alone
+    environment.pop(variables.ETCD_PASSWORD, None)  # the store is the agent's alone
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault("PYTHONUNBUFFERED", "1")
     return environment

@@ -27,7 +27,7 @@ from elastic_harness.agent.records import Records
 from elastic_harness.agent.reporting import Reporter
 from elastic_harness.agent.worker import Worker
 from elastic_harness.agent.writer import WriterProcess
-from elastic_harness.contract import wire
+from elastic_harness.contract import variables, wire
 from elastic_harness.contract.messages import TO_AGENT, check
 from elastic_harness.errors import (
     EXIT_INFRASTRUCTURE,
@@ -252,7 +252,7 @@ class Agent:
         """For workers that speak our protocol; what other scripts import, and need of a process, is not known."""
         if self.options.fork_server and uses_our_api(self.options.command, self.folder.record.get("mode")):
             become_child_subreaper()  # of whom the fork server forks
-            environment = {**base_environment(), "ELASTIC_HARNESS_RUN_DIR": str(self.folder.path)}  # as /proc shows it
+            environment = {**base_environment(), variables.RUN_DIR: str(self.folder.path)}  # as /proc shows it
             self.forks.start(environment, wanted=self.options.workers + self.options.spares)
 
     def _on_blank(self) -> None:
@@ -266,7 +266,7 @@ class Agent:
         member = f"{node}/{name}" if node else name
         blank = self.forks.take()
         if self.options.fork_server and not self.forks.learned:
-            environment = {**environment, "ELASTIC_HARNESS_TELL_IMPORTS": "1"}
+            environment = {**environment, variables.TELL_IMPORTS: "1"}
         start = partial(
             workers.spawn,
             self.options.command,

@@ -11,7 +11,7 @@ import os
 import signal
 from pathlib import Path
 
-VARIABLE = "ELASTIC_HARNESS_LAUNCHERS"  # of this process and of launchers around it; inherited by all they start
+from elastic_harness.contract import variables
 
 
 class Orphans:
@@ -24,8 +24,8 @@ class Orphans:
 
     def environment(self) -> dict[str, str]:
         """What an agent is to be started with."""
-        around = os.environ.get(VARIABLE, "")
-        return {**os.environ, VARIABLE: f"{around}:{self._mark}" if around else self._mark}
+        around = os.environ.get(variables.LAUNCHERS, "")
+        return {**os.environ, variables.LAUNCHERS: f"{around}:{self._mark}" if around else self._mark}
 
     def adopt(self, session: int) -> None:
         """Processes of this session are an agent's."""
@@ -47,7 +47,7 @@ class Orphans:
                 return True
             for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 name, _, value = entry.partition(b"=")
-                if name == VARIABLE.encode():
+                if name == variables.LAUNCHERS.encode():
                     return self._mark.encode() in value.split(b":")
         return False
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_harness.agent.logs import WorkerLog
-from elastic_harness.contract import memory_slots, wire
+from elastic_harness.contract import variables, wire
 from elastic_harness.contract.board import BoardReader, Reading
 
 if TYPE_CHECKING:
@@ -253,13 +253,12 @@ def spawn(
 
     environment = {
         **environment,
-        "ELASTIC_HARNESS_MEMBER": member,
-        "ELASTIC_HARNESS_SPARE": "1" if spare else "0",
+        variables.MEMBER: member,
     }
     descriptors = {
-        "ELASTIC_HARNESS_FD": [theirs.fileno()],
-        "ELASTIC_HARNESS_BOARD_FD": [board.descriptor],
-        memory_slots.VARIABLE: list(snapshots),
+        variables.LINK: [theirs.fileno()],
+        variables.BOARD: [board.descriptor],
+        variables.SNAPSHOTS: list(snapshots),
     }
     process: subprocess.Popen[bytes] | Process
     try:

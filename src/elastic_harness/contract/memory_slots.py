@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from elastic_harness.contract import variables
+
 SLOTS = 2  # snapshots that are kept at once
-VARIABLE = "ELASTIC_HARNESS_SNAPSHOTS"  # the descriptors of the slots, and of the eventfd that wakes the writer
 
 
 def create() -> list[int]:
@@ -60,5 +61,5 @@ def start_writer(
         stderr=stderr,
         pass_fds=[*slots, *copies, wake, *([] if lock is None else [lock])],
         start_new_session=True,
-        env={**os.environ, "ELASTIC_HARNESS_MEMBER": name},
+        env={**os.environ, variables.MEMBER: name},
     )

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
+from elastic_harness.contract import variables
 from elastic_harness.errors import ConfigError
 
 PORT = 2379
-PASSWORD_VARIABLE = "ELASTIC_HARNESS_ETCD_PASSWORD"
 _OPTIONS = ("ca", "cert", "key", "user", "password_file")
 _EXAMPLE = "etcd://10.0.0.1:2379,10.0.0.2:2379"
 
@@ -38,7 +38,7 @@ class Address:
         if "@" in url.netloc:
             raise ConfigError(
                 "The store's address holds a user or password, which any process on this machine could read; write "
-                f"etcd://HOST:PORT?user=NAME, and put the password into {PASSWORD_VARIABLE} or a password_file."
+                f"etcd://HOST:PORT?user=NAME, and put the password into {variables.ETCD_PASSWORD} or a password_file."
             )
         options = dict(parse_qsl(url.query, keep_blank_values=True))
         for name in options:
@@ -53,13 +53,13 @@ class Address:
             if name in options and not Path(options[name]).is_file():
                 raise ConfigError(f"The store's {name} is {options[name]}, which is no file.")
         password_file = options.pop("password_file", None)
-        password = environment.get(PASSWORD_VARIABLE, "")
+        password = environment.get(variables.ETCD_PASSWORD, "")
         if password_file is not None:
             password = Path(password_file).read_text().strip()
         if options.get("user") and not password:
             raise ConfigError(
-                f"The store's user is {options['user']}, but there is no password: set {PASSWORD_VARIABLE}, or name a "
-                "password_file."
+                f"The store's user is {options['user']}, but there is no password: set {variables.ETCD_PASSWORD}, or "
+                "name a password_file."
             )
         return Address(tuple(endpoints), **options, password=password)
 

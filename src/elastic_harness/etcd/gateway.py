@@ -15,8 +15,9 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from elastic_harness.contract import variables
 from elastic_harness.errors import ConfigError, InfrastructureError
-from elastic_harness.etcd.address import PASSWORD_VARIABLE, Address
+from elastic_harness.etcd.address import Address
 from elastic_harness.membership.store import Unavailable
 from elastic_harness.shape import parse
 
@@ -185,7 +186,7 @@ class Gateway:
         if "user name is empty" in message or (code == _UNAUTHENTICATED and not self.address.user):
             return ConfigError(
                 f"{self._named()} wants to know who we are: add ?user=NAME to its address, and put the password into "
-                f"{PASSWORD_VARIABLE}."
+                f"{variables.ETCD_PASSWORD}."
             )
         if code == _DENIED or "authentication failed" in message or "authentication is not enabled" in message:
             return ConfigError(f"{self._named()} does not let the user {self.address.user!r} in: {message}.")

@@ -8,16 +8,16 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from elastic_harness.contract import variables
 from elastic_harness.train.link import Link
 
-VARIABLE = "ELASTIC_HARNESS_TELL_IMPORTS"
 READ_BY_TORCH = ("OMP_", "GOMP_", "KMP_", "MKL_", "ATEN_", "TORCH_", "PYTORCH_")  # some of them when it is imported
 
 
 def tell_imports(link: Link) -> None:
     """Tell the agent the names of all installed modules that are imported, if it wants to know. What lies elsewhere is
     the user's own: it may read the worker's rank or arguments when it is imported, so each worker imports it itself."""
-    if os.environ.pop(VARIABLE, None) is None:
+    if os.environ.pop(variables.TELL_IMPORTS, None) is None:
         return
     paths = sysconfig.get_paths()
     installed = tuple({paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})

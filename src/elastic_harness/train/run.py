@@ -20,6 +20,7 @@ from elastic_harness.comm.group import Group
 from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.rendezvous import KeyValue
 from elastic_harness.config import Config
+from elastic_harness.contract import variables
 from elastic_harness.contract.board import Board, Phase
 from elastic_harness.data.mapstyle import MapStyle
 from elastic_harness.data.order import EpochOrder
@@ -429,7 +430,7 @@ def _transport(config: Config, device: torch.device) -> tuple[Connect, torch.dev
 
 def _connect_tcp(values: KeyValue, rank: int, world: int, cancelled: Callable[[float], None]) -> Group:
     return tcp.build(
-        values, rank, world, hostname=os.environ.get("ELASTIC_HARNESS_HOST", "127.0.0.1"), cancelled=cancelled
+        values, rank, world, hostname=os.environ.get(variables.HOST, "127.0.0.1"), cancelled=cancelled
     )
 
 
@@ -441,7 +442,7 @@ def _connect_nccl(
 
 def _coordinator(run_dir: str | Path | None) -> tuple[Link, Path, Board]:
     """The line to whoever decides: an agent's if there is one, else a stand-in for it."""
-    descriptor = os.environ.pop("ELASTIC_HARNESS_FD", None)
+    descriptor = os.environ.pop(variables.LINK, None)
     if descriptor is None:
         program = Path(sys.argv[0]).stem or "run"
         _show_errors()
@@ -454,10 +455,10 @@ def _coordinator(run_dir: str | Path | None) -> tuple[Link, Path, Board]:
             file=sys.stderr,
             flush=True,
         )
-    agent = AgentLink(int(descriptor), os.environ["ELASTIC_HARNESS_MEMBER"])
-    board = Board(int(os.environ.pop("ELASTIC_HARNESS_BOARD_FD")))
+    agent = AgentLink(int(descriptor), os.environ[variables.MEMBER])
+    board = Board(int(os.environ.pop(variables.BOARD)))
     _report_errors(agent, board)
-    return agent, Path(os.environ["ELASTIC_HARNESS_RUN_DIR"]), board
+    return agent, Path(os.environ[variables.RUN_DIR]), board
 
 
 def _report_errors(link: AgentLink, board: Board) -> None:

@@ -30,7 +30,7 @@ from elastic_harness.checkpoint.snapshot import Outcome, Slots, Snapshot
 from elastic_harness.checkpoint.tensors import slice_of
 from elastic_harness.checkpoint.tiers import POLL_S, Report, Tiers
 from elastic_harness.config import CheckpointConfig
-from elastic_harness.contract import memory_slots
+from elastic_harness.contract import memory_slots, variables
 from elastic_harness.errors import ConfigError, HarnessError, InfrastructureError
 from elastic_harness.membership.types import node_of
 from elastic_harness.train.inherited import Inherited
@@ -236,10 +236,10 @@ def make_saver(
     if config.nvme_path is not None:
         _lead_elsewhere(folder, Path(config.nvme_path).expanduser().absolute() / own_name)
     base = config.upload_url
-    several = bool(node_of(os.environ.get("ELASTIC_HARNESS_MEMBER", "")))
-    name = os.environ["ELASTIC_HARNESS_RUN_ID"] if several else own_name  # the same on all nodes
+    several = bool(node_of(os.environ.get(variables.MEMBER, "")))
+    name = os.environ[variables.RUN_ID] if several else own_name  # the same on all nodes
     policy = policy_of(config, None if base is None else f"{base.rstrip('/')}/{name}")
-    handed = os.environ.pop(memory_slots.VARIABLE, None)
+    handed = os.environ.pop(variables.SNAPSHOTS, None)
     if handed is not None:
         *descriptors, wake = memory_slots.from_text(handed)
         slots, own = Slots(descriptors, wake), None

@@ -1,0 +1,20 @@
+"""The names of the environment variables through which a job's processes and its user tell each other something."""
+
+from __future__ import annotations
+
+# set by the agent for its workers
+MEMBER = "ELASTIC_HARNESS_MEMBER"  # the worker's id; the writer of checkpoints has a name of its own here
+RUN_DIR = "ELASTIC_HARNESS_RUN_DIR"
+RUN_ID = "ELASTIC_HARNESS_RUN_ID"
+LINK = "ELASTIC_HARNESS_FD"  # descriptor of the connection to the agent
+BOARD = "ELASTIC_HARNESS_BOARD_FD"  # descriptor of the page in which the worker shows what it does
+SNAPSHOTS = "ELASTIC_HARNESS_SNAPSHOTS"  # descriptors of the shared memory, and of the eventfd that wakes the writer
+TELL_IMPORTS = "ELASTIC_HARNESS_TELL_IMPORTS"  # set: the agent wants to know what the worker has imported
+
+# set by a launcher for all that it starts
+LAUNCHERS = "ELASTIC_HARNESS_LAUNCHERS"  # marks of the launchers around a process
+
+# set by the user
+HOST = "ELASTIC_HARNESS_HOST"  # the address of this machine at which its workers are reached
+ETCD_PASSWORD = "ELASTIC_HARNESS_ETCD_PASSWORD"
+FAILPOINTS = "ELASTIC_HARNESS_FAILPOINTS"  # where a process is to fail, for tests
