@@ -562,11 +562,13 @@ class ElasticRun:
 
     def _report(self, worker: Worker, done: str, cause: Cause, error: str) -> None:
         """One block per incident; the same error on further workers is one line each."""
-        if cause in _ONCE and error and error in self._errors_shown:
+        same = cause if cause == "other_samples" else error  # that error names who was compared, which is by chance
+        if cause in _ONCE and same in self._errors_shown:
             self.agent.report.failure(worker)
             self.agent.console.notice(f"worker {worker.member} failed in the same way ({error}); {done}")
             return
-        self._errors_shown.add(error)
+        if same:
+            self._errors_shown.add(same)
         self.agent.report.incident(worker, done, _ADVICE.get(cause, ""))
 
     def _what_was_done(self, worker: Worker, delay_s: float | None, why: str) -> str:
