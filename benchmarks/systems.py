@@ -29,6 +29,7 @@ from benchmarks.common import (
     wait_for,
 )
 from elastic_harness.agent.control import request
+from elastic_harness.contract.commands import GetStatus
 
 START_TIMEOUT_S = 120.0
 BUILTIN_TRAINER = ("-m", "elastic_harness.train")
@@ -304,7 +305,7 @@ class Ours:
     def warm_spares(self) -> int:
         """Living workers outside the group that have loaded everything and wait for a place."""
         record = json.loads((self.run_dir / "run.json").read_text())
-        status = request(record["control"], {"command": "status"})
+        status = request(record["control"], GetStatus())
         waiting = [w for w in status["workers"] if w["member"] not in status["members"] and not w["leaving"]]
         return sum(w["state"] != "starting" for w in waiting)
 

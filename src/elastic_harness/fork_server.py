@@ -5,11 +5,7 @@ numbers drawn. What it forks is a *blank*: a child that waits for its orders. Th
 the blank becomes the agent's own child: it is watched, reaped and ended like any other. On its order a blank takes the
 environment, descriptors and command line of a worker and becomes it.
 
-    agent → server   import {modules} · fork {count}
-    server → agent   ready {files} · unsafe {module, why} · blank {} (with the end of its connection)
-                     refused {count, why}: so many were not forked
-    blank → agent    pid
-    agent → blank    order {command, environment, descriptors, niceness} (with the descriptors)
+`contract/forking.py` has what agent, server and blanks say to each other.
 """
 
 from __future__ import annotations
@@ -32,30 +28,28 @@ import sysconfig
 import time
 import types
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from elastic_harness import failpoints
 from elastic_harness.contract import wire
+from elastic_harness.contract.forking import (
+    BLANK,
+    FROM_FORK_SERVER,
+    TO_FORK_SERVER,
+    BlankForked,
+    BlankPid,
+    Fork,
+    NotForked,
+    Order,
+    Preload,
+    Preloaded,
+    UnsafeModule,
+)
 
 PARENT_PATIENCE_S = 5.0
 DESCRIPTORS_MAX = 64
 _PR_SET_PDEATHSIG = 1
-File = tuple[str, int, int]
-"""Path, time of the last change in nanoseconds, bytes."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """What a blank is to become. descriptors: the output's, then those that `variables` name by their index."""
-
-    command: list[str]
-    environment: dict[str, str]
-    variables: dict[str, list[int]]
-    niceness: int
-    descriptors: list[int]
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m elastic_harness.fork_server", description=__doc__)
@@ -63,40 +57,41 @@ def main() -> None:
     given = parser.parse_args()
     sys.path.pop(0)  # the folder this was started in: whose it is depends on the command of the worker
     gc.disable()  # while it imports, which makes no garbage worth looking for
-    order = serve(socket.socket(fileno=given.control), os.getppid())
-    become(order)
+    become(*serve(socket.socket(fileno=given.control), os.getppid()))
 
 
 # ---- the server
 
 
-def serve(control: socket.socket, agent_pid: int) -> Order:
-    """Import and fork as the agent says, until it closes the connection. Returns in a blank that got its order."""
+def serve(control: socket.socket, agent_pid: int) -> tuple[Order, list[int]]:
+    """Import and fork as the agent says, until it closes the connection. Returns in a blank that got its order, with
+    that and its descriptors."""
     channel = wire.Channel(control)
     while True:
         try:
-            message = channel.receive()
+            message = TO_FORK_SERVER.unpack(channel.receive())
         except (wire.Closed, ValueError):
             os._exit(0)
-        if message["type"] == "import":
-            unsafe = preload(message["modules"])
-            if unsafe is not None:
-                channel.send({"type": "unsafe", "module": unsafe[0], "why": unsafe[1]})
-                os._exit(0)  # what it has started cannot be undone
-            gc.freeze()  # so that a collection in a child does not touch, and thereby copy, what is shared
-            channel.send({"type": "ready", "files": loaded_files()})
-        elif message["type"] == "fork":
-            for done in range(message["count"]):
-                try:
-                    order = fork_blank(control, agent_pid)
-                except OSError as error:
-                    channel.send({"type": "refused", "count": message["count"] - done, "why": str(error.strerror)})
-                    break
-                if order is not None:
-                    return order
+        match message:
+            case Preload(modules):
+                unsafe = preload(modules)
+                if unsafe is not None:
+                    channel.send(FROM_FORK_SERVER.pack(unsafe))
+                    os._exit(0)  # what it has started cannot be undone
+                gc.freeze()  # so that a collection in a child does not touch, and thereby copy, what is shared
+                channel.send(FROM_FORK_SERVER.pack(Preloaded(loaded_files())))
+            case Fork(count):
+                for done in range(count):
+                    try:
+                        become_this = fork_blank(control, agent_pid)
+                    except OSError as error:
+                        channel.send(FROM_FORK_SERVER.pack(NotForked(count - done, str(error.strerror))))
+                        break
+                    if become_this is not None:
+                        return become_this
 
 
-def preload(modules: Iterable[str]) -> tuple[str, str] | None:
+def preload(modules: Iterable[str]) -> UnsafeModule | None:
     """Import these; one that cannot be imported is left to whoever needs it. Returns the first that leaves something
     behind that a forked process must not inherit, and what that is."""
     for name in modules:
@@ -107,17 +102,18 @@ def preload(modules: Iterable[str]) -> tuple[str, str] | None:
             importlib.import_module(name)
         left = _left_behind(before, _traces())
         if left:
-            return name, left
+            return UnsafeModule(name, left)
     return None
 
 
-def fork_blank(control: socket.socket, agent_pid: int) -> Order | None:
-    """Fork a blank that is the agent's child, and tell the agent. Returns None here, and its order in the blank.
+def fork_blank(control: socket.socket, agent_pid: int) -> tuple[Order, list[int]] | None:
+    """Fork a blank that is the agent's child, and tell the agent. Returns None here, and in the blank what
+    `wait_for_order` does.
     Raises OSError, here alone, if there is no room for another process."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with mine, theirs:
         if not _fork_orphan():
-            socket.send_fds(control, [wire.encode({"type": "blank"})], [mine.fileno()])
+            socket.send_fds(control, [wire.encode(FROM_FORK_SERVER.pack(BlankForked()))], [mine.fileno()])
             return None
         agent = theirs.dup()
     control.close()
@@ -159,29 +155,29 @@ def _become_child_of(agent_pid: int) -> None:
     os.setpgid(0, 0)
 
 
-def wait_for_order(agent: socket.socket) -> Order:
-    """Say which process this is, and block until its order comes. The process ends if the agent goes away instead."""
+def wait_for_order(agent: socket.socket) -> tuple[Order, list[int]]:
+    """Say which process this is, and block until its order and the descriptors come. The process ends if the agent goes
+    away instead."""
     try:
-        wire.send(agent, {"type": "pid", "pid": os.getpid()})
+        wire.send(agent, BLANK.pack(BlankPid(os.getpid())))
         decoder = wire.Decoder()
-        messages: list[wire.Message] = []
+        orders: list[Order] = []
         descriptors: list[int] = []
-        while not messages:
+        while not orders:
             data, received, _, _ = socket.recv_fds(agent, 1 << 16, DESCRIPTORS_MAX)
             descriptors += received
             if not data:
                 os._exit(0)
-            messages = [wire.decode(frame) for frame in decoder.feed(data)]
+            orders = [BLANK.unpack(wire.decode(frame)) for frame in decoder.feed(data)]
     except (OSError, ValueError):
         os._exit(0)
     agent.close()
-    order = messages[0]
-    return Order(order["command"], order["environment"], order["variables"], order["niceness"], descriptors)
+    return orders[0], descriptors
 
 
-def become(order: Order) -> None:
+def become(order: Order, given: Sequence[int]) -> None:
     """Be the worker that was ordered: its output, environment and priority, then its program, as `python` runs it."""
-    output, *descriptors = order.descriptors
+    output, *descriptors = given
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(output, 1)
@@ -302,7 +298,7 @@ def _random_states() -> dict[str, Any]:
     return states
 
 
-def loaded_files() -> list[File]:
+def loaded_files() -> tuple[tuple[str, int, int], ...]:
     """The files whose change makes this process stale: every one outside of the standard library and installed
     packages, and of each installed package the one that its import begins with."""
     paths = sysconfig.get_paths()
@@ -320,7 +316,7 @@ def loaded_files() -> list[File]:
         with contextlib.suppress(OSError):
             status = os.stat(path)
             found[path] = (path, status.st_mtime_ns, status.st_size)
-    return list(found.values())
+    return tuple(found.values())
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 Shape = Mapping[str, Any]
 WHOLE_MAX = 1 << 63
+_Built = TypeVar("_Built")
 _SHOWN_CHARS = 80
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "an object", None: "null"}
 
@@ -46,6 +47,38 @@ def expect(values: Mapping[str, Any], shape: Shape) -> None:
             shown = repr(values[name])
             shown = shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}…"
             raise ValueError(f"{name} is {shown}; it must be {_described(hint)}")
+
+
+def build(cls: type[_Built], values: Mapping[str, Any]) -> _Built:
+    """Return the dataclass whose fields these JSON values are, with tuples and dataclasses inside where its types have
+    them. Other values may be there. Raises ValueError that names the first field which is wrong."""
+    shape = of(cls)  # type: ignore[arg-type]
+    given = {name: _built(hint, values[name]) for name, hint in shape.items() if name in values}
+    whole = {**defaults(cls), **given}
+    expect(whole, shape)
+    return cls(**{name: whole.get(name) for name in shape})
+
+
+def _built(hint: Any, value: Any) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
+        return build(hint, value)
+    if origin is tuple and isinstance(value, list):
+        inside = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
+        return tuple(map(_built, inside, value)) if len(inside) == len(value) else value
+    if origin is dict and isinstance(value, dict):
+        return {key: _built(arguments[1], each) for key, each in value.items()}
+    if origin is types.UnionType and value is not None:
+        inside = [each for each in arguments if each is not types.NoneType]
+        return _built(inside[0], value) if len(inside) == 1 else value
+    return value
+
+
+def defaults(cls: Any) -> dict[str, Any]:
+    """Return what a dataclass's fields hold if nothing is given."""
+    missing = dataclasses.MISSING
+    fixed = {f.name: f.default for f in dataclasses.fields(cls) if f.default is not missing}
+    return fixed | {f.name: f.default_factory() for f in dataclasses.fields(cls) if f.default_factory is not missing}
 
 
 @cache

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness.agent.control import request
+from elastic_harness.contract.commands import GetStatus
 from elastic_harness.errors import HarnessError
 from elastic_harness.ledger import read_ledger
 from elastic_harness.verify import verify
@@ -118,7 +119,7 @@ class TrainingJob(Job):
         """What the agent says now; empty while there is none."""
         with contextlib.suppress(HarnessError, OSError, ValueError):
             path = self.record().get("control")
-            return request(path, {"command": "status"}) if path else {}
+            return request(path, GetStatus()) if path else {}
         return {}
 
     def ready(self) -> int:

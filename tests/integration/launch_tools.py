@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness.agent.control import request
+from elastic_harness.contract.commands import GetStatus
 from elastic_harness.events import read_events
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -104,7 +105,7 @@ class Job:
 
     def status(self) -> dict[str, Any]:
         """What the agent says now."""
-        return request(self.record()["control"], {"command": "status"})
+        return request(self.record()["control"], GetStatus())
 
     def members(self) -> list[str]:
         """The members of the newest generation, in rank order."""

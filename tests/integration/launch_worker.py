@@ -19,6 +19,7 @@ import time
 
 from elastic_harness.contract import wire
 from elastic_harness.contract.board import Phase
+from elastic_harness.contract.messages import PROTOCOL
 
 
 class Changed(Exception):
@@ -102,7 +103,7 @@ class Worker:
 
     def run(self) -> None:
         fingerprint = {"run.seed": self.options.seed, "exactness": "strict"}
-        self.send("hello", protocol=wire.PROTOCOL, member=self.member, pid=os.getpid(), fingerprint=fingerprint)
+        self.send("hello", protocol=PROTOCOL, member=self.member, pid=os.getpid(), fingerprint=fingerprint)
         self.show(Phase.WAITING)
         switch = False
         while True:
@@ -149,7 +150,7 @@ class Worker:
         digest = self.digests[number]
         self.version, self.lineage = digest["version"], digest["lineage"]
         self.from_step = digest["from_step"]
-        kind, _ = digest["sources"][self.member]
+        kind = digest["sources"][self.member]["kind"]
         if kind in ("keep", "replay") and members[0] == self.member and self.version > 0:
             self.commit(self.version - 1, members)  # whoever was to report it may have died before it did
         ms = (time.monotonic() - began) * 1000

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness import failpoints
+from elastic_harness.contract.wire import as_fields
 from elastic_harness.train import trainer, work
 from elastic_harness.train.link import AgentLink
 from elastic_harness.train.partials import Partials
@@ -112,7 +113,7 @@ def note_lanes(folder: Path) -> None:
 
     def tell(link: AgentLink, said: Any) -> None:
         with open(folder / f"reports-{NAME}", "a") as file:
-            file.write(json.dumps(said.to_json()) + "\n")
+            file.write(json.dumps(as_fields(said)) + "\n")
         report(link, said)
 
     Partials.add = note  # type: ignore[method-assign]

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from elastic_harness import ledger
 from elastic_harness.agent.folder import RECORD, RunFolder, read_record
 from elastic_harness.agent.records import Records
+from elastic_harness.contract.messages import Commit
 from elastic_harness.errors import InfrastructureError
 from elastic_harness.events import EventLog, read_events
 from elastic_harness.ledger import LedgerWriter, read_ledger
@@ -43,16 +44,15 @@ class Case(NamedTuple):
     check: Callable[[Path, bool], None]
 
 
-def commit(step: int) -> dict[str, Any]:
-    about = {"lineage": 0, "step": step, "generation": 1, "world_size": 1, "loss": 0.5}
-    line = {"epoch": 0, "position": step, "count": 1, "slots": 3, "lanes": 1, "computed_by": [["w0-1", 0, 1]]}
-    return {"type": "commit", **about, "ledger": {**line, "slot_samples": ["0f" * 8] * 3, "slot_weight": [1.0] * 3}}
+def commit(step: int) -> Commit:
+    more = {"epoch": 0, "position": step, "count": 1, "slots": 3, "lanes": 1, "computed_by": [["w0-1", 0, 1]]}
+    ledger = {**more, "slot_samples": ["0f" * 8] * 3, "slot_weight": [1.0] * 3}
+    return Commit(lineage=0, step=step, generation=1, world_size=1, loss=0.5, ledger=ledger)
 
 
 def line(step: int) -> dict[str, Any]:
     told = commit(step)
-    told.pop("type")
-    return {"from_step": 0, **told.pop("ledger"), **told}
+    return {"from_step": 0, **told.metrics, **(told.ledger or {})}
 
 
 def steps_of_ledger(folder: Path) -> list[int]:

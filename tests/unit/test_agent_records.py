@@ -10,19 +10,17 @@ import pytest
 
 from elastic_harness.agent.folder import RunFolder
 from elastic_harness.agent.records import Records
+from elastic_harness.contract.messages import Commit
 from elastic_harness.contract.wire import Malformed
 from elastic_harness.events import read_events
 
 
-def commit(step: int, lineage: int = 0, generation: int = 4, **ledger: Any) -> dict[str, Any]:
-    return {
-        "type": "commit", "lineage": lineage, "step": step, "generation": generation, "world_size": 1, "loss": 0.5,
-        "tokens": 8, "lr": 0.1, "grad_norm": None, "step_s": 0.2,
-        "ledger": {
-            "epoch": 0, "position": step, "count": 1, "slots": 1, "lanes": 1, "computed_by": [["w0-1", 0, 1]],
-            "slot_samples": ["00" * 8], "slot_weight": [1.0], **ledger,
-        },
+def commit(step: int, lineage: int = 0, generation: int = 4, **ledger: Any) -> Commit:
+    line = {
+        "epoch": 0, "position": step, "count": 1, "slots": 1, "lanes": 1, "computed_by": [["w0-1", 0, 1]],
+        "slot_samples": ["00" * 8], "slot_weight": [1.0], **ledger,
     }  # fmt: skip
+    return Commit(lineage, step, generation, 1, loss=0.5, tokens=8, lr=0.1, step_s=0.2, ledger=line)
 
 
 def opened(path: Path) -> Records:
@@ -84,7 +82,8 @@ def test_an_event_lost_between_ledger_and_log_is_written_again(tmp_path: Path) -
 def test_a_commit_that_is_no_ledger_line_is_refused(tmp_path: Path) -> None:
     records = opened(tmp_path)
     broken = commit(0)
-    del broken["ledger"]["slots"]
+    assert broken.ledger is not None
+    del broken.ledger["slots"]
     with pytest.raises(Malformed, match="slots"):
         records.commit(broken)
     records.close()

@@ -19,13 +19,17 @@ from elastic_harness.agent.records import Records
 from elastic_harness.checkpoint import manifest
 from elastic_harness.contract import messages, wire
 from elastic_harness.contract.board import BoardReader
+from elastic_harness.contract.checkpoint_event import CheckpointEvent
+from elastic_harness.contract.codec import Codec, Unknown
+from elastic_harness.contract.commands import COMMANDS
+from elastic_harness.contract.forking import BLANK, FROM_FORK_SERVER, TO_FORK_SERVER
 from elastic_harness.data.token_index import FIXED, HASH, MAGIC, PAGE, VERSION, TokenIndexFile
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.events import read_events
 from elastic_harness.failpoints import _parse
 from elastic_harness.ledger import LedgerError, read_ledger
 from elastic_harness.membership.codec import decode, encode, from_text
-from elastic_harness.membership.types import Digest, Generation, Report
+from elastic_harness.membership.types import Report
 
 HUGE = 10**400
 JSON = st.recursive(
@@ -48,7 +52,7 @@ def refuses(read: Callable[[], object], *errors: type[Exception]) -> None:
 @given(BYTES)
 def test_frames(body: bytes) -> None:
     refuses(lambda: wire.decode(body), wire.Malformed)
-    refuses(lambda: messages.checkpoint_event(body), wire.Malformed)
+    refuses(lambda: CheckpointEvent.from_line(body), wire.Malformed)
     text = body.decode(errors="replace")
     refuses(lambda: from_text(text), ValueError)
     refuses(lambda: from_text("z" + text), ValueError)
@@ -72,44 +76,69 @@ def test_frames_before_a_wrong_one_are_not_lost() -> None:
         decoder.feed(b"")
 
 
-WHOLE: dict[str, dict[str, Any]] = {
-    "report": Report(3, 7, 6, ((0, 2),), (5,), True, (0,)).to_json(),
-    "commit": {"lineage": 0, "step": 3, "generation": 1, "world_size": 2, "loss": 0.5, "ledger": {}},
-    "trouble": {"generation": 1, "version": 3, "peers": ["a"], "ways": {"a": "b"}},
-    "hello": {"protocol": 2, "fingerprint": {"seed": 1}, "max_steps": 3},
-    "kv_set": {"generation": 1, "key": "0", "value": ""},
-    "finished": {"version": 3, "weights_sha256": "ab", "final_loss": None},
-    "checkpoint": {"event": "checkpoint_saved", "fields": {"step": 3}},
-}
+st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
+CODECS = (messages.TO_AGENT, messages.TO_WORKER, COMMANDS, TO_FORK_SERVER, FROM_FORK_SERVER, BLANK)
+PLAIN = {dict[str, Any]: st.dictionaries(st.text(max_size=4), st.booleans()), Any: st.integers(0, 9)}
+
+
+def written(codec: Codec, message: object) -> Any:
+    """The JSON object that goes over the wire."""
+    (frame,) = wire.Decoder().feed(wire.encode(codec.pack(message)))
+    return wire.decode(frame)
+
+
+def any_message(cls: type[Any]) -> st.SearchStrategy[Any]:
+    if cls is CheckpointEvent:
+        return st.builds(cls, event=st.just("checkpoint_saved"), fields=st.just({"step": 3}))
+    plain = {name: PLAIN[hint] for name, hint in shape.of(cls).items() if hint in PLAIN}
+    fill = {name: st.none() for name, hint in shape.of(cls).items() if hint == dict[str, Any] | None}
+    return st.builds(cls, **{**{name: st.from_type(hint) for name, hint in shape.of(cls).items()}, **plain, **fill})
+
+
+MESSAGES = st.sampled_from([(codec, name) for codec in CODECS for name in codec.classes])
 
 
 @settings(max_examples=300)
-@given(st.sampled_from(sorted(WHOLE)), st.data(), JSON)
-def test_one_wrong_field_is_named(kind: str, data: st.DataObject, value: Any) -> None:
-    whole = {"type": kind, **WHOLE[kind]}
-    messages.check(whole, messages.TO_AGENT)
-    field = data.draw(st.sampled_from(sorted(messages.TO_AGENT[kind])))
-    wrong = {**whole, field: value}
+@given(MESSAGES, st.data())
+def test_every_message_comes_back(which: tuple[Codec, str], data: st.DataObject) -> None:
+    codec, name = which
+    message = data.draw(any_message(codec.classes[name]))
+    assert codec.unpack(written(codec, message)) == message
+    assert codec.unpack({**written(codec, message), "of a later version": 1}) == message
+
+
+@settings(max_examples=300)
+@given(MESSAGES, st.data(), JSON)
+def test_one_wrong_field_is_named(which: tuple[Codec, str], data: st.DataObject, value: Any) -> None:
+    codec, name = which
+    whole = written(codec, data.draw(any_message(codec.classes[name])))
+    field = data.draw(st.sampled_from(sorted(whole)))
     try:
-        messages.check(wrong, messages.TO_AGENT)
+        codec.unpack({**whole, field: value})
+    except Unknown as error:
+        assert field in ("type", "command") and repr(value)[:20] in str(error)
     except wire.Malformed as error:
-        assert kind in str(error)
-    else:
-        if kind == "report":
-            Report.from_json(wrong)
+        assert name in str(error) or field in ("type", "command")
 
 
 @pytest.mark.parametrize("wrong", [{}, {"type": 7}, {"type": None}, {"type": ["report"]}, {"type": "report"}])
 def test_messages_without_a_type_or_fields(wrong: dict[str, Any]) -> None:
     with pytest.raises(wire.Malformed):
-        messages.check(wrong, messages.TO_AGENT)
+        messages.TO_AGENT.unpack(wrong)
 
 
-def test_what_we_send_ourselves_passes() -> None:
-    digest = Digest(1, 2, 0, 0, {}, {"a": ((0, 1),)}, ("a",))
-    for kind, value in (("generation", Generation(1, ("a",), True, "")), ("digest", digest)):
-        messages.check(json.loads(json.dumps({"type": kind, **value.to_json()})), messages.TO_WORKER)
-    messages.check({"type": "of a later version", "new": 1}, messages.TO_AGENT)
+def test_the_protocol_s_page_lists_the_messages() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    for title, codec in (("Worker → agent", messages.TO_AGENT), ("Agent → worker", messages.TO_WORKER)):
+        rows = [f"| `{name}` {{{', '.join(shape.of(cls))}}} | {said(cls)} |" for name, cls in codec.classes.items()]
+        table = "\n".join([f"| {title} | |", "|---|---|", *rows])
+        assert table in page, f"docs/protocol.md should have:\n\n{table}"
+    assert f"`hello.protocol` is {messages.PROTOCOL}" in " ".join(page.split())
+
+
+def said(cls: type[Any]) -> str:
+    """The first paragraph of its docstring, on one line."""
+    return " ".join((cls.__doc__ or "").partition("\n\n")[0].split())
 
 
 @settings(max_examples=200)

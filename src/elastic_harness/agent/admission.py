@@ -9,7 +9,7 @@ from elastic_harness.agent import fingerprint
 from elastic_harness.agent.hangs import Hang
 from elastic_harness.agent.loop import Agent
 from elastic_harness.agent.worker import Worker
-from elastic_harness.contract import wire
+from elastic_harness.contract.messages import PROTOCOL, Hello, Refusal
 
 START_S_MIN = 30.0
 REFUSED_GRACE_S = 2.0
@@ -25,13 +25,12 @@ class Admission:
         self._asking: dict[str, dict[str, Any]] = {}  # fingerprints of those who have no answer yet
         self.refused: dict[str, str] = {}
 
-    def ask(self, worker: Worker, hello: wire.Message) -> None:
+    def ask(self, worker: Worker, hello: Hello) -> None:
         """Take a hello; `answer` follows when it can be given."""
-        spoken = hello.get("protocol")
-        if spoken != wire.PROTOCOL:
-            self._refuse(worker, f"it speaks protocol {spoken}, the agent {wire.PROTOCOL}; use the same version")
+        if hello.protocol != PROTOCOL:
+            self._refuse(worker, f"it speaks protocol {hello.protocol}, the agent {PROTOCOL}; use the same version")
             return
-        self._asking[worker.member] = hello.get("fingerprint") or {}
+        self._asking[worker.member] = hello.fingerprint or {}
 
     def forget(self, member: str) -> None:
         """It is gone."""
@@ -65,7 +64,7 @@ class Admission:
 
     def _refuse(self, worker: Worker, reason: str) -> None:
         self.refused[worker.member] = reason
-        self._agent.send(worker, {"type": "refuse", "reason": reason})
+        self._agent.send(worker, Refusal(reason))
         self._agent.after(REFUSED_GRACE_S, lambda: worker.signal(9))
 
     def give_up_the_mute(self, now: float) -> None:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness.contract import wire
-from elastic_harness.contract.messages import check_request
+from elastic_harness.contract.codec import Unknown
+from elastic_harness.contract.commands import COMMANDS
 from elastic_harness.errors import EXIT_CONFIG, HarnessError, InfrastructureError
 
 _UNIX_PATH_MAX = 107
-Handler = Callable[[wire.Message], wire.Message]
+Handler = Callable[[object], wire.Message]
 
 
 class ControlServer:
@@ -77,11 +78,12 @@ class ControlServer:
 
     def _answer(self, frame: bytes) -> wire.Message:
         try:
-            request = wire.decode(frame)
-            check_request(request)
-            return self._handle(request)
+            return self._handle(COMMANDS.unpack(wire.decode(frame)))
         except HarnessError as error:
             return {"error": str(error), "exit_code": error.exit_code}
+        except Unknown as error:
+            known = ", ".join(COMMANDS.classes)
+            return {"error": f"it was asked {error}; this agent knows {known}", "exit_code": EXIT_CONFIG}
         except wire.Malformed as error:
             return {"error": f"it was asked {error}", "exit_code": EXIT_CONFIG}
 
@@ -112,14 +114,14 @@ def _short_folder(run_dir: Path) -> Path:
     return folder
 
 
-def request(path: str, message: wire.Message, timeout_s: float = 5.0) -> dict[str, Any]:
+def request(path: str, command: object, timeout_s: float = 5.0) -> dict[str, Any]:
     """Ask a live agent; raises InfrastructureError if nobody answers, HarnessError with what the agent refused."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             sock.settimeout(timeout_s)
             sock.connect(path)
             channel = wire.Channel(sock)
-            channel.send(message)
+            channel.send(COMMANDS.pack(command))
             answer = channel.receive()
         except (OSError, wire.Malformed) as error:
             raise InfrastructureError(f"the run's agent does not answer on {path} ({error}); see its logs") from error

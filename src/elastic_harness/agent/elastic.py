@@ -15,8 +15,31 @@ from elastic_harness.agent.loop import Agent, Outcome, spawn_error
 from elastic_harness.agent.places import Places
 from elastic_harness.agent.restarts import Cause, Ending, failure_exit_code
 from elastic_harness.agent.worker import LEFT_OUT, Worker
-from elastic_harness.contract import wire
 from elastic_harness.contract.board import Phase
+from elastic_harness.contract.checkpoint_event import CheckpointEvent
+from elastic_harness.contract.messages import (
+    AllDone,
+    Commit,
+    GetValue,
+    HandOver,
+    Hello,
+    Imported,
+    LastStepDone,
+    Leave,
+    LeftOut,
+    LinkTrouble,
+    LogEvent,
+    Refusal,
+    ScriptError,
+    SetValue,
+    SlotError,
+    TooManySkipped,
+    UnfitPeer,
+    Value,
+    Wait,
+    WeightsNotSaved,
+)
+from elastic_harness.contract.wire import as_fields
 from elastic_harness.errors import (
     EXIT_CONFIG,
     EXIT_INFRASTRUCTURE,
@@ -71,8 +94,8 @@ class ElasticRun:
         self._admission = Admission(agent)
         self._unfit: dict[str, tuple[Cause, str]] = {}
         self._ever_members: set[str] = set()  # whoever was told of any generation hears of every later one
-        self._finished: dict[str, dict[str, Any]] = {}
-        self._slot_errors: dict[tuple[int, int], dict[str, Any]] = {}
+        self._finished: dict[str, LastStepDone] = {}
+        self._slot_errors: dict[tuple[int, int], SlotError] = {}
         self._last_commit: dict[str, Any] = {}
         self._last_recovery: dict[str, Any] = {}
         self._last_error = ""
@@ -92,67 +115,59 @@ class ElasticRun:
         self._refill()
         self._spawn_due()
 
-    def on_message(self, worker: Worker, message: wire.Message) -> None:
-        match message["type"]:
-            case "hello":
+    def on_message(self, worker: Worker, message: object) -> None:
+        match message:
+            case Hello():
                 self._on_hello(worker, message)
-            case "report":
-                report = self._within_the_ledger(Report.from_json(message))
+            case Report():
+                report = self._within_the_ledger(message)
                 report = worth_telling(report, self.agent.records.lineage, self.agent.records.from_step)
                 self.agreement.tell(leader.Reported(worker.member, report))
-            case "trouble":
-                peers, ways = tuple(message["peers"]), message["ways"]
+            case LinkTrouble(generation, version, peers, ways):
                 self._cuts.tell(ways)
-                holds = message["version"] >= 0
-                self.agreement.tell(leader.Trouble(worker.member, message["generation"], peers, bool(ways), holds))
-            case "kv_set":
-                generation, key, value = message["generation"], message["key"], message["value"]
+                self.agreement.tell(leader.Trouble(worker.member, generation, peers, bool(ways), holds=version >= 0))
+            case SetValue(generation, key, value):
                 self._deliver({generation: {key: value}})
                 self.agreement.offer(generation, key, value)
-            case "kv_get":
-                generation, key = message["generation"], message["key"]
+            case GetValue(generation, key):
                 known = self._values.get(generation, key, worker.member)
                 if known is not None:
-                    self.agent.send(worker, {"type": "kv", "generation": generation, "key": key, "value": known})
-            case "commit":
+                    self.agent.send(worker, Value(generation, key, known))
+            case Commit():
                 if self.agent.records.commit(message):
-                    if message.get("skipped"):
-                        self.agent.report.skipped(message)
-                    self._last_commit = {k: v for k, v in message.items() if k not in ("type", "ledger")}
-                self.agreement.tell(leader.Committed(message["step"]))
-            case "state":
-                self.agent.records.handed_over(message["ledger"])
-            case "event":
-                fields = dict(message["fields"])
-                self.agent.records.event(message["event"], **fields)
-                if message["event"] == "recovery":
+                    if message.skipped is not None:
+                        self.agent.report.skipped(message, message.skipped)
+                    self._last_commit = message.metrics
+                self.agreement.tell(leader.Committed(message.step))
+            case HandOver(line):
+                self.agent.records.handed_over(line)
+            case LogEvent(event, fields):
+                self.agent.records.event(event, **fields)
+                if event == "recovery":
                     self._last_recovery = fields
-            case "checkpoint":
-                self.agent.on_checkpoint(message["event"], dict(message["fields"]))
-            case "slot_error":
-                worker.slot_failed = True
-                worker.error = message
-                self._slot_errors[(message["step"], message["slot"])] = message
-                self.agreement.tell(leader.SlotFailed(worker.member, message["step"], message["slot"], "error"))
-            case "error":
-                worker.error = message
-            case "unfit":
-                self.agreement.tell(leader.Unfit(message["member"], message["reason"], message["samples"]))
-            case "leaving":
-                worker.released = worker.released or f"{LEFT_OUT} {message['generation']}"
+            case CheckpointEvent(event, fields):
+                self.agent.on_checkpoint(event, fields)
+            case SlotError(step, slot, error):
+                worker.error = error
+                self._slot_errors[step, slot] = message
+                self.agreement.tell(leader.SlotFailed(worker.member, step, slot, "error"))
+            case ScriptError(error):
+                worker.error = error
+            case UnfitPeer(member, reason, samples):
+                self.agreement.tell(leader.Unfit(member, reason, samples))
+            case LeftOut(generation):
+                worker.released = worker.released or f"{LEFT_OUT} {generation}"
                 self.agreement.tell(leader.Lost(worker.member))
-            case "imports":
-                self.agent.forks.learn(message["modules"])
-            case "diverged":
-                self.agent.finish(Outcome(EXIT_USER_CODE, "failed", message["reason"]), graceful=False)
-            case "unsaved":
-                self.agent.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", message["error"]), graceful=False)
-            case "finished":
+            case Imported(modules):
+                self.agent.forks.learn(modules)
+            case TooManySkipped(reason):
+                self.agent.finish(Outcome(EXIT_USER_CODE, "failed", reason), graceful=False)
+            case WeightsNotSaved(error):
+                self.agent.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", error), graceful=False)
+            case LastStepDone(version):
                 worker.finished = message
                 self._finished[worker.member] = message
-                self.agreement.tell(leader.Finished(worker.member, message["version"]))
-            case other:
-                self.agent.console.notice(f"worker {worker.member} sent an unknown message {other!r}; it is ignored")
+                self.agreement.tell(leader.Finished(worker.member, version))
 
     def _within_the_ledger(self, report: Report) -> Report:
         """Without snapshots that are ahead of the ledger, if there are others: those who took them died, and the agent
@@ -233,7 +248,7 @@ class ElasticRun:
         self.agent.leave(outcome)
         for worker in self.agent.workers.values():
             if worker.member in self._members and not worker.lost:  # it saves when it leaves
-                self.agent.send(worker, {"type": "stop", "checkpoint": True, "reason": outcome.status})
+                self.agent.send(worker, Leave(outcome.status, checkpoint=True))
             else:
                 self.agent.stop_worker(worker, outcome.status, graceful=False)
 
@@ -259,7 +274,7 @@ class ElasticRun:
         self._spawn_due()
 
     def status(self) -> dict[str, Any]:
-        generation = self._generation
+        generation, finished = self._generation, next(iter(self._finished.values()), None)
         return {
             "mode": "elastic",
             "target": self._places.target,
@@ -273,7 +288,7 @@ class ElasticRun:
             "waiting": self._waiting,
             "last_commit": self._last_commit,
             "last_recovery": self._last_recovery,
-            "finished": next(iter(self._finished.values()), None) if self._done else None,
+            "finished": as_fields(finished) if finished is not None and self._done else None,
             **self.agreement.status(),
         }
 
@@ -292,7 +307,7 @@ class ElasticRun:
         for generation, by_key in values.items():
             for key, value in by_key.items():
                 for member in self._values.set(generation, key, value):
-                    self._tell(member, {"type": "kv", "generation": generation, "key": key, "value": value})
+                    self._tell(member, Value(generation, key, value))
 
     def _carry_out(self, action: leader.Action) -> None:
         match action:
@@ -306,9 +321,8 @@ class ElasticRun:
                         worker.serves_from = records.farthest
                 if (digest.lineage, digest.from_step) != (records.lineage, records.from_step):
                     records.remember(lineage=digest.lineage, from_step=digest.from_step)
-                message = {"type": "digest", **digest.to_json()}
                 for member in self._members:
-                    self._tell(member, message)
+                    self._tell(member, digest)
                 self._notice(f"generation {digest.generation}: {reason}")
             case leader.Pause(reason):
                 self._waiting = reason
@@ -316,7 +330,7 @@ class ElasticRun:
                 if self._generation is not None:
                     for worker in self.agent.workers.values():
                         if worker.hello:
-                            self._tell(worker.member, {"type": "pause", "reason": reason})
+                            self._tell(worker.member, Wait(reason))
             case leader.Evict(member, reason, samples):
                 self._evict(member, "other_samples" if samples else "unfit", reason)
             case leader.Poison(at_step, slot, members, reason):
@@ -335,7 +349,6 @@ class ElasticRun:
         number, members, urgent, reason = generation.number, generation.members, generation.urgent, generation.reason
         self.agent.records.use_number(number)
         self._values.forget_before(number)
-        message = {"type": "generation", **generation.to_json()}
         for stood_by in self.agent.workers.values():
             if stood_by.member in set(members) - self._ever_members:
                 stood_by.serves_from = None  # now it has to be of use as a member
@@ -343,7 +356,7 @@ class ElasticRun:
         left_out = [w.member for w in self.agent.workers.values() if w.member in self._ever_members - set(members)]
         self._generation, self._formed, self._waiting = generation, False, ""
         for member in (*members, *left_out):
-            self._tell(member, message)
+            self._tell(member, generation)
         for rank, member in enumerate(members):
             worker = self.agent.workers.get(member)
             if worker:
@@ -368,19 +381,18 @@ class ElasticRun:
         self.agent.console.notice(f"worker {member} is not fit for this run: {reason}")
         worker = self.agent.workers.get(member)
         if worker:
-            self.agent.send(worker, {"type": "refuse", "reason": reason})
+            self.agent.send(worker, Refusal(reason))
             worker.lost = True
             self.agent.after(2.0, lambda: worker.signal(9))
 
     def _on_poison(self, at_step: int, slot: int, members: tuple[str, ...], reason: str) -> None:
-        known = self._slot_errors.get((at_step, slot), {})
-        samples = f"; its samples are {known['samples']}" if known.get("samples") else ""
-        error = known.get("error", reason)
+        known = self._slot_errors.get((at_step, slot), SlotError(at_step, slot, reason))
+        samples = f"; its samples are {list(known.samples)}" if known.samples else ""
         self.agent.finish(
             Outcome(
                 EXIT_USER_CODE,
                 "failed",
-                f"slot {slot} of step {at_step} failed on {len(members)} workers ({', '.join(members)}): {error}"
+                f"slot {slot} of step {at_step} failed on {len(members)} workers ({', '.join(members)}): {known.error}"
                 f"{samples}. Fix the code or the data; the same --run-dir resumes at the newest checkpoint",
             ),
             graceful=False,
@@ -397,7 +409,7 @@ class ElasticRun:
     def _on_done(self, version: int) -> None:
         self._done = True
         self._places.planned.clear()
-        hashes = {m: f.get("weights_sha256") for m, f in self._finished.items()}
+        hashes = {m: f.weights_sha256 for m, f in self._finished.items()}
         relaxed = (self.agent.folder.record.get("fingerprint") or {}).get("exactness") == "relaxed"
         if len(set(hashes.values())) > 1 and not relaxed:
             named = ", ".join(f"{m}: {h}" for m, h in sorted(hashes.items()))
@@ -412,7 +424,7 @@ class ElasticRun:
         for worker in list(self.agent.workers.values()):
             member = worker.member in self._members and not worker.lost
             if member:
-                self.agent.send(worker, {"type": "done", "version": version})
+                self.agent.send(worker, AllDone(version))
                 worker.released = "finished"
             else:
                 self.agent.stop_worker(worker, "finished", graceful=False)
@@ -441,20 +453,19 @@ class ElasticRun:
             message = "other nodes have done the last step; to train further, launch another --run-id"
         else:
             message = (
-                f"{finished.get('version')} steps, loss {finished.get('final_loss')}, "
-                f"weights sha256 {finished.get('weights_sha256')}"
+                f"{finished.version} steps, loss {finished.final_loss}, weights sha256 {finished.weights_sha256}"
             )
         self.agent.finish(Outcome(EXIT_SUCCESS, "finished", message), graceful=False)
 
     # ---- workers coming and going
 
-    def _on_hello(self, worker: Worker, message: wire.Message) -> None:
+    def _on_hello(self, worker: Worker, hello: Hello) -> None:
         worker.hello = True
         worker.beat_seen_at = time.monotonic()
         worker.restore_priority()
-        worker.deadline_max_s = message.get("deadline_max_s") or 0.0
-        self._max_steps = message.get("max_steps")
-        self._admission.ask(worker, message)
+        worker.deadline_max_s = hello.deadline_max_s or 0.0
+        self._max_steps = hello.max_steps
+        self._admission.ask(worker, hello)
         self._admit()
 
     def _admit(self) -> None:
@@ -468,7 +479,7 @@ class ElasticRun:
                 waited_since = self._admission.began_at if self._generation is None else None
                 self.agreement.tell(leader.Ready(member), waited_since)
 
-    def _tell(self, member: str, message: wire.Message) -> None:
+    def _tell(self, member: str, message: object) -> None:
         worker = self.agent.workers.get(member)
         if worker and not worker.lost:
             self.agent.send(worker, message)
@@ -478,15 +489,15 @@ class ElasticRun:
         last = (worker.log.tail(1) or [""])[0]
         code = worker.exit_code or 0
         if worker.member in self._admission.refused:
-            worker.error = worker.error or {"error": self._admission.refused[worker.member]}
+            worker.error = worker.error or self._admission.refused[worker.member]
             return "refused", self._admission.refused[worker.member]
         if worker.member in self._unfit:
             cause, reason = self._unfit[worker.member]
-            worker.error = worker.error or {"error": reason}
+            worker.error = worker.error or reason
             return cause, reason
         if worker.hang:
             return "hung", worker.hang
-        error = str(worker.error.get("error")) if worker.error else last
+        error = worker.error or last
         if code == EXIT_CONFIG:
             return "config", error
         if code == EXIT_INFRASTRUCTURE:

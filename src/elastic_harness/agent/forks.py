@@ -24,6 +24,18 @@ from elastic_harness import durable_file
 from elastic_harness.agent.orphans import children
 from elastic_harness.agent.worker import Process, die_with_parent
 from elastic_harness.contract import wire
+from elastic_harness.contract.forking import (
+    BLANK,
+    FROM_FORK_SERVER,
+    TO_FORK_SERVER,
+    BlankForked,
+    Fork,
+    NotForked,
+    Order,
+    Preload,
+    Preloaded,
+    UnsafeModule,
+)
 from elastic_harness.errors import InfrastructureError
 
 BASE = ("torch", "torch._dynamo", "elastic_harness.train.run", "elastic_harness.train.trainer")
@@ -55,10 +67,10 @@ class Blank:
             if not data:
                 raise wire.Closed("it has ended")
             for message in map(wire.decode, self._decoder.feed(data)):
-                self.process = Process(int(message["pid"]))
+                self.process = Process(BLANK.unpack(message).pid)
         except BlockingIOError:
             return
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, AttributeError) as error:
             raise wire.Closed(str(error)) from error
 
     @property
@@ -76,18 +88,11 @@ class Blank:
     ) -> Process:
         """Make it a worker. variables: name → descriptors that it is to find there. Raises OSError if it is gone."""
         assert self.process is not None
-        descriptors, named = [output], {}
+        descriptors, named = [output], dict[str, tuple[int, ...]]()
         for name, given in variables.items():
-            named[name] = list(range(len(descriptors) - 1, len(descriptors) - 1 + len(given)))
+            named[name] = tuple(range(len(descriptors) - 1, len(descriptors) - 1 + len(given)))
             descriptors += given
-        message = {
-            "type": "order",
-            "command": list(command),
-            "environment": environment,
-            "variables": named,
-            "niceness": niceness,
-        }
-        data = memoryview(wire.encode(message))
+        data = memoryview(wire.encode(BLANK.pack(Order(tuple(command), environment, named, niceness))))
         self.connection.settimeout(1.0)
         with self.connection:
             sent = socket.send_fds(self.connection, [data], descriptors)
@@ -122,7 +127,7 @@ class ForkServer:
         self._blanks: list[Blank] = []
         self._asked = 0  # forks that were asked for and are not here yet
         self._wanted = 0
-        self._files: list[tuple[str, int, int]] = []
+        self._files: tuple[tuple[str, int, int], ...] = ()
         self._ready = False
         self._refused_at: float | None = None  # when it could not fork, or what it forked died at once
         self._starts = 0  # since the last one that ran for a while
@@ -241,8 +246,7 @@ class ForkServer:
 
     def _import(self) -> None:
         self._ready, self._asked_at = False, time.monotonic()
-        modules = [name for name in (*BASE, *self._modules) if name not in self._unsafe]
-        self._send({"type": "import", "modules": modules})
+        self._send(Preload(tuple(name for name in (*BASE, *self._modules) if name not in self._unsafe)))
 
     def _again(self) -> None:
         """Start a fresh server in place of this one."""
@@ -273,18 +277,18 @@ class ForkServer:
             self._process = None
         self._ready, self._asked, self._refused_at = False, 0, None
 
-    def _send(self, message: wire.Message) -> None:
+    def _send(self, message: object) -> None:
         if self._control is not None:
             with contextlib.suppress(OSError):  # its end is noticed when it is read
                 self._control.setblocking(True)
-                self._control.sendall(wire.encode(message))
+                self._control.sendall(wire.encode(TO_FORK_SERVER.pack(message)))
             self._control.setblocking(False)
 
     def _ask(self) -> None:
         missing = self._wanted - len(self._blanks) - self._asked
         if self._ready and missing > 0 and self._refused_at is None:
             self._asked, self._asked_at = self._asked + missing, time.monotonic()
-            self._send({"type": "fork", "count": missing})
+            self._send(Fork(missing))
 
     # ---- what it says
 
@@ -304,22 +308,22 @@ class ForkServer:
             self._again()
             return
         for message in map(wire.decode, self._decoder.feed(data)):
-            match message["type"]:
-                case "ready":
-                    self._ready, self._files = True, [(path, at, size) for path, at, size in message["files"]]
+            match FROM_FORK_SERVER.unpack(message):
+                case Preloaded(files):
+                    self._ready, self._files = True, files
                     self._ask()
-                case "unsafe":
-                    self._unsafe[message["module"]] = message["why"]
+                case UnsafeModule(module, why):
+                    self._unsafe[module] = why
                     self._note()
-                    self._tell(f"the fork server leaves out {message['module']}: {message['why']}")
+                    self._tell(f"the fork server leaves out {module}: {why}")
                     self._again()
                     return
-                case "refused":
-                    self._asked -= message["count"]
+                case NotForked(count, why):
+                    self._asked -= count
                     self._refused_at = time.monotonic()
-                    self._tell(f"the fork server cannot fork: {message['why']}; it tries again in {REFUSED_S:.0f} s")
+                    self._tell(f"the fork server cannot fork: {why}; it tries again in {REFUSED_S:.0f} s")
                     self._changed()
-                case "blank":
+                case BlankForked():
                     self._asked, self._asked_at = self._asked - 1, time.monotonic()
                     connection = socket.socket(fileno=self._received.pop(0))
                     if self._ready:

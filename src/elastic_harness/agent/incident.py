@@ -4,10 +4,12 @@ the kernel's out-of-memory counter."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from elastic_harness.contract.messages import Commit, SkippedUpdate
 
 
 @dataclass(frozen=True)
@@ -112,16 +114,16 @@ def build(facts: Facts, done: str, advice: str = "") -> Incident:
     return Incident(what, who, tuple(evidence), done, advice, facts.log)
 
 
-def skipped_update(commit: Mapping[str, Any], ledger: str) -> Incident:
+def skipped_update(commit: Commit, skip: SkippedUpdate, ledger: str) -> Incident:
     """The block for a committed step whose update was not finite, from what a member said about it."""
-    evidence = [commit["skipped"], f"loss of the step {commit['loss']}, norm of the gradient {commit['grad_norm']}"]
-    evidence += [f"  slot {slot} read the samples {samples}" for slot, samples in commit["bad_samples"].items()]
+    evidence = [skip.reason, f"loss of the step {commit.loss}, norm of the gradient {commit.grad_norm}"]
+    evidence += [f"  slot {slot} read the samples {samples}" for slot, samples in skip.bad_samples.items()]
     return Incident(
-        f"the update of step {commit['step']} was not finite and was skipped",
+        f"the update of step {commit.step} was not finite and was skipped",
         "all members alike: it is decided from the summed gradient and the losses",
         tuple(evidence),
         "weights, optimizer, buffers and moving average stay as they were; data and learning rate go on; the newest "
-        f"checkpoint from before is kept; after {commit['in_a_row_max']} such steps in a row the job stops",
+        f"checkpoint from before is kept; after {skip.in_a_row_max} such steps in a row the job stops",
         "look at these samples, or lower the learning rate, if it happens again",
         ledger,
     )

@@ -28,7 +28,8 @@ from elastic_harness.agent.reporting import Reporter
 from elastic_harness.agent.worker import Worker
 from elastic_harness.agent.writer import WriterProcess
 from elastic_harness.contract import variables, wire
-from elastic_harness.contract.messages import TO_AGENT, check
+from elastic_harness.contract.codec import Unknown
+from elastic_harness.contract.messages import TO_AGENT, Leave
 from elastic_harness.errors import (
     EXIT_INFRASTRUCTURE,
     EXIT_INTERRUPTED,
@@ -64,7 +65,7 @@ class Supervisor(Protocol):
     """What decides: an elastic run, or a plain one that is restarted as a whole."""
 
     def start(self) -> None: ...
-    def on_message(self, worker: Worker, message: wire.Message) -> None: ...
+    def on_message(self, worker: Worker, message: object) -> None: ...
     def on_gone(self, worker: Worker) -> None:
         """The worker is dying or will never answer again; it may not be reaped yet."""
 
@@ -238,7 +239,7 @@ class Agent:
         worker.released = worker.released or reason
         term_after_s = 0.0
         if graceful and worker.hello and worker.rank is not None and not worker.lost:
-            self.send(worker, {"type": "stop", "checkpoint": True, "reason": reason})
+            self.send(worker, Leave(reason, checkpoint=True))
             term_after_s = self.options.grace_s
             self.after(term_after_s, lambda: worker.signal(signal.SIGTERM))
         else:
@@ -349,7 +350,7 @@ class Agent:
         worker.signal(signal.SIGKILL)
         self._gone(worker, "progress deadline")
 
-    def send(self, worker: Worker, message: wire.Message) -> None:
+    def send(self, worker: Worker, message: object) -> None:
         """Send without ever blocking; the rest follows when the worker reads."""
         if worker.running and worker.link_open and worker.send(message):
             self._selector.modify(
@@ -447,9 +448,9 @@ class Agent:
             if worker.lost or worker.garbled:
                 break
             try:
-                message = wire.decode(frame)
-                check(message, TO_AGENT)
-                self.supervisor.on_message(worker, message)
+                self.supervisor.on_message(worker, TO_AGENT.unpack(wire.decode(frame)))
+            except Unknown as error:
+                self.console.notice(f"worker {worker.member} sent {error}; it is ignored")
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
                 worker.garbled = str(error) if isinstance(error, wire.Malformed) else f"a wrong message ({error!r})"
         if worker.garbled and worker.link_open and not worker.lost:
@@ -464,7 +465,7 @@ class Agent:
 
     def _end_garbled(self, worker: Worker) -> None:
         """Nothing that a worker says counts after a message that is wrong: it is a failed worker."""
-        worker.error = {"error": f"it sent {worker.garbled}"}
+        worker.error = f"it sent {worker.garbled}"
         worker.signal(signal.SIGKILL)
 
     def _without_link(self, worker: Worker) -> None:

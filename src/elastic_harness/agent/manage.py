@@ -15,6 +15,7 @@ from typing import Any
 from elastic_harness.agent import folder as folders
 from elastic_harness.agent.control import request
 from elastic_harness.agent.records import EVENTS
+from elastic_harness.contract.commands import GetStatus, KillWorker, ScaleRun, StopRun
 from elastic_harness.errors import EXIT_CONFIG, EXIT_SUCCESS, ConfigError, InfrastructureError
 from elastic_harness.events import newest_events, passed_over
 
@@ -70,7 +71,7 @@ def status(argv: Sequence[str]) -> int:
     record = folders.read_record(path) or {}
     shown = _summary(path, record, "step_committed", "recovery", "incident")
     if shown["live"] and record.get("control"):
-        shown = {**shown, **request(record["control"], {"command": "status"})}
+        shown = {**shown, **request(record["control"], GetStatus())}
     if given.json:
         print(json.dumps(shown, indent=1))
     else:
@@ -108,7 +109,7 @@ def stop(argv: Sequence[str]) -> int:
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="how long to wait for its end")
     given = parser.parse_args(list(argv))
     path = folders.resolve(given.run)
-    request(_control(path), {"command": "stop"})
+    request(_control(path), StopRun())
     end = time.monotonic() + given.timeout
     while folders.locked(path):
         if time.monotonic() > end:
@@ -159,7 +160,7 @@ def scale(argv: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, required=True, metavar="N")
     given = parser.parse_args(list(argv))
     path = folders.resolve(given.run)
-    answer = request(_control(path), {"command": "scale", "workers": given.workers})
+    answer = request(_control(path), ScaleRun(given.workers))
     print(f"scaling to {answer['target']} workers (now {len(answer['members'])})")
     return EXIT_SUCCESS
 
@@ -170,7 +171,7 @@ def kill(argv: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("worker", help="a member (w1-2), a place (w1) or a rank (rank0)")
     given = parser.parse_args(list(argv))
-    answer = request(_control(folders.resolve(given.run)), {"command": "kill", "worker": given.worker})
+    answer = request(_control(folders.resolve(given.run)), KillWorker(given.worker))
     print(f"killed {answer['killed']} (rank {answer['rank']}, pid {answer['pid']})")
     return EXIT_SUCCESS
 

@@ -14,7 +14,7 @@ from elastic_harness.agent.environment import JobEnvironment, free_port
 from elastic_harness.agent.incident import describe_exit
 from elastic_harness.agent.loop import Agent, Outcome, spawn_error
 from elastic_harness.agent.worker import Worker
-from elastic_harness.contract import wire
+from elastic_harness.contract.messages import Hello
 from elastic_harness.errors import (
     EXIT_CONFIG,
     EXIT_INFRASTRUCTURE,
@@ -81,8 +81,8 @@ class PlainRun:
             except OSError as error:
                 raise spawn_error(error) from error
 
-    def on_message(self, worker: Worker, message: wire.Message) -> None:
-        if message["type"] != "hello" or self.agent.outcome is not None or self._stopping:
+    def on_message(self, worker: Worker, message: object) -> None:
+        if not isinstance(message, Hello) or self.agent.outcome is not None or self._stopping:
             return
         for other in self.agent.workers.values():
             other.rank = None

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_harness.agent.folder import RunFolder
+from elastic_harness.contract.messages import Commit
 from elastic_harness.contract.wire import Malformed
 from elastic_harness.durable_file import cannot_write
 from elastic_harness.events import EventLog, newest_events
@@ -94,19 +95,22 @@ class Records:
             setattr(self, name, value)
         self.folder.update(**fields)
 
-    def commit(self, message: dict[str, Any]) -> bool:
+    def commit(self, told: Commit) -> bool:
         """Write a committed step once per (lineage, step); False if it was written before. Raises Malformed for what
         is no commit."""
-        ledger = dict(message.get("ledger") or {})
-        ledger["lineage"] = message["lineage"]
-        ledger.setdefault("from_step", self.from_step)
-        for name in ("step", "generation", "world_size", "loss"):
-            ledger.setdefault(name, message[name])
+        ledger = {
+            "from_step": self.from_step,
+            "step": told.step,
+            "generation": told.generation,
+            "world_size": told.world_size,
+            "loss": told.loss,
+            **(told.ledger or {}),
+            "lineage": told.lineage,
+        }
         if not self._append(ledger):
             return False
-        fields = {k: v for k, v in message.items() if k not in ("type", "ledger")}
-        self.event("step_committed", **fields)
-        self.committed, self.committed_at = message["step"], time.time()
+        self.event("step_committed", **told.metrics)
+        self.committed, self.committed_at = told.step, time.time()
         self.farthest = max(self.farthest, self.committed)
         if not self.born:
             self.remember(born=True)

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from elastic_harness.contract import wire
+from elastic_harness.contract.commands import GetStatus, KillWorker, ScaleRun, StopRun
 from elastic_harness.errors import EXIT_TERMINATED, ConfigError
 
 if TYPE_CHECKING:
@@ -15,24 +16,23 @@ if TYPE_CHECKING:
     from elastic_harness.agent.worker import Worker
 
 
-def answer(agent: Agent, request: wire.Message) -> wire.Message:
-    """Carry out one request, whose fields were checked. What is refused raises a HarnessError, which travels back as a
-    message."""
-    match request["command"]:
-        case "status":
+def answer(agent: Agent, command: object) -> wire.Message:
+    """Carry out a command. What is refused raises a HarnessError, which travels back as a message."""
+    match command:
+        case GetStatus():
             return status(agent)
-        case "stop":
+        case StopRun():
             agent.stop(EXIT_TERMINATED, "on request", everywhere=True)
             return {"stopping": True}
-        case "scale":
+        case ScaleRun(workers):
             if agent.outcome is not None:
                 raise ConfigError("the run is ending; it cannot be scaled any more")
-            agent.supervisor.scale(request["workers"])
+            agent.supervisor.scale(workers)
             return status(agent)
-        case "kill":
-            return _kill(agent, request["worker"])
-        case other:
-            raise ConfigError(f"the command {other!r} cannot be carried out")
+        case KillWorker(worker):
+            return _kill(agent, worker)
+        case _:
+            raise ConfigError(f"{command} cannot be carried out")
 
 
 def status(agent: Agent) -> dict[str, Any]:

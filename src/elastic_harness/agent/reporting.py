@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from elastic_harness.agent import incident
 from elastic_harness.agent.console import Console
 from elastic_harness.agent.incident import Incident
 from elastic_harness.agent.records import Records
 from elastic_harness.agent.worker import Worker
+from elastic_harness.contract.messages import Commit, SkippedUpdate
 
 
 class Reporter:
@@ -35,7 +34,7 @@ class Reporter:
             rank=worker.rank,
             pid=worker.pid,
             host=self.host,
-            what=worker.hang or (worker.error or {}).get("error") or incident.describe_exit(code),
+            what=worker.hang or worker.error or incident.describe_exit(code),
             signal=incident.signal_name(-code) if code is not None and code < 0 else None,
             exit_code=code if code is not None and code >= 0 else None,
             detected_by=worker.detected_by,
@@ -60,7 +59,7 @@ class Reporter:
                 lived_s=time.monotonic() - worker.started_at,
                 where=reading.where if reading and worker.hello else "before elastic_harness.start()",
                 exit_code=worker.exit_code,
-                error=(worker.error or {}).get("error", ""),
+                error=worker.error,
                 hang=worker.hang,
                 garbled=worker.garbled,
                 requested=worker.killed_on_request,
@@ -74,14 +73,14 @@ class Reporter:
         )
         self._show(block)
 
-    def skipped(self, commit: Mapping[str, Any]) -> None:
+    def skipped(self, commit: Commit, skip: SkippedUpdate) -> None:
         """Tell of a committed step whose update was skipped: one block for the first of a row, then a line each."""
-        if commit["in_a_row"] == 1:
-            self._show(incident.skipped_update(commit, str(self._records.folder.path / "ledger.jsonl")))
+        if skip.in_a_row == 1:
+            self._show(incident.skipped_update(commit, skip, str(self._records.folder.path / "ledger.jsonl")))
         else:
             self._console.notice(
-                f"the update of step {commit['step']} was skipped too: {commit['skipped']} ({commit['in_a_row']} in a "
-                f"row, the job stops at {commit['in_a_row_max']})"
+                f"the update of step {commit.step} was skipped too: {skip.reason} ({skip.in_a_row} in a row, the job "
+                f"stops at {skip.in_a_row_max})"
             )
 
     def _show(self, block: Incident) -> None:

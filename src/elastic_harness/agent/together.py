@@ -15,7 +15,7 @@ from elastic_harness.agent.elsewhere import store_of
 from elastic_harness.agent.fingerprint import HARDWARE_KEYS
 from elastic_harness.agent.loop import Agent, Outcome
 from elastic_harness.agent.store_link import StoreLink
-from elastic_harness.contract.wire import PROTOCOL
+from elastic_harness.contract.messages import PROTOCOL
 from elastic_harness.errors import EXIT_CONFIG, InfrastructureError
 from elastic_harness.membership import leader
 from elastic_harness.membership.leading import HISTORY, Known

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from elastic_harness.agent.logs import WorkerLog
 from elastic_harness.contract import variables, wire
 from elastic_harness.contract.board import BoardReader, Reading
+from elastic_harness.contract.messages import TO_WORKER, LastStepDone
 
 if TYPE_CHECKING:
     from elastic_harness.agent.forks import Blank
@@ -94,9 +95,8 @@ class Worker:
     oom_kills: int | None = None  # by how much the out-of-memory counter had risen when it was gone
     failure_reported: bool = False
     serves_from: int | None = None  # the run's farthest step when it began to take part, or to stand by as a spare
-    finished: dict[str, Any] | None = None
-    error: dict[str, Any] | None = None
-    slot_failed: bool = False
+    finished: LastStepDone | None = None
+    error: str = ""  # of its own code, or what is wrong with it
     detected_at: float = 0.0
     detected_by: str = ""
     exit_code: int | None = None
@@ -153,11 +153,11 @@ class Worker:
         except (OSError, IndexError):
             return False
 
-    def send(self, message: wire.Message) -> bool:
+    def send(self, message: object) -> bool:
         """Queue a message and send as much as the socket takes; True while something is left to send."""
         if not self.link_open:
             return False
-        self.outbox += wire.encode(message)
+        self.outbox += wire.encode(TO_WORKER.pack(message))
         return self.flush()
 
     def flush(self) -> bool:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.contract import memory_slots, messages
+from elastic_harness.contract import memory_slots
+from elastic_harness.contract.checkpoint_event import CheckpointEvent
 
 RESTART_DELAYS_S = (0.0, 0.2, 1.0, 5.0)  # after so many deaths in a row; the last for all further ones
 
@@ -68,9 +69,9 @@ class WriterProcess:
         *lines, self._partial = self._partial.split(b"\n")
         for line in lines:
             with contextlib.suppress(ValueError):
-                said = messages.checkpoint_event(line)
+                said = CheckpointEvent.from_line(line)
                 self._deaths = 0
-                self._report(said["event"], said["fields"])
+                self._report(said.event, said.fields)
         return bool(data)
 
     def reap(self) -> float | None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness.checkpoint.snapshot import Slots
-from elastic_harness.contract import memory_slots, messages
+from elastic_harness.contract import memory_slots
+from elastic_harness.contract.checkpoint_event import CheckpointEvent
 from elastic_harness.errors import InfrastructureError
 
 DEATHS_MAX = 5  # in a row
@@ -75,15 +76,15 @@ class OwnWriter:
         assert process.stdout is not None
         for line in process.stdout:
             with contextlib.suppress(ValueError):
-                said = messages.checkpoint_event(line)
-                if said["event"] == "checkpoint_saved":
+                said = CheckpointEvent.from_line(line)
+                if said.event == "checkpoint_saved":
                     self._deaths = 0
-                if said["fields"].get("fatal"):
-                    self._fatal = str(said["fields"].get("error"))
-                self._pass_on(said["event"], said["fields"])
-                if said["event"] == "checkpoint_failed" and said["fields"].get("final"):
+                if said.fields.get("fatal"):
+                    self._fatal = str(said.fields.get("error"))
+                self._pass_on(said.event, said.fields)
+                if said.event == "checkpoint_failed" and said.fields.get("final"):
                     with self._heard:
-                        self._failed.add(said["fields"]["step"])
+                        self._failed.add(said.fields["step"])
                         self._heard.notify_all()
 
     def _pass_on(self, event: str, fields: dict[str, Any]) -> None:

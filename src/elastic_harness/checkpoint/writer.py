@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import select
 import sys
@@ -27,6 +26,7 @@ from elastic_harness.checkpoint import keeper, local, parts, retention, transfer
 from elastic_harness.checkpoint.manifest import Checkpoint, newest, read
 from elastic_harness.checkpoint.policy import Policy, Upload
 from elastic_harness.checkpoint.snapshot import Outcome, Slots, Snapshot
+from elastic_harness.contract.checkpoint_event import CheckpointEvent
 from elastic_harness.contract.memory_slots import from_text
 from elastic_harness.errors import ConfigError, HarnessError
 from elastic_harness.failpoints import failpoint
@@ -213,7 +213,7 @@ class Uploader:
 def tell(event: str, **fields: Any) -> None:
     """A line for whoever started this; nobody may be there to read it."""
     with contextlib.suppress(OSError):
-        os.write(1, (json.dumps({"event": event, "fields": fields}) + "\n").encode())
+        os.write(1, (CheckpointEvent(event, fields).to_line() + "\n").encode())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

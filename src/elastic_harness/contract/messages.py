@@ -1,113 +1,246 @@
-"""What agent and worker may say to each other, and what the control socket takes: each message's type and fields.
-
-Both ends look here before they act on a message, so that one which is wrong is an error of that message alone.
-"""
+"""What agent and worker say to each other. docs/protocol.md lists these messages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from elastic_harness import shape
-from elastic_harness.contract.wire import Malformed, Message, decode
+from elastic_harness.contract.checkpoint_event import CheckpointEvent
+from elastic_harness.contract.codec import Codec
+from elastic_harness.contract.wire import as_fields
+from elastic_harness.membership.types import Digest, Generation, Report
 
-Table = Mapping[str, shape.Shape]
-
-TO_AGENT: Table = {
-    "hello": {
-        "protocol": Any,
-        "fingerprint": dict[str, Any] | None,
-        "max_steps": int | None,
-        "deadline_max_s": float | None,
-    },
-    "report": {
-        "generation": int,
-        "version": int,
-        "record": int | None,
-        "lanes": list[tuple[int, int]],
-        "checkpoints": list[int],
-        "verified": bool,
-        "lineages": list[int],
-        "lineage": int | None,
-    },
-    "trouble": {"generation": int, "version": int, "peers": list[str], "ways": dict[str, str]},
-    "kv_set": {"generation": int, "key": str, "value": str},
-    "kv_get": {"generation": int, "key": str},
-    "commit": {
-        "lineage": int,
-        "step": int,
-        "generation": int,
-        "world_size": int,
-        "loss": float | None,
-        "ledger": dict[str, Any] | None,
-    },
-    "event": {"event": str, "fields": dict[str, Any]},
-    "checkpoint": {"event": str, "fields": dict[str, Any]},
-    "slot_error": {"step": int, "slot": int, "error": str, "traceback": str | None},
-    "error": {"error": str, "traceback": str | None},
-    "unfit": {"member": str, "reason": str, "samples": bool},
-    "state": {"ledger": dict[str, Any]},
-    "diverged": {"reason": str},
-    "imports": {"modules": list[str]},
-    "leaving": {"generation": int},
-    "unsaved": {"error": str},
-    "finished": {"version": int, "weights_sha256": str | None, "final_loss": float | None},
-}
-
-TO_WORKER: Table = {
-    "generation": {"number": int, "members": list[str], "urgent": bool, "reason": str},
-    "pause": {"reason": str},
-    "digest": {
-        "generation": int,
-        "version": int,
-        "lineage": int,
-        "from_step": int,
-        "sources": dict[str, tuple[str, str | None]],
-        "lanes": dict[str, list[tuple[int, int]]],
-        "unverified": list[str],
-    },
-    "kv": {"generation": int, "key": str, "value": str},
-    "stop": {"reason": str | None, "checkpoint": bool | None},
-    "done": {"version": int},
-    "refuse": {"reason": str},
-}
-
-COMMANDS: Table = {"status": {}, "stop": {}, "scale": {"workers": int}, "kill": {"worker": str}}
-
-CHECKPOINT_EVENTS: Table = {
-    name: {"step": int} for name in ("checkpoint_saved", "checkpoint_uploaded", "checkpoint_failed")
-}
-"""Of a "checkpoint" message, also from the process that writes checkpoints: what the fields of these events hold."""
+PROTOCOL = 4
 
 
-def check(message: Message, table: Table) -> None:
-    """Raise Malformed unless the message is of a known type and has that type's fields, or of a type that is not in
-    the table at all: a newer program may say more."""
-    kind = message.get("type")
-    if not isinstance(kind, str):
-        raise Malformed(f"a message without a type ({sorted(message)[:8]})")
-    try:
-        shape.expect(message, table.get(kind, {}))
-        if kind == "checkpoint":
-            shape.expect(message["fields"], CHECKPOINT_EVENTS.get(message["event"], {}))
-    except ValueError as error:
-        raise Malformed(f"a {kind!r} message whose {error}") from None
+# ---- worker → agent
 
 
-def checkpoint_event(line: bytes) -> Message:
-    """Return what the process that writes checkpoints says in a line. Raises Malformed for anything else."""
-    said = {**decode(line), "type": "checkpoint"}
-    check(said, TO_AGENT)
-    return said
+@dataclass(frozen=True)
+class Hello:
+    """The worker has reached `start()`. The first one turns the job into an elastic run."""
+
+    protocol: Any
+    fingerprint: dict[str, Any] | None = None
+    max_steps: int | None = None
+    deadline_max_s: float | None = None
 
 
-def check_request(request: Message) -> None:
-    """Raise Malformed unless it is a command that the control socket knows, with what that needs."""
-    command = request.get("command")
-    if not isinstance(command, str) or command not in COMMANDS:
-        known = ", ".join(COMMANDS)
-        raise Malformed(f"the unknown command {str(command)[:40]!r}; this agent knows {known}")
-    try:
-        shape.expect(request, COMMANDS[command])
-    except ValueError as error:
-        raise Malformed(f"{command!r} with a request whose {error}") from None
+@dataclass(frozen=True)
+class LinkTrouble:
+    """An exchange broke and nobody has announced why. `ways`: the addresses behind which peers cannot be reached."""
+
+    generation: int
+    version: int
+    peers: tuple[str, ...]
+    ways: dict[str, str]
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class SetValue:
+    """A value for the other members of the generation, which find each other through it. In base64."""
+
+    generation: int
+    key: str
+    value: str
+
+
+@dataclass(frozen=True)
+class GetValue:
+    """The worker waits for a value; the agent sends it as soon as it is there."""
+
+    generation: int
+    key: str
+
+
+@dataclass(frozen=True)
+class SkippedUpdate:
+    """Why a step's update was skipped."""
+
+    reason: str
+    in_a_row: int
+    in_a_row_max: int
+    bad_samples: dict[str, list[int]]  # slot → its samples, of the first slots whose loss is not finite
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A step was committed. From rank 0; a new rank 0 repeats the last one."""
+
+    lineage: int
+    step: int
+    generation: int
+    world_size: int
+    loss: float | None = None
+    tokens: int | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    step_s: float | None = None
+    skipped: SkippedUpdate | None = None
+    ledger: dict[str, Any] | None = None
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The fields of the event `step_committed`."""
+        told = {name: value for name, value in as_fields(self).items() if name not in ("skipped", "ledger")}
+        if self.skipped is None:
+            return told
+        skip = as_fields(self.skipped)
+        return {"skipped": skip.pop("reason"), **skip, **told}
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """One side of a hand-over of the whole state, for the ledger. From giver and taker."""
+
+    ledger: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LogEvent:
+    """A line for events.jsonl."""
+
+    event: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SlotError:
+    """User code raised while it computed a slot. The process ends."""
+
+    step: int
+    slot: int
+    error: str
+    traceback: str | None = None
+    samples: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScriptError:
+    """User code raised elsewhere. The process ends."""
+
+    error: str
+    traceback: str | None = None
+
+
+@dataclass(frozen=True)
+class UnfitPeer:
+    """The gate refused a peer's canary, or with `samples` what it has read."""
+
+    member: str
+    reason: str
+    samples: bool
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """The worker is not in that generation. It has reached the boundary before it, and ends."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class TooManySkipped:
+    """The updates of too many steps in a row were not finite. The job ends with exit code 1."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class WeightsNotSaved:
+    """The trained weights could not be written. The job ends with exit code 4."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What the worker has imported by its first commit, if the fork server wants to know."""
+
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LastStepDone:
+    """The worker has committed the last step, or holds it after a recovery."""
+
+    version: int
+    weights_sha256: str | None = None
+    final_loss: float | None = None
+
+
+TO_AGENT = Codec(
+    {
+        "hello": Hello,
+        "report": Report,
+        "trouble": LinkTrouble,
+        "kv_set": SetValue,
+        "kv_get": GetValue,
+        "commit": Commit,
+        "state": HandOver,
+        "event": LogEvent,
+        "checkpoint": CheckpointEvent,
+        "slot_error": SlotError,
+        "error": ScriptError,
+        "unfit": UnfitPeer,
+        "leaving": LeftOut,
+        "diverged": TooManySkipped,
+        "unsaved": WeightsNotSaved,
+        "imports": Imported,
+        "finished": LastStepDone,
+    }
+)
+
+# ---- agent → worker
+
+
+@dataclass(frozen=True)
+class Wait:
+    """No generation can go on: abort what is running, and wait with the state alive."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Value:
+    """The value that the worker waits for."""
+
+    generation: int
+    key: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Leave after the step at which all members know of it."""
+
+    reason: str = "asked to stop"
+    checkpoint: bool = False
+
+
+@dataclass(frozen=True)
+class AllDone:
+    """All members have finished."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The worker does not fit the run. It prints why, and exits with 2."""
+
+    reason: str
+
+
+TO_WORKER = Codec(
+    {
+        "generation": Generation,
+        "pause": Wait,
+        "digest": Digest,
+        "kv": Value,
+        "stop": Leave,
+        "done": AllDone,
+        "refuse": Refusal,
+    }
+)

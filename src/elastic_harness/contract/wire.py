@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import socket
 import struct
+from dataclasses import fields
 from typing import Any
 
 from elastic_harness import shape
 
-PROTOCOL = 3
 MAX_MESSAGE_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
 
@@ -25,10 +25,15 @@ class Malformed(ValueError):
 
 
 def encode(message: Message) -> bytes:
-    body = json.dumps(message, separators=(",", ":")).encode()
+    body = json.dumps(message, separators=(",", ":"), default=as_fields).encode()
     if len(body) > MAX_MESSAGE_BYTES:
         raise ValueError(f"control message of {len(body)} bytes; the limit is {MAX_MESSAGE_BYTES}")
     return _LENGTH.pack(len(body)) + body
+
+
+def as_fields(value: Any) -> dict[str, Any]:
+    """Return a dataclass as JSON has it: its fields by name. What these hold stays as it is."""
+    return {f.name: getattr(value, f.name) for f in fields(value)}
 
 
 def decode(body: bytes) -> Message:

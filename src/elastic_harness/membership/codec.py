@@ -8,8 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from elastic_harness import shape
@@ -83,11 +82,7 @@ def _decode(data: Any) -> Any:
     fields_of = shape.of(cls)
     if unknown := values.keys() - fields_of.keys():
         raise ValueError(f"{name} has no {min(unknown)!r}")
-    values = {**_defaults(cls), **values}
+    values = {**shape.defaults(cls), **values}
     shape.expect(values, fields_of)
     return cls(**values)
 
-
-@cache
-def _defaults(cls: Any) -> dict[str, Any]:
-    return {f.name: f.default for f in fields(cls) if f.default is not MISSING}

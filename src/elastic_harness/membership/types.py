@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 LaneRanges = tuple[tuple[int, int], ...]
 """Half-open ranges of lanes, ascending and disjoint."""
@@ -32,18 +32,6 @@ class Generation:
     def member_set(self) -> frozenset[str]:
         return frozenset(self.members)
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "number": self.number,
-            "members": list(self.members),
-            "urgent": self.urgent,
-            "reason": self.reason,
-        }
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Generation:
-        return Generation(data["number"], tuple(data["members"]), data["urgent"], data["reason"])
-
 
 @dataclass(frozen=True)
 class Report:
@@ -63,31 +51,6 @@ class Report:
     verified: bool = False
     lineages: tuple[int, ...] = ()
     lineage: int = -1
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "generation": self.generation,
-            "version": self.version,
-            "record": self.record,
-            "lanes": [list(r) for r in self.lanes],
-            "checkpoints": list(self.checkpoints),
-            "verified": self.verified,
-            "lineages": list(self.lineages),
-            "lineage": self.lineage,
-        }
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Report:
-        return Report(
-            data["generation"],
-            data["version"],
-            data["record"],
-            tuple((lo, hi) for lo, hi in data["lanes"]),
-            tuple(data["checkpoints"]),
-            data["verified"],
-            tuple(data["lineages"]),
-            -1 if data.get("lineage") is None else data["lineage"],
-        )
 
 
 @dataclass(frozen=True)
@@ -113,31 +76,6 @@ class Digest:
     lanes: dict[str, LaneRanges] = field(default_factory=dict)
     unverified: tuple[str, ...] = ()
     overdue: tuple[tuple[int, float], ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "generation": self.generation,
-            "version": self.version,
-            "lineage": self.lineage,
-            "from_step": self.from_step,
-            "sources": {m: [s.kind, s.donor] for m, s in self.sources.items()},
-            "lanes": {m: [list(r) for r in ranges] for m, ranges in self.lanes.items()},
-            "unverified": list(self.unverified),
-            "overdue": [list(pair) for pair in self.overdue],
-        }
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Digest:
-        return Digest(
-            data["generation"],
-            data["version"],
-            data["lineage"],
-            data["from_step"],
-            {m: Source(kind, donor) for m, (kind, donor) in data["sources"].items()},
-            {m: tuple((lo, hi) for lo, hi in ranges) for m, ranges in data["lanes"].items()},
-            tuple(data["unverified"]),
-            tuple((step, seconds) for step, seconds in data["overdue"]),
-        )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 from elastic_harness import durable_file
 from elastic_harness.checkpoint.packages import packages
 from elastic_harness.contract.board import Phase
+from elastic_harness.contract.messages import Commit, HandOver, LogEvent, SkippedUpdate, TooManySkipped, UnfitPeer
 from elastic_harness.errors import Diverged
 from elastic_harness.ledger import STATE
 from elastic_harness.train.apply import Metrics, Record
@@ -107,35 +108,37 @@ def tell_commit(parts: Parts, progress: Progress, step_s: float | None) -> None:
     assert formed is not None and record is not None and metrics is not None
     span = parts.schedule.at(record.step)
     skipped = {"skipped": metrics.skipped} if metrics.skipped else {}
+    world = len({member for member, _, _ in record.computed_by})
     parts.link.send(
-        "commit",
-        **(_told_of_skip(parts, record, metrics) if skipped else {}),
-        lineage=formed.digest.lineage,
-        step=record.step,
-        generation=record.generation,
-        world_size=len({member for member, _, _ in record.computed_by}),
-        loss=metrics.loss,
-        tokens=parts.tokens_per_sample * span.count,
-        lr=metrics.lr,
-        grad_norm=metrics.grad_norm,
-        step_s=step_s,
-        ledger={
-            "lineage": formed.digest.lineage,
-            "from_step": formed.digest.from_step,
-            "step": record.step,
-            "generation": record.generation,
-            "world_size": len({member for member, _, _ in record.computed_by}),
-            "epoch": span.epoch,
-            "position": span.position,
-            "count": span.count,
-            "slots": parts.shape.slots,
-            "lanes": parts.shape.lanes,
-            "computed_by": record.computed_by,
-            "slot_samples": [f"{int(h):016x}" for h in record.table.samples_N],
-            "slot_weight": record.table.weight_N.tolist(),
-            "loss": metrics.loss,
-            **skipped,
-        },
+        Commit(
+            lineage=formed.digest.lineage,
+            step=record.step,
+            generation=record.generation,
+            world_size=world,
+            loss=metrics.loss,
+            tokens=parts.tokens_per_sample * span.count,
+            lr=metrics.lr,
+            grad_norm=metrics.grad_norm,
+            step_s=step_s,
+            skipped=_told_of_skip(parts, record, metrics) if metrics.skipped else None,
+            ledger={
+                "lineage": formed.digest.lineage,
+                "from_step": formed.digest.from_step,
+                "step": record.step,
+                "generation": record.generation,
+                "world_size": world,
+                "epoch": span.epoch,
+                "position": span.position,
+                "count": span.count,
+                "slots": parts.shape.slots,
+                "lanes": parts.shape.lanes,
+                "computed_by": record.computed_by,
+                "slot_samples": [f"{int(h):016x}" for h in record.table.samples_N],
+                "slot_weight": record.table.weight_N.tolist(),
+                "loss": metrics.loss,
+                **skipped,
+            },
+        )
     )
 
 
@@ -144,29 +147,23 @@ def tell_state(
 ) -> None:
     """The ledger line of a hand-over, from each side: who holds the state with this hash, and from whom that is."""
     digest = formed.digest
-    parts.link.send(
-        "state",
-        ledger={
-            "kind": STATE,
-            "state": state,
-            "lineage": digest.lineage,
-            "version": digest.version,
-            "generation": formed.generation.number,
-            "holder": holder or parts.link.member,
-            "taken_from": taken_from,
-        },
-    )
+    line = {
+        "kind": STATE,
+        "state": state,
+        "lineage": digest.lineage,
+        "version": digest.version,
+        "generation": formed.generation.number,
+        "holder": holder or parts.link.member,
+        "taken_from": taken_from,
+    }
+    parts.link.send(HandOver(line))
 
 
-def _told_of_skip(parts: Parts, record: Record, metrics: Metrics) -> dict[str, Any]:
+def _told_of_skip(parts: Parts, record: Record, metrics: Metrics) -> SkippedUpdate:
     """Why a step's update was skipped, and the samples of the first slots whose loss is not finite."""
     slots = metrics.bad_slots[:NAMED_MAX]
-    return {
-        "skipped": metrics.skipped,
-        "in_a_row": metrics.in_a_row,
-        "in_a_row_max": parts.config.training.nonfinite_steps_max,
-        "bad_samples": {str(slot): parts.slots.sample_ids(record.step, slot) for slot in slots},
-    }
+    bad_samples = {str(slot): parts.slots.sample_ids(record.step, slot) for slot in slots}
+    return SkippedUpdate(metrics.skipped, metrics.in_a_row, parts.config.training.nonfinite_steps_max, bad_samples)
 
 
 def stop_if_diverged(parts: Parts, progress: Progress) -> None:
@@ -184,7 +181,7 @@ def stop_if_diverged(parts: Parts, progress: Progress) -> None:
     if progress.sent is not None:
         progress.sent.exchange.sent(parts.config.elastic.exchange_timeout_s)
     tell_commit(parts, progress, None)  # the member that speaks may have died before it could
-    parts.link.send("diverged", reason=str(error))
+    parts.link.send(TooManySkipped(str(error)))
     raise error
 
 
@@ -194,41 +191,35 @@ def recovered(parts: Parts, progress: Progress, started_at: float, stages: dict[
     assert formed is not None
     source = formed.digest.sources[parts.link.member]
     if source.kind in ("state", "init", "restore"):
-        parts.link.send(
-            "event",
-            event="worker_joined",
-            fields={
-                "member": parts.link.member,
-                "rank": formed.rank,
-                "generation": formed.generation.number,
-                "version": progress.version,
-                "source": source.kind,
-            },
-        )
+        joined = {
+            "member": parts.link.member,
+            "rank": formed.rank,
+            "generation": formed.generation.number,
+            "version": progress.version,
+            "source": source.kind,
+        }
+        parts.link.send(LogEvent("worker_joined", joined))
     if source.kind in ("init", "restore"):
         durable_file.remove_leftovers(parts.run_dir / "config.yaml")
         durable_file.write(parts.run_dir / "config.yaml", parts.config.to_yaml().encode())
-        parts.link.send("event", event="run_configured", fields=parts.configured)
+        parts.link.send(LogEvent("run_configured", parts.configured))
     if not formed.speaks:
         return
     if progress.record is not None and progress.metrics is not None:
         tell_commit(parts, progress, None)
-    parts.link.send(
-        "event",
-        event="recovery",
-        fields={
-            "generation": formed.generation.number,
-            "member": parts.link.member,
-            "version": progress.version,
-            "resumed_step": progress.version,
-            "planned": planned,
-            "reason": formed.generation.reason,
-            "world_size": formed.world,
-            "t_noticed": started_at,
-            "stages": {f"{name}_ms": round(ms, 3) for name, ms in stages.items()},
-            "total_ms": round(1e3 * (time.time() - started_at), 3),
-        },
-    )
+    told = {
+        "generation": formed.generation.number,
+        "member": parts.link.member,
+        "version": progress.version,
+        "resumed_step": progress.version,
+        "planned": planned,
+        "reason": formed.generation.reason,
+        "world_size": formed.world,
+        "t_noticed": started_at,
+        "stages": {f"{name}_ms": round(ms, 3) for name, ms in stages.items()},
+        "total_ms": round(1e3 * (time.time() - started_at), 3),
+    }
+    parts.link.send(LogEvent("recovery", told))
 
 
 def stop_at_boundary(parts: Parts, progress: Progress) -> Left:
@@ -236,13 +227,13 @@ def stop_at_boundary(parts: Parts, progress: Progress) -> Left:
     was asked for."""
     request, formed = parts.link.stop_requested, progress.formed
     assert request is not None and formed is not None and progress.sent is not None
-    if request.get("checkpoint") and formed.speaks:
+    if request.checkpoint and formed.speaks:
         parts.board.show(Phase.CHECKPOINT, progress.version, deadline_s=parts.config.elastic.exchange_timeout_s)
         parts.saver.save(
             progress.version, formed.digest.lineage, describe(parts, progress), uploads=formed.rank == 0
         )
     progress.sent.exchange.sent(parts.config.elastic.exchange_timeout_s)
-    return Left(request.get("reason", "asked to stop"))
+    return Left(request.reason)
 
 
 def report_unfit(parts: Parts, formed: Formed, verdict: Verdict, reason: str) -> None:
@@ -251,4 +242,4 @@ def report_unfit(parts: Parts, formed: Formed, verdict: Verdict, reason: str) ->
     if fit and fit[0] == formed.rank:
         for rank in verdict.unfit:
             samples = rank in verdict.other_samples
-            parts.link.send("unfit", member=formed.generation.members[rank], reason=reason, samples=samples)
+            parts.link.send(UnfitPeer(formed.generation.members[rank], reason, samples))

@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 
 from elastic_harness.contract import variables
+from elastic_harness.contract.messages import Imported
 from elastic_harness.train.link import Link
 
 READ_BY_TORCH = ("OMP_", "GOMP_", "KMP_", "MKL_", "ATEN_", "TORCH_", "PYTORCH_")  # some of them when it is imported
@@ -26,7 +27,7 @@ def tell_imports(link: Link) -> None:
         for name, module in list(sys.modules.items())
         if name != "__main__" and str(getattr(module, "__file__", None) or "").startswith(installed)
     ]
-    link.send("imports", modules=names)
+    link.send(Imported(tuple(names)))
 
 
 def late_settings() -> list[str]:

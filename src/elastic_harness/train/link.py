@@ -17,7 +17,21 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from elastic_harness.contract import wire
-from elastic_harness.contract.messages import TO_WORKER, check
+from elastic_harness.contract.codec import Unknown
+from elastic_harness.contract.messages import (
+    PROTOCOL,
+    TO_AGENT,
+    TO_WORKER,
+    AllDone,
+    GetValue,
+    Hello,
+    Leave,
+    LeftOut,
+    Refusal,
+    SetValue,
+    Value,
+    Wait,
+)
 from elastic_harness.errors import EXIT_CONFIG, EXIT_INFRASTRUCTURE, GenerationChanged
 from elastic_harness.membership.types import Digest, Generation, Report
 from elastic_harness.train.heard import Heard
@@ -37,7 +51,7 @@ class Link(Protocol):
 
     member: str
     wake: Callable[[], None]
-    stop_requested: dict[str, Any] | None
+    stop_requested: Leave | None
 
     def hello(self, fingerprint: dict[str, Any], max_steps: int, deadline_max_s: float) -> None: ...
     def next_generation(self, after: int, *, boundary: bool, formed: bool) -> Generation: ...
@@ -47,7 +61,7 @@ class Link(Protocol):
     def digest(self, generation: int) -> Digest: ...
     def kv_set(self, generation: int, key: str, value: bytes) -> None: ...
     def kv_get(self, generation: int, key: str) -> bytes: ...
-    def send(self, type: str, **fields: Any) -> None: ...
+    def send(self, message: object) -> None: ...
     def left_out(self, generation: Generation) -> None: ...
     def close(self) -> None: ...
 
@@ -58,7 +72,7 @@ class AgentLink:
     def __init__(self, descriptor: int, member: str) -> None:
         self.member = member
         self.wake: Callable[[], None] = lambda: None
-        self.stop_requested: dict[str, Any] | None = None
+        self.stop_requested: Leave | None = None
         self._sock = socket.socket(fileno=descriptor)
         os.set_inheritable(descriptor, False)
         self._channel = wire.Channel(self._sock)
@@ -75,10 +89,11 @@ class AgentLink:
     def _listen(self) -> None:
         while True:
             try:
-                message = self._channel.receive()
-                check(message, TO_WORKER)
+                message = TO_WORKER.unpack(self._channel.receive())
             except wire.Closed:
                 os._exit(0)  # the agent is gone, and with it the node: never train on as an orphan
+            except Unknown:
+                continue
             except wire.Malformed as error:
                 os.write(2, f"elastic-harness: the agent sent {error}; use the same version for both\n".encode())
                 os._exit(EXIT_INFRASTRUCTURE)
@@ -90,27 +105,25 @@ class AgentLink:
                 traceback.print_exc()
                 os._exit(EXIT_INFRASTRUCTURE)
 
-    def _take(self, message: wire.Message) -> None:
-        match message["type"]:
-            case "generation":
-                generation = Generation.from_json(message)
-                self._heard = self._heard.announced(generation)
-                if generation.urgent:
+    def _take(self, message: object) -> None:
+        match message:
+            case Generation():
+                self._heard = self._heard.announced(message)
+                if message.urgent:
                     self.wake()
-            case "pause":
+            case Wait():
                 self._heard = self._heard.told_to_pause()
                 self.wake()
-            case "digest":
-                digest = Digest.from_json(message)
-                self._digests = {digest.generation: digest}
-            case "kv":
-                self._values[message["generation"], message["key"]] = base64.b64decode(message["value"])
-            case "stop":
+            case Digest():
+                self._digests = {message.generation: message}
+            case Value(generation, key, value):
+                self._values[generation, key] = base64.b64decode(value)
+            case Leave():
                 self.stop_requested = message
-            case "done":
+            case AllDone():
                 self._done = True
-            case "refuse":
-                os.write(2, f"elastic-harness: this worker was refused: {message['reason']}\n".encode())
+            case Refusal(reason):
+                os.write(2, f"elastic-harness: this worker was refused: {reason}\n".encode())
                 os._exit(EXIT_CONFIG)
 
     def urgent(self, current: int) -> bool:
@@ -134,8 +147,7 @@ class AgentLink:
                     raise Left("done")
                 paused = self._heard.paused
                 if self.stop_requested is not None and (boundary or paused):
-                    save = paused and bool(self.stop_requested.get("checkpoint"))
-                    raise Left(self.stop_requested.get("reason", "asked to stop"), save=save)
+                    raise Left(self.stop_requested.reason, save=paused and self.stop_requested.checkpoint)
                 self._changed.wait()
 
     def digest(self, generation: int) -> Digest:
@@ -149,7 +161,7 @@ class AgentLink:
 
     def kv_get(self, generation: int, key: str) -> bytes:
         """A value another member set in this generation; blocks until it is there. Raises GenerationChanged."""
-        self.send("kv_get", generation=generation, key=key)
+        self.send(GetValue(generation, key))
         with self._changed:
             while (generation, key) not in self._values:
                 self._check(generation)
@@ -162,38 +174,30 @@ class AgentLink:
 
     # ---- what this worker says
 
-    def send(self, type: str, **fields: Any) -> None:
+    def send(self, message: object) -> None:
         """Send one message; does not wait for an answer. The process ends if the agent is gone."""
         with self._send_lock:
             try:
-                self._channel.send({"type": type, **fields})
+                self._channel.send(TO_AGENT.pack(message))
             except wire.Closed:
                 os._exit(0)
 
     def hello(self, fingerprint: dict[str, Any], max_steps: int, deadline_max_s: float) -> None:
-        self.send(
-            "hello",
-            protocol=wire.PROTOCOL,
-            member=self.member,
-            pid=os.getpid(),
-            fingerprint=fingerprint,
-            max_steps=max_steps,
-            deadline_max_s=deadline_max_s,
-        )
+        self.send(Hello(PROTOCOL, fingerprint, max_steps, deadline_max_s))
 
     def report(self, report: Report) -> None:
-        self.send("report", **report.to_json())
+        self.send(report)
 
     def kv_set(self, generation: int, key: str, value: bytes) -> None:
-        self.send("kv_set", generation=generation, key=key, value=base64.b64encode(value).decode())
+        self.send(SetValue(generation, key, base64.b64encode(value).decode()))
 
     def left_out(self, generation: Generation) -> None:
         """This member is not part of a generation: it leaves, and says so, for the next one may want it again. If its
         node was asked to stop, it saves."""
-        self.send("leaving", generation=generation.number)
+        self.send(LeftOut(generation.number))
         stop = self.stop_requested
         reason = f"not a member of generation {generation.number} ({generation.reason})"
-        raise Left(reason, save=stop is not None and bool(stop.get("checkpoint")))
+        raise Left(reason, save=stop is not None and stop.checkpoint)
 
     def close(self) -> None:
         """Nothing: the line is the process's own, and its end is how the agent learns that this worker is gone."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from elastic_harness.comm.group import Group
 from elastic_harness.comm.placement import Ranges, merge_ranges
 from elastic_harness.contract.board import Phase
+from elastic_harness.contract.messages import LinkTrouble
 from elastic_harness.errors import (
     EXIT_INFRASTRUCTURE,
     CheckpointCorrupt,
@@ -119,14 +120,8 @@ def _report_trouble(parts: Parts, progress: Progress, failure: PeerFailed) -> No
     ways = {}
     if isinstance(failure, Unreachable):  # then the links are known to be cut
         ways = dict(zip(failure.peers, failure.ways.values(), strict=True))
-    parts.link.send(
-        "trouble",
-        generation=progress.announced,
-        version=progress.version,
-        peers=list(failure.peers),
-        ways=ways,
-        error=str(failure)[:2000],
-    )
+    error = str(failure)[:2000]
+    parts.link.send(LinkTrouble(progress.announced, progress.version, tuple(failure.peers), ways, error))
 
 
 def _meet(parts: Parts, generation: Generation, stages: Stages) -> Formed:

@@ -22,6 +22,8 @@ from elastic_harness.comm.rendezvous import KeyValue
 from elastic_harness.config import Config
 from elastic_harness.contract import variables
 from elastic_harness.contract.board import Board, Phase
+from elastic_harness.contract.checkpoint_event import CheckpointEvent
+from elastic_harness.contract.messages import LastStepDone, LogEvent, ScriptError, SlotError, WeightsNotSaved
 from elastic_harness.data.mapstyle import MapStyle
 from elastic_harness.data.order import EpochOrder
 from elastic_harness.data.schedule import Schedule
@@ -98,7 +100,7 @@ class Run:
     def log(self, event: str, **fields: Any) -> None:
         """Write an event of your own to events.jsonl, from rank 0 only."""
         if self.rank == 0:
-            self._parts.link.send("event", event=event, fields=fields)
+            self._parts.link.send(LogEvent(event, fields))
 
     def steps(self) -> Iterator[Step]:
         """Every step that is still to be committed, up to `training.max_steps`. Ends when all workers are done;
@@ -192,11 +194,11 @@ class Run:
             try:
                 export_weights(parts.registry.model, parts.run_dir / "weights.safetensors")
             except InfrastructureError as error:
-                parts.link.send("unsaved", error=str(error))  # the folder is everybody's: nobody else would do better
+                parts.link.send(WeightsNotSaved(str(error)))  # the folder is everybody's: nobody else would do better
                 raise
         failpoint("finish.saved", progress.version)
         loss = progress.metrics.loss if progress.metrics else None
-        parts.link.send("finished", version=progress.version, weights_sha256=sha256, final_loss=loss)
+        parts.link.send(LastStepDone(progress.version, sha256, loss))
         failpoint("finish.sent", progress.version)
         parts.board.show(Phase.FINISHED, progress.version)
         self._progress = recover(parts, progress, None)
@@ -368,7 +370,7 @@ def start(
             config.checkpoint,
             folder,
             registry,
-            lambda event, fields: link.send("checkpoint", event=event, fields=fields),
+            lambda event, fields: link.send(CheckpointEvent(event, fields)),
             Inherited(origin, registry) if origin is not None else None,
         ),
         canary=config.elastic.canary and config.elastic.exactness == "strict",
@@ -476,16 +478,9 @@ def _report_errors(link: AgentLink, board: Board) -> None:
         summary = "".join(traceback.format_exception_only(kind, error)).strip()
         in_slot = board.phase in (Phase.SLOT, Phase.DATA) and board.slot >= 0
         if in_slot:
-            link.send(
-                "slot_error",
-                step=board.step,
-                slot=board.slot,
-                error=summary,
-                traceback=text,
-                samples=board.samples,
-            )
+            link.send(SlotError(board.step, board.slot, summary, text, tuple(board.samples)))
         else:
-            link.send("error", error=summary, traceback=text)
+            link.send(ScriptError(summary, text))
         _leave(error.exit_code if isinstance(error, HarnessError) else EXIT_USER_CODE)
 
     sys.excepthook = hook

@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness import durable_file, file_lock
+from elastic_harness.contract.checkpoint_event import CheckpointEvent
+from elastic_harness.contract.messages import Commit, HandOver, LastStepDone, Leave, LogEvent
+from elastic_harness.contract.wire import as_fields
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.events import SCHEMA, EventLog
 from elastic_harness.ledger import FILE_NAME, LedgerWriter, Reached, reached
 from elastic_harness.membership.reconcile import reconcile
 from elastic_harness.membership.types import Digest, Generation, Report
 from elastic_harness.names import check_name, integer_variable
-from elastic_harness.shape import parse_object
+from elastic_harness.shape import build, parse_object
 from elastic_harness.train.link import Left
 
 
@@ -32,7 +35,7 @@ class StandaloneLink:
     def __init__(self, run_dir: Path, rank: int, world: int, store: Any) -> None:
         self.member = f"rank{rank}"
         self.wake: Callable[[], None] = lambda: None
-        self.stop_requested: dict[str, Any] | None = None
+        self.stop_requested: Leave | None = None
         self._run_dir = run_dir
         self._rank = rank
         self._store = store
@@ -66,7 +69,7 @@ class StandaloneLink:
         return self._generation
 
     def digest(self, generation: int) -> Digest:
-        reports = {m: Report.from_json(json.loads(self._get(f"report/{m}"))) for m in self._generation.members}
+        reports = {m: build(Report, json.loads(self._get(f"report/{m}"))) for m in self._generation.members}
         ledger = self._run_dir / FILE_NAME
         known = reached(ledger)[0] if ledger.exists() else Reached()
         digest, _ = reconcile(
@@ -100,7 +103,7 @@ class StandaloneLink:
             self._ledger = LedgerWriter(self._run_dir / FILE_NAME)
             world = len(self._generation.members)
             self._events.emit("run_started", schema=SCHEMA, run_id=self._run_dir.name, nproc=world)
-            self._events.emit("generation", **self._generation.to_json(), world_size=world)
+            self._events.emit("generation", **as_fields(self._generation), world_size=world)
 
     def _check(self, fingerprint: dict[str, Any]) -> None:
         """Compare this program with the one that began the run; note it if that is this one."""
@@ -120,27 +123,27 @@ class StandaloneLink:
     def report(self, report: Report) -> None:
         if self._store is None:
             self._store = _Values()
-        self._store.set(f"report/{self.member}", json.dumps(report.to_json()))
+        self._store.set(f"report/{self.member}", json.dumps(as_fields(report)))
 
-    def send(self, type: str, **fields: Any) -> None:
-        if type == "finished":
+    def send(self, message: object) -> None:
+        if isinstance(message, LastStepDone):
             self._finished = True
             self._store.set(f"finished/{self.member}", b"1")
         if self._events is None or self._ledger is None:
             return
-        if type == "state":
-            self._ledger.append(fields["ledger"])
-        elif type == "commit":
-            line = fields.pop("ledger")
-            if self._ledger.append(line):
-                self._events.emit("step_committed", **fields)
-                if fields.get("skipped"):
-                    skipped = f"the update of step {fields['step']} was skipped: {fields['skipped']}"
-                    print(f"elastic-harness: {skipped}", file=sys.stderr, flush=True)
-        elif type in ("event", "checkpoint"):
-            self._events.emit(fields["event"], **fields["fields"])
-        elif type == "finished":
-            self._events.emit("run_finished", status="finished", exit_code=0, **fields)
+        match message:
+            case HandOver(line):
+                self._ledger.append(line)
+            case Commit():
+                if self._ledger.append(message.ledger or {}):
+                    self._events.emit("step_committed", **message.metrics)
+                    if message.skipped is not None:
+                        skipped = f"the update of step {message.step} was skipped: {message.skipped.reason}"
+                        print(f"elastic-harness: {skipped}", file=sys.stderr, flush=True)
+            case LogEvent(event, fields) | CheckpointEvent(event, fields):
+                self._events.emit(event, **fields)
+            case LastStepDone():
+                self._events.emit("run_finished", status="finished", exit_code=0, **as_fields(message))
 
     def close(self) -> None:
         self._let_go()

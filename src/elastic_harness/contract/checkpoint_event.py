@@ -1,0 +1,33 @@
+"""What the process that writes checkpoints says: one line of JSON for each event."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_harness import shape
+from elastic_harness.contract.wire import Malformed, decode
+
+
+@dataclass(frozen=True)
+class CheckpointEvent:
+    """What became of a checkpoint. From the process that writes them, or a worker."""
+
+    event: str
+    fields: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.event in ("checkpoint_saved", "checkpoint_uploaded", "checkpoint_failed"):
+            shape.expect(self.fields, {"step": int})
+
+    def to_line(self) -> str:
+        return json.dumps({"event": self.event, "fields": self.fields})
+
+    @staticmethod
+    def from_line(line: bytes) -> CheckpointEvent:
+        """Raises Malformed for anything that `to_line` did not write."""
+        try:
+            return shape.build(CheckpointEvent, decode(line))
+        except ValueError as error:
+            raise Malformed(f"a line whose {error}") from None

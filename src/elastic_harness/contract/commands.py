@@ -1,0 +1,34 @@
+"""What a command asks an agent on the run's control socket. The answer is a JSON object of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_harness.contract.codec import Codec
+
+
+@dataclass(frozen=True)
+class GetStatus:
+    """What does the run do?"""
+
+
+@dataclass(frozen=True)
+class StopRun:
+    """Stop at the next step boundary, on all nodes."""
+
+
+@dataclass(frozen=True)
+class ScaleRun:
+    """Train with that many workers from now on."""
+
+    workers: int
+
+
+@dataclass(frozen=True)
+class KillWorker:
+    """Kill a worker, as a test of recovery."""
+
+    worker: str
+
+
+COMMANDS = Codec({"status": GetStatus, "stop": StopRun, "scale": ScaleRun, "kill": KillWorker}, tag="command")
