@@ -52,6 +52,13 @@ PATCHES = [
         first=3002251,
     ),
     Planted(
+        "who finished outside of the generation stays outside",
+        "(view.finished if bereft else frozenset()) if ending",
+        "frozenset() if ending",
+        shape=Shape(8, 4, 20, 8, spare_nodes=2),
+        first=30099270,
+    ),
+    Planted(
         "who comes back while the others wait is taken for one who leaves",
         'and self._writing is None and not decision["paused"]:',
         "and self._writing is None:",
@@ -100,12 +107,6 @@ PATCHES = [
         "source_member = members[0]",
         shape=with_faults("kill all", "kill half", "kill node"),
         first=290,
-    ),
-    Planted(
-        "who had finished counts, though nobody knows in which generation",
-        "ending = bool(view.finished) and view.current is not None",
-        "ending = bool(view.finished)",
-        shape=with_faults("store loses all", "kill worker"),
     ),
     Planted(
         "what was not read is forgotten with the lease",

@@ -36,7 +36,7 @@ def views(draw: st.DrawFn) -> View:
     return View(
         current=current,
         ready=tuple(ready),
-        finished=finished & frozenset(current.members) if current else frozenset(),
+        finished=finished,
         broken=draw(pairs_of(NAMES)),
         reform=draw(st.booleans()),
     )
@@ -58,11 +58,11 @@ def test_whatever_is_decided_is_allowed(now: float, view: View, limits: Limits) 
     assert survivors == [m for m in old if m in survivors], "survivors keep their order"
     assert newcomers == [m for m in view.ready if m in newcomers], "the oldest newcomer comes first"
     if view.finished:
-        assert not newcomers
+        assert set(newcomers) <= view.finished
     else:
         assert limits.min_workers <= len(members) <= limits.target
     connected = not any(pair <= set(members) for pair in view.broken)
-    candidates = [m for m in old if m in view.ready] if view.finished else list(view.ready)
+    candidates = [m for m in view.ready if m in old or m in view.finished or not view.finished]
     least = 1 if view.finished else limits.min_workers
     assert connected or len(mutually_connected(candidates, view.broken)) < least
     if view.current is None or any(m not in view.ready for m in old):
@@ -124,6 +124,16 @@ def test_too_few_connected_members_try_again_together() -> None:
     broken = frozenset({frozenset(("a", "b"))})
     decision, reason = decide(0.0, View(current, ("a", "b"), broken=broken, reform=True), Limits(2, 2, 2))
     assert decision is not None and decision.members == ("a", "b") and "exchange broke" in reason
+
+
+def test_those_who_finished_outside_are_let_in_if_the_generation_came_to_nothing() -> None:
+    limits = Limits(min_workers=2, max_workers=4, target=4)
+    dead = Generation(3, ("c", "d"), True, "formed without a and b, which were cut off with the state")
+    decision, _ = decide(0.0, View(dead, ("spare", "a", "b"), finished=frozenset("ab"), waited=True), limits)
+    assert decision == Decision(("a", "b"), urgent=True)
+    view = View(dead, ("c", "d", "a"), finished=frozenset("a"), stateless=frozenset("cd"), reform=True, waited=True)
+    decision, _ = decide(0.0, view, limits)
+    assert decision == Decision(("c", "d", "a"), urgent=True), "it gives the state to those who have none"
 
 
 def test_those_who_finished_are_let_in_again_when_nobody_knows_the_generation_any_more() -> None:

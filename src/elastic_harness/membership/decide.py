@@ -49,21 +49,24 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
 
     Members of the current generation keep their rank order; newcomers follow, first those who hold the state, then in
     order of age. The first generation does not wait for more if it has the state. A loss is urgent, a pure addition or
-    planned removal waits for a step boundary. Once anyone has finished nobody is admitted and the
-    minimum no longer applies: the rest only has to catch up. Members that cannot talk to each other are separated,
-    unless too few would remain: then they try again, the link may have healed. Nodes whose network is known to be cut
-    are kept apart in any case. Members without anything to go on from make room for others, and wait for them.
+    planned removal waits for a step boundary. Once anyone has finished the minimum no longer applies, the rest only has
+    to catch up, and nobody is admitted, but those who have finished if no survivor holds the state. Members that cannot
+    talk to each other are separated, unless too few would remain: then they try again, the link may have healed. Nodes
+    whose network is known to be cut are kept apart in any case. Members without anything to go on from make room for
+    others, and wait for them.
     """
     ready = set(view.ready)
     survivors = [m for m in view.current.members if m in ready] if view.current else []
     surviving = set(survivors)
-    newcomers = sorted((m for m in view.ready if m not in surviving), key=lambda m: m not in view.veterans)
     lost = len(view.current.members) - len(survivors) if view.current else 0
 
     ending = bool(view.finished) and view.current is not None  # without one, the leader has forgotten who was in it
+    bereft = surviving.isdisjoint(view.veterans | view.finished)
+    admitted = (view.finished if bereft else frozenset()) if ending else ready
+    newcomers = sorted((m for m in view.ready if m in admitted - surviving), key=lambda m: m not in view.veterans)
     least = 1 if view.finished else limits.min_workers
-    most = len(survivors) if ending else limits.target
-    candidates = survivors if ending else [m for m in survivors + newcomers if m not in view.leaving]
+    most = max(limits.target, len(survivors)) if ending else limits.target
+    candidates = [m for m in survivors + newcomers if ending or m not in view.leaving]
     together = on_connected_nodes(candidates, view)
     doubtful = view.unheard & {node_of(m) for m in together}
     if doubtful and not view.heard_out:

@@ -157,8 +157,8 @@ class Cluster:
         if generation.number <= before.number:
             raise Violation("generation number reused", f"{generation.number} after {before.number}")
         old = before.generation.members if before.generation else ()
-        finished = self.leaders[world.leader].finished
-        if finished and any(m not in old for m in generation.members):
+        finished = {m for m, _ in self.leaders[world.leader].finished}
+        if finished and not finished.issuperset(m for m in generation.members if m not in old):
             raise Violation("admitted while finishing", f"{generation}")
         if len(generation.members) < self.size.min_workers and not finished:
             raise Violation("below the minimum", f"{generation}")
