@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import Linear
 
 from elastic_harness.checkpoint import interval, local, retention
-from elastic_harness.checkpoint.interval import Costs, Timing, daly_interval_s, mtbf_s
+from elastic_harness.checkpoint.interval import Costs, LastSaved, Timing, daly_interval_s, mtbf_s
+from elastic_harness.checkpoint.manager import CheckpointManager
 from elastic_harness.checkpoint.manifest import newest
 from elastic_harness.checkpoint.policy import Policy, Upload, policy_of
 from elastic_harness.checkpoint.retention import Retention
+from elastic_harness.checkpoint.snapshot import Slots
+from elastic_harness.checkpoint.tiers import Tiers
 from elastic_harness.config import CheckpointConfig
 from elastic_harness.errors import ConfigError
+from elastic_harness.train.saver import Saver
+from elastic_harness.train.state import Registry
 
 # ---- how often
 
@@ -66,7 +75,7 @@ def test_costs_are_what_steps_take_longer() -> None:
 def test_timing_keeps_its_bounds_and_follows_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(interval.time, "monotonic", lambda: now[0])
-    timing = Timing(CheckpointConfig(interval_min_s=2.0, interval_max_s=100.0))
+    timing = Timing(CheckpointConfig(checkpoint_interval="auto", interval_min_s=2.0, interval_max_s=100.0))
     for _ in range(20):
         timing.stepped(writing=False)
         now[0] += 1.0
@@ -78,12 +87,48 @@ def test_timing_keeps_its_bounds_and_follows_failures(monkeypatch: pytest.Monkey
     timing.failures = 10_000
     soon = timing.interval_s(to_disk=True)
     assert 2.0 <= soon < 10.0
-    assert not timing.due(now[0], to_disk=True)
+    assert not timing.is_due(8, LastSaved(7, now[0]), to_disk=True)
     began_at = now[0]
     now[0] += 1.01 * soon
-    assert timing.due(began_at, to_disk=True)
+    assert timing.is_due(8, LastSaved(7, began_at), to_disk=True)
+    assert not timing.is_due(7, LastSaved(7, began_at), to_disk=True), "there is nothing new to save"
     given = Timing(CheckpointConfig(mtbf_hours=1e-6, interval_min_s=2.0))
     assert given.interval_s(to_disk=False) == 2.0
+
+
+def savings(folder: Path, asked: Sequence[int], *, lineage: int = 0, from_step: int = 0, before: int = 0) -> list[int]:
+    """At which of these steps a run saves to disk every five steps; `before`: what its lineage 0 had saved last."""
+    settings, saved = CheckpointConfig(checkpoint_interval=5), list[int]()
+    control = SimpleNamespace(version=before, began_at=0.0, lineage=0, disk_version=before, disk_began_at=0.0)
+    tiers = Tiers(Slots([]), folder, None, lambda *_: None)
+    tiers.newest = lambda: SimpleNamespace(control=control)  # type: ignore[assignment,method-assign,return-value]
+    saver = Saver(tiers, Registry(Linear(1, 1), {}), settings, Policy(), lambda *_: None)
+
+    def begin(version: int, *_: Any, **__: Any) -> None:
+        saved.append(version)
+        control.version = control.disk_version = version
+        control.lineage = lineage
+
+    saver._begin = begin  # type: ignore[assignment,method-assign]
+    for step in asked:
+        saver.save_if_due(step, lineage, from_step, 1, dict)
+    return saved
+
+
+@pytest.mark.parametrize("asked", [range(1, 16), (4, 7, 9, 13), (3, 5, 6, 10, 11, 12)])
+def test_a_run_and_a_manager_save_at_the_same_steps(asked: Sequence[int], tmp_path: Path) -> None:
+    """Also where not every step asks: what was due in between is made up for at the next."""
+    expected = [step for before, step in pairwise([0, *asked]) if step // 5 > before // 5]
+    assert savings(tmp_path / "run", asked) == expected
+    settings = CheckpointConfig(checkpoint_interval=5, nvme_path=str(tmp_path / "manager"))
+    with CheckpointManager(settings, lambda *_: None) as manager:
+        assert [step for step in asked if manager.due(step)] == expected
+
+
+def test_what_another_lineage_has_saved_does_not_count(tmp_path: Path) -> None:
+    """Everybody died after step 20 was saved, and only step 5 could be restored."""
+    assert savings(tmp_path, range(6, 17), lineage=1, from_step=5, before=20) == [10, 15]
+    assert savings(tmp_path, range(21, 27), lineage=0, from_step=0, before=20) == [25]
 
 
 def test_what_the_configuration_allows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import NamedTuple
 
 from elastic_harness.config import CheckpointConfig
 
@@ -65,8 +66,15 @@ class Costs:
         return self.copy_s + self._writing_s / max(1, self._drains)
 
 
+class LastSaved(NamedTuple):
+    """What need not be saved again: where training began or was restored, or what was last saved to a tier."""
+
+    version: int = 0
+    at: float = 0.0  # when it was begun, by the monotonic clock
+
+
 class Timing:
-    """When a tier is due whose interval is "auto". `failures`: how many have been seen since this was made."""
+    """When a tier is due. `failures`: how many have been seen since this was made."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
@@ -91,9 +99,18 @@ class Timing:
             self.costs.step(now - self._stepped_at, copied=self._copied, writing=self._wrote_beside)
         self._stepped_at, self._copied, self._wrote_beside = now, False, writing
 
-    def due(self, last_at: float, *, to_disk: bool) -> bool:
-        """Whether it is time; `last_at`: when one was last begun, by the monotonic clock."""
-        return time.monotonic() - max(last_at, self._since) >= self.interval_s(to_disk=to_disk)
+    def is_due(self, version: int, last: LastSaved, *, to_disk: bool) -> bool:
+        """Whether the state after `version` steps is to be saved: a multiple of the interval was passed since the last
+        save, however many steps lie between two questions, or with "auto" it is time. A last save ahead of `version`
+        belongs to a history that was given up, and does not count."""
+        config = self._config
+        interval = config.checkpoint_interval if to_disk else config.memory_snapshot_interval
+        last_version = last.version if last.version <= version else 0
+        if not interval or version <= last_version:
+            return False
+        if isinstance(interval, int):
+            return version // interval * interval > last_version
+        return time.monotonic() - max(last.at, self._since) >= self.interval_s(to_disk=to_disk)
 
     def interval_s(self, *, to_disk: bool) -> float:
         """The best time between two snapshots, within the configured bounds."""

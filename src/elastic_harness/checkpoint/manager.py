@@ -24,7 +24,7 @@ from torch import Tensor
 
 from elastic_harness import file_lock
 from elastic_harness.checkpoint import keeper, local, parts, ring, sharding
-from elastic_harness.checkpoint.interval import Timing
+from elastic_harness.checkpoint.interval import LastSaved, Timing
 from elastic_harness.checkpoint.layout import Slice
 from elastic_harness.checkpoint.manifest import newest
 from elastic_harness.checkpoint.own_writer import OwnWriter
@@ -64,7 +64,7 @@ class CheckpointManager:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._timing = Timing(self.config)
         self._saves = 0
-        self._last: dict[CheckpointTier, tuple[int, float]] = {}
+        self._last = {CheckpointTier.NVME: LastSaved(), CheckpointTier.MEMORY: LastSaved()}
         self._snapshot: Snapshot | None = None
         self._previous: Any = None
         self.preempted = False
@@ -113,9 +113,9 @@ class CheckpointManager:
 
     def due(self, step: int) -> CheckpointTier | None:
         """Where the state after `step` steps should be saved now: what the intervals say, and local disk if the process
-        is about to be preempted. By the intervals nothing is due at step 0, at the step that was loaded and at one that
-        was saved. Call it once per step; in a process group on all ranks, for with "auto" intervals or
-        `watch_preemption` it is collective."""
+        is about to be preempted. An interval of N steps asks as soon as a multiple of N was passed since it last did,
+        and not at step 0, at the step that was loaded or at one that was saved. Call it once per step; in a process
+        group on all ranks, for with "auto" intervals or `watch_preemption` it is collective."""
         self._timing.stepped(writing=self._tiers.busy())
         if self._previous is not None:
             self.preempted = bool(self._ranks.greatest(int(self.preempted)))
@@ -125,7 +125,8 @@ class CheckpointManager:
             (CheckpointTier.NVME, self.config.checkpoint_interval),
             (CheckpointTier.MEMORY, self.config.memory_snapshot_interval),
         ):
-            if self._is_due(step, tier, interval):
+            if self._is_due(step, tier, auto=interval == "auto"):
+                self._note(step, on_disk=tier == CheckpointTier.NVME)  # what is asked for once is not asked for again
                 return tier
         return None
 
@@ -283,7 +284,7 @@ class CheckpointManager:
     def _note(self, step: int, *, on_disk: bool) -> None:
         """This step need not be saved again."""
         for tier in (CheckpointTier.MEMORY, CheckpointTier.NVME) if on_disk else (CheckpointTier.MEMORY,):
-            self._last[tier] = (step, time.monotonic())
+            self._last[tier] = LastSaved(step, time.monotonic())
 
     def _fetch(self) -> None:
         """From object storage, if nothing is here."""
@@ -343,14 +344,10 @@ class CheckpointManager:
                     found |= {_storage(t) for t in tensors if isinstance(t, Tensor)}
         return found
 
-    def _is_due(self, step: int, tier: CheckpointTier, interval: int | str) -> bool:
-        last_step, last_at = self._last.get(tier, (None, 0.0))
-        if not interval or step in (0, last_step):  # at 0 nothing was trained: there is nothing to lose
-            return False
-        if isinstance(interval, int):
-            return step % interval == 0
-        due = self._timing.due(last_at, to_disk=tier == CheckpointTier.NVME)
-        return bool(self._ranks.greatest(int(due and self._ranks.rank == 0)))
+    def _is_due(self, step: int, tier: CheckpointTier, *, auto: bool) -> bool:
+        """With "auto" the clock of rank 0 decides for all."""
+        due = self._timing.is_due(step, self._last[tier], to_disk=tier == CheckpointTier.NVME)
+        return bool(self._ranks.greatest(int(due and self._ranks.rank == 0))) if auto else due
 
 
 class _Target:

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from elastic_harness import file_lock
-from elastic_harness.checkpoint.interval import Timing
+from elastic_harness.checkpoint.interval import LastSaved, Timing
 from elastic_harness.checkpoint.layout import Slice
 from elastic_harness.checkpoint.manifest import newest
 from elastic_harness.checkpoint.own_writer import OwnWriter
@@ -76,8 +76,9 @@ class Saver:
         self._check()
         if "auto" in (self._config.checkpoint_interval, self._config.memory_snapshot_interval):
             self._timing.stepped(writing=self._tiers.busy())
-        to_disk = self._due(version, from_step, self._config.checkpoint_interval, to_disk=True)
-        if not to_disk and not self._due(version, from_step, self._config.memory_snapshot_interval, to_disk=False):
+        on_disk, in_memory = self._last_saved(lineage, from_step)
+        to_disk = self._timing.is_due(version, on_disk, to_disk=True)
+        if not to_disk and not self._timing.is_due(version, in_memory, to_disk=False):
             return
         shares = 1 if self._own is not None else world  # no other process has our memory
         with self._reported(version):
@@ -157,19 +158,14 @@ class Saver:
         skeleton, tensors = self._registry.capture()
         return skeleton, {slice_of(name, tensor): tensor for name, tensor in tensors.items()}
 
-    def _due(self, version: int, from_step: int, interval: int | str, *, to_disk: bool) -> bool:
-        last, last_at = -1, 0.0
-        snapshot = self._tiers.newest()
-        if snapshot is not None:
-            control = snapshot.control
-            to_memory = (control.version, control.began_at)
-            last, last_at = (control.disk_version, control.disk_began_at) if to_disk else to_memory
-        last = max(last, from_step)
-        if not interval or version <= last:
-            return False
-        if isinstance(interval, int):
-            return version // interval * interval > last
-        return self._timing.due(last_at, to_disk=to_disk)
+    def _last_saved(self, lineage: int, from_step: int) -> tuple[LastSaved, LastSaved]:
+        """What was last saved to disk, and to memory, in this lineage, which began at `from_step`."""
+        began, snapshot = LastSaved(from_step), self._tiers.newest()
+        if snapshot is None or snapshot.control.lineage != lineage:
+            return began, began
+        control = snapshot.control
+        on_disk = LastSaved(control.disk_version, control.disk_began_at)
+        return max(began, on_disk), max(began, LastSaved(control.version, control.began_at))
 
     @contextmanager
     def _reported(self, version: int) -> Iterator[None]:
