@@ -17,7 +17,7 @@ from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership import node
-from elastic_harness.membership.decide import View, decide
+from elastic_harness.membership.decide import Change, Hold, View, decide
 from elastic_harness.membership.store import EmbeddedStore, Put, TooLarge, Unavailable
 from elastic_harness.membership.types import Generation, Limits, node_of
 from elastic_harness.train.progress import Formed
@@ -246,15 +246,14 @@ def test_the_first_member_of_each_node_speaks() -> None:
 def test_too_few_nodes_wait() -> None:
     limits = Limits(1, 8, 4, min_nodes=2)
     view = View(None, ("a/w0", "a/w1"))
-    assert decide(700.0, view, limits) == (None, "waiting: workers of 1 of at least 2 nodes are ready")
-    decision, _ = decide(700.0, View(None, ("a/w0", "b/w1")), limits)
-    assert decision is not None and {node_of(m) for m in decision.members} == {"a", "b"}
+    assert decide(700.0, view, limits) == Hold("waiting: workers of 1 of at least 2 nodes are ready")
+    decision = decide(700.0, View(None, ("a/w0", "b/w1")), limits)
+    assert isinstance(decision, Change) and {node_of(m) for m in decision.members} == {"a", "b"}
 
 
 def test_who_is_leaving_is_let_go_at_a_boundary() -> None:
     current = Generation(1, ("a/w0", "b/w0", "c/w0"), True, "")
     view = View(current, current.members, leaving=frozenset({"b/w0"}))
-    decision, reason = decide(0.0, view, Limits(1, 8, 3))
-    assert decision is not None and decision.members == ("a/w0", "c/w0") and not decision.urgent
-    assert reason == "1 removed"
-    assert decide(0.0, view, Limits(3, 8, 3))[0] is None, "the job would have to wait: it trains as long as it can"
+    assert decide(0.0, view, Limits(1, 8, 3)) == Change(("a/w0", "c/w0"), urgent=False, reason="1 removed")
+    without_it = decide(0.0, view, Limits(3, 8, 3))
+    assert isinstance(without_it, Hold), "the job would have to wait: it trains as long as it can"

@@ -39,13 +39,30 @@ class View:
 
 
 @dataclass(frozen=True)
-class Decision:
+class Keep:
+    """Things stay as they are."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Hold:
+    """No generation can go on: the members wait, with their state alive."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """These members are the next generation, in rank order."""
+
     members: tuple[str, ...]
     urgent: bool
+    reason: str
 
 
-def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str]:
-    """The next membership, or None for "leave things as they are", with the reason in words.
+def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Change:
+    """Return what becomes of the membership.
 
     Members of the current generation keep their rank order; newcomers follow, first those who hold the state, then in
     order of age. The first generation does not wait for more if it has the state. A loss is urgent, a pure addition or
@@ -70,7 +87,7 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     together = on_connected_nodes(candidates, view)
     doubtful = view.unheard & {node_of(m) for m in together}
     if doubtful and not view.heard_out:
-        return None, f"hearing whether {', '.join(sorted(doubtful))} can be reached"
+        return Keep(f"hearing whether {', '.join(sorted(doubtful))} can be reached")
     if doubtful:
         together = on_connected_nodes([m for m in candidates if node_of(m) not in view.unheard], view)
     connected = mutually_connected(together, view.broken) if view.broken else together
@@ -81,25 +98,25 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     cuts = sorted(" and ".join(sorted(pair)) for pair in view.apart if pair <= {node_of(m) for m in candidates})
     why = f"; the network is cut between {', '.join(cuts[:CUTS_NAMED])}" if cuts else ""
     if not wanted:
-        return None, f"waiting: no worker is ready{why}"
+        return Hold(f"waiting: no worker is ready{why}")
     if len(wanted) < limits.min_workers and not view.finished:
-        return None, f"waiting: {len(wanted)} of at least {limits.min_workers} workers are ready{why}"
+        return Hold(f"waiting: {len(wanted)} of at least {limits.min_workers} workers are ready{why}")
     nodes = len({node_of(m) for m in wanted})
     if nodes < limits.min_nodes and not view.finished:
-        return None, f"waiting: workers of {nodes} of at least {limits.min_nodes} nodes are ready{why}"
+        return Hold(f"waiting: workers of {nodes} of at least {limits.min_nodes} nodes are ready{why}")
     if view.current is None and len(wanted) < limits.target and view.veterans.isdisjoint(wanted):
         left_s = view.first_ready_at + limits.join_timeout_s - now
         if left_s > 0:
             patience = f"the others have {limits.join_timeout_s:.0f} s to join"
-            return None, f"waiting: {len(wanted)} of {limits.target} workers are ready, {patience}"
+            return Hold(f"waiting: {len(wanted)} of {limits.target} workers are ready, {patience}")
 
     if view.stateless.issuperset(wanted):
         patience = f"they have {limits.join_timeout_s:.0f} s (--join-timeout), then the run begins again at step 0"
-        return None, f"waiting: no node that is ready has a checkpoint of this run; others may: {patience}"
+        return Hold(f"waiting: no node that is ready has a checkpoint of this run; others may: {patience}")
 
     members = tuple(wanted)
     if view.current is not None and members == view.current.members and not view.reform:
-        return None, "unchanged"
+        return Keep("unchanged")
     urgent = view.current is None or lost > 0 or view.reform
     joined = sum(m not in surviving for m in members)
     removed = len(survivors) - (len(members) - joined)
@@ -112,7 +129,7 @@ def decide(now: float, view: View, limits: Limits) -> tuple[Decision | None, str
     )
     if view.reform and not lost:
         parts.append("after a wait" if view.waited else "the exchange broke")
-    return Decision(members, urgent), ", ".join(parts) or "first generation"
+    return Change(members, urgent, ", ".join(parts) or "first generation")
 
 
 def on_connected_nodes(members: list[str], view: View) -> list[str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from elastic_harness.membership.decide import View, decide
+from elastic_harness.membership.decide import Change, Hold, View, decide
 from elastic_harness.membership.poison import Failure, How, blame
 from elastic_harness.membership.reconcile import reconcile
 from elastic_harness.membership.types import Digest, Generation, Limits, Report, node_of
@@ -486,14 +486,14 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         stateless=frozenset(state.stateless if _others_may_come(state, now) else ()),
         waited=bool(state.paused or state.stateless),
     )
-    decision, reason = decide(now, view, state.limits)
-    if decision is None:
+    outcome = decide(now, view, state.limits)
+    if not isinstance(outcome, Change):
         lost = state.generation is not None and not state.generation.member_set.issubset(state.ready)
         stands = state.generation is not None and not lost and not reform
-        if reason.startswith("waiting") and reason != state.paused and not stands:
-            return replace(state, paused=reason), (Pause(reason),)
+        if isinstance(outcome, Hold) and outcome.reason != state.paused and not stands:
+            return replace(state, paused=outcome.reason), (Pause(outcome.reason),)
         return state, ()
-    generation = Generation(state.number + 1, decision.members, decision.urgent, reason)
+    generation = Generation(state.number + 1, outcome.members, outcome.urgent, outcome.reason)
     state = replace(
         state,
         number=generation.number,
