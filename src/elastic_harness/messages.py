@@ -51,7 +51,14 @@ TO_AGENT: Table = {
     "imports": {"modules": list[str]},
     "leaving": {"generation": int},
     "unsaved": {"error": str},
-    "finished": {"version": int, "weights_sha256": str | None, "final_loss": float | None},
+    "stop_asked": {"step": int, "reason": str},
+    "left_loop": {"reason": str},
+    "finished": {
+        "version": int,
+        "weights_sha256": str | None,
+        "final_loss": float | None,
+        "stop_reason": str | None,
+    },
 }
 
 TO_WORKER: Table = {
@@ -68,6 +75,7 @@ TO_WORKER: Table = {
     },
     "kv": {"generation": int, "key": str, "value": str},
     "stop": {"reason": str | None, "checkpoint": bool | None},
+    "stop_asked": {"step": int, "reason": str},
     "done": {"version": int},
     "refuse": {"reason": str},
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic_harness import shape
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_MESSAGE_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_harness import wire
+from elastic_harness.agent import script_stop
 from elastic_harness.agent.admission import Admission
 from elastic_harness.agent.agreement import Agreement, Alone, CarryOut, Deliver
 from elastic_harness.agent.board import SLOT
@@ -80,6 +81,7 @@ class ElasticRun:
         self._waiting_shown_at = 0.0
         self._ticked_at = 0.0
         self._done = False
+        self._script_stop = script_stop.ScriptStop()
         self._max_steps: int | None = None  # that the workers here are to do
 
     # ---- what the agent reports
@@ -143,7 +145,9 @@ class ElasticRun:
                 self.agreement.tell(leader.Lost(worker.member))
             case "imports":
                 self.agent.forks.learn(message["modules"])
-            case "diverged":
+            case "stop_asked":
+                self._on_stop_asked(worker.member, message["step"], message["reason"])
+            case "diverged" | "left_loop":
                 self.agent.finish(Outcome(EXIT_USER_CODE, "failed", message["reason"]), graceful=False)
             case "unsaved":
                 self.agent.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", message["error"]), graceful=False)
@@ -153,6 +157,23 @@ class ElasticRun:
                 self.agreement.tell(leader.Finished(worker.member, message["version"]))
             case other:
                 self.agent.console.notice(f"worker {worker.member} sent an unknown message {other!r}; it is ignored")
+
+    def _on_stop_asked(self, member: str, step: int, reason: str) -> None:
+        """A worker's script wants the run to end after a step: the other workers hear of it, also on other nodes."""
+        self.agent.records.event("stop_asked", member=member, step=step, reason=reason)
+        if self._tell_of_script_stop(step, reason) and self._generation is not None:
+            value = script_stop.as_value(step, reason)
+            self.agreement.offer(self._generation.number, script_stop.KEY, value)
+
+    def _tell_of_script_stop(self, step: int, reason: str) -> bool:
+        """Tell the workers here; whether it was news."""
+        if not self._script_stop.heard(step, reason):
+            return False
+        self._notice(f"the script ends the run after step {step}: {reason}")
+        for worker in self.agent.workers.values():
+            if worker.hello:
+                self._tell(worker.member, {"type": "stop_asked", "step": step, "reason": reason})
+        return True
 
     def _within_the_ledger(self, report: Report) -> Report:
         """Without snapshots that are ahead of the ledger, if there are others: those who took them died, and the agent
@@ -291,6 +312,8 @@ class ElasticRun:
     def _deliver(self, values: Values) -> None:
         for generation, by_key in values.items():
             for key, value in by_key.items():
+                if key == script_stop.KEY and (told := script_stop.from_value(value)):
+                    self._tell_of_script_stop(**told)
                 for member in self._values.set(generation, key, value):
                     self._tell(member, {"type": "kv", "generation": generation, "key": key, "value": value})
 
@@ -444,6 +467,8 @@ class ElasticRun:
                 f"{finished.get('version')} steps, loss {finished.get('final_loss')}, "
                 f"weights sha256 {finished.get('weights_sha256')}"
             )
+            if finished.get("stop_reason"):
+                message += f"; the script ended the run: {finished['stop_reason']}"
         self.agent.finish(Outcome(EXIT_SUCCESS, "finished", message), graceful=False)
 
     # ---- workers coming and going
@@ -454,6 +479,8 @@ class ElasticRun:
         worker.restore_priority()
         worker.deadline_max_s = message.get("deadline_max_s") or 0.0
         self._max_steps = message.get("max_steps")
+        if self._script_stop.message is not None:
+            self._tell(worker.member, self._script_stop.message)
         self._admission.ask(worker, message)
         self._admit()
 

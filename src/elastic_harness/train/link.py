@@ -20,6 +20,7 @@ from elastic_harness import wire
 from elastic_harness.errors import EXIT_CONFIG, EXIT_INFRASTRUCTURE, GenerationChanged
 from elastic_harness.membership.types import Digest, Generation, Report
 from elastic_harness.messages import TO_WORKER, check
+from elastic_harness.train.ending import StopAsked
 from elastic_harness.train.heard import Heard
 
 
@@ -38,6 +39,7 @@ class Link(Protocol):
     member: str
     wake: Callable[[], None]
     stop_requested: dict[str, Any] | None
+    stop_asked: StopAsked | None  # by the script, here or elsewhere
 
     def hello(self, fingerprint: dict[str, Any], max_steps: int, deadline_max_s: float) -> None: ...
     def next_generation(self, after: int, *, boundary: bool, formed: bool) -> Generation: ...
@@ -49,6 +51,7 @@ class Link(Protocol):
     def kv_get(self, generation: int, key: str) -> bytes: ...
     def send(self, type: str, **fields: Any) -> None: ...
     def left_out(self, generation: Generation) -> None: ...
+    def ask_to_stop(self, asked: StopAsked) -> None: ...
     def close(self) -> None: ...
 
 
@@ -59,6 +62,7 @@ class AgentLink:
         self.member = member
         self.wake: Callable[[], None] = lambda: None
         self.stop_requested: dict[str, Any] | None = None
+        self.stop_asked: StopAsked | None = None
         self._sock = socket.socket(fileno=descriptor)
         os.set_inheritable(descriptor, False)
         self._channel = wire.Channel(self._sock)
@@ -107,6 +111,8 @@ class AgentLink:
                 self._values[message["generation"], message["key"]] = base64.b64decode(message["value"])
             case "stop":
                 self.stop_requested = message
+            case "stop_asked":
+                self.stop_asked = StopAsked(message["step"], message["reason"]).or_earlier(self.stop_asked)
             case "done":
                 self._done = True
             case "refuse":
@@ -194,6 +200,12 @@ class AgentLink:
         stop = self.stop_requested
         reason = f"not a member of generation {generation.number} ({generation.reason})"
         raise Left(reason, save=stop is not None and bool(stop.get("checkpoint")))
+
+    def ask_to_stop(self, asked: StopAsked) -> None:
+        """Ask for the end of the run after a step, and tell the agent, which tells the others."""
+        with self._changed:
+            self.stop_asked = asked.or_earlier(self.stop_asked)
+        self.send("stop_asked", step=asked.step, reason=asked.reason)
 
     def close(self) -> None:
         """Nothing: the line is the process's own, and its end is how the agent learns that this worker is gone."""

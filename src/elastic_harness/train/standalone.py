@@ -23,6 +23,7 @@ from elastic_harness.membership.reconcile import reconcile
 from elastic_harness.membership.types import Digest, Generation, Report
 from elastic_harness.names import check_name, integer_variable
 from elastic_harness.shape import parse_object
+from elastic_harness.train.ending import StopAsked
 from elastic_harness.train.link import Left
 
 
@@ -33,6 +34,7 @@ class StandaloneLink:
         self.member = f"rank{rank}"
         self.wake: Callable[[], None] = lambda: None
         self.stop_requested: dict[str, Any] | None = None
+        self.stop_asked: StopAsked | None = None
         self._run_dir = run_dir
         self._rank = rank
         self._store = store
@@ -141,6 +143,12 @@ class StandaloneLink:
             self._events.emit(fields["event"], **fields["fields"])
         elif type == "finished":
             self._events.emit("run_finished", status="finished", exit_code=0, **fields)
+
+    def ask_to_stop(self, asked: StopAsked) -> None:
+        """Ask for the end of the run after a step: the others hear of it with that step's header."""
+        self.stop_asked = asked.or_earlier(self.stop_asked)
+        fields = {"member": self.member, "step": asked.step, "reason": asked.reason}
+        self.send("event", event="stop_asked", fields=fields)
 
     def close(self) -> None:
         self._let_go()
