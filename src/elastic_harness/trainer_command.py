@@ -8,18 +8,18 @@ from collections.abc import Sequence
 
 from elastic_harness.config import TrainerConfig, load_config
 from elastic_harness.errors import ConfigError
+from elastic_harness.names import TRAINER
 
-MODULE = "elastic_harness.train"
 GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")  # of NVIDIA's, AMD's and Windows' drivers
 
 
 def read(argv: Sequence[str] | None) -> tuple[TrainerConfig, str | None]:
     """The configuration and the run folder of a command line. Raises ConfigError for settings that cannot work."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description=f"Train a small GPT on your text: with `elastic-harness launch … -m {MODULE}`, with torchrun, or "
+        prog=f"python -m {TRAINER}",
+        description=f"Train a small GPT on your text: with `elastic-harness launch … -m {TRAINER}`, with torchrun, or "
         "alone.",
-        epilog=f"example: elastic-harness launch --nproc-per-node 4 -m {MODULE} --config configs/small.yaml "
+        epilog=f"example: elastic-harness launch --nproc-per-node 4 -m {TRAINER} --config configs/small.yaml "
         "data.path=my_texts/ training.max_steps=60",
     )
     parser.add_argument("--config", help="a YAML file; without it, the defaults")
