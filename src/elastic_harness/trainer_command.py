@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import glob
+import os
 from collections.abc import Sequence
 
-from elastic_harness.config import TrainerConfig, load_config
+from elastic_harness.config import DataConfig, TrainerConfig, load_config
 from elastic_harness.errors import ConfigError
 from elastic_harness.names import TRAINER
+from elastic_harness.object_store import is_remote
 
 GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")  # of NVIDIA's, AMD's and Windows' drivers
 
@@ -32,8 +34,20 @@ def read(argv: Sequence[str] | None) -> tuple[TrainerConfig, str | None]:
 def check(argv: Sequence[str]) -> None:
     """Raise ConfigError if no worker with this command line can train on this machine."""
     config, _ = read(argv)
+    _check_data(config.data)
     if config.training.device == "cuda" and not any(glob.glob(pattern) for pattern in GPU_FILES):
         raise no_gpu("this machine has none of " + ", ".join(GPU_FILES))
+
+
+def _check_data(data: DataConfig) -> None:
+    """Raise ConfigError if a file or folder that the data is to come from is not there."""
+    named = {f"data.sources.{name}": path for name, path in (data.sources or {}).items()}
+    for key, path in {"data.path": data.path, **named}.items():
+        if path is not None and not is_remote(path) and not os.path.exists(os.path.expanduser(path)):
+            raise ConfigError(
+                f"{key} is {path!r}, which does not exist (looked for in {os.getcwd()}); give a text file, a folder of "
+                "them, or a token index"
+            )
 
 
 def no_gpu(why: str) -> ConfigError:
