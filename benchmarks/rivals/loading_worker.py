@@ -68,7 +68,7 @@ def stacked(samples: list[Any]) -> dict[str, torch.Tensor]:
 def ours(folder: Path, S: int, B: int, W: int) -> Any:
     from elastic_harness.data import ResumableDataset, ResumableLoader
 
-    return ResumableLoader(ResumableDataset(folder / "index.bin", S, SEED), batch_size=B, num_workers=W)
+    return ResumableLoader(ResumableDataset(folder / "index.bin", S, SEED, endless=True), batch_size=B, num_workers=W)
 
 
 def torch_by_item(folder: Path, S: int, B: int, W: int) -> Any:

@@ -7,6 +7,7 @@ import re
 
 from elastic_harness.errors import ConfigError
 
+TRAINER = "elastic_harness.train"  # the module that trains the built-in model
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}")
 RULE = "letters, digits, '.', '_' and '-', at most 101 of them, the first a letter or digit"
 

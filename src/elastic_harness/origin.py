@@ -15,6 +15,7 @@ from typing import Any
 
 from elastic_harness import durable_file
 from elastic_harness.errors import ConfigError, InfrastructureError
+from elastic_harness.run_folders import RUNS
 
 FILE = "origin.json"
 CHECKPOINTS = "checkpoints"
@@ -143,13 +144,13 @@ def _run_folder(text: str, *, must_exist: bool = True) -> tuple[Path, int | None
     head, at, tail = text.rpartition("@")
     candidates = [(text, None), *([(head, int(tail))] if at and tail.isdecimal() else [])]
     for name, version in candidates:
-        for path in (Path(name), Path("runs") / name):
+        for path in (Path(name), RUNS / name):
             if (path / CHECKPOINTS).is_dir():
                 return path.resolve(), version
     if must_exist:
         raise ConfigError(
             f"there is no run {candidates[-1][0]!r} with checkpoints: neither that folder nor "
-            f"{Path('runs') / candidates[-1][0]} has one named {CHECKPOINTS}; `elastic-harness ls` lists the runs"
+            f"{RUNS / candidates[-1][0]} has one named {CHECKPOINTS}; `elastic-harness ls` lists the runs"
         )
     name, version = candidates[-1]
     return Path(name).resolve(), version

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import argparse
 import glob
+import os
 from collections.abc import Sequence
 
-from elastic_harness.config import TrainerConfig, load_config
+from elastic_harness.config import DataConfig, TrainerConfig, load_config
 from elastic_harness.errors import ConfigError
+from elastic_harness.names import TRAINER
+from elastic_harness.object_store import is_remote
 
-MODULE = "elastic_harness.train"
 GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")  # of NVIDIA's, AMD's and Windows' drivers
 
 
 def read(argv: Sequence[str] | None) -> tuple[TrainerConfig, str | None]:
     """The configuration and the run folder of a command line. Raises ConfigError for settings that cannot work."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description=f"Train a small GPT on your text: with `elastic-harness launch … -m {MODULE}`, with torchrun, or "
+        prog=f"python -m {TRAINER}",
+        description=f"Train a small GPT on your text: with `elastic-harness launch … -m {TRAINER}`, with torchrun, or "
         "alone.",
-        epilog=f"example: elastic-harness launch --nproc-per-node 4 -m {MODULE} --config configs/small.yaml "
+        epilog=f"example: elastic-harness launch --nproc-per-node 4 -m {TRAINER} --config configs/small.yaml "
         "data.path=my_texts/ training.max_steps=60",
     )
     parser.add_argument("--config", help="a YAML file; without it, the defaults")
@@ -32,8 +34,20 @@ def read(argv: Sequence[str] | None) -> tuple[TrainerConfig, str | None]:
 def check(argv: Sequence[str]) -> None:
     """Raise ConfigError if no worker with this command line can train on this machine."""
     config, _ = read(argv)
+    _check_data(config.data)
     if config.training.device == "cuda" and not any(glob.glob(pattern) for pattern in GPU_FILES):
         raise no_gpu("this machine has none of " + ", ".join(GPU_FILES))
+
+
+def _check_data(data: DataConfig) -> None:
+    """Raise ConfigError if a file or folder that the data is to come from is not there."""
+    named = {f"data.sources.{name}": path for name, path in (data.sources or {}).items()}
+    for key, path in {"data.path": data.path, **named}.items():
+        if path is not None and not is_remote(path) and not os.path.exists(os.path.expanduser(path)):
+            raise ConfigError(
+                f"{key} is {path!r}, which does not exist (looked for in {os.getcwd()}); give a text file, a folder of "
+                "them, or a token index"
+            )
 
 
 def no_gpu(why: str) -> ConfigError:

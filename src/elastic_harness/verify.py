@@ -27,8 +27,10 @@ from elastic_harness.errors import EXIT_SUCCESS, ConfigError, HarnessError
 from elastic_harness.events import passed_over, read_events
 from elastic_harness.ledger import FILE_NAME, Entry, Ledger, LedgerLine, lanes_covered_once, read_ledger
 from elastic_harness.origin import Origin
+from elastic_harness.run_folders import of_run
 
 EXIT_VIOLATED = 1
+EVENTS_NAME = "events.jsonl"
 _READ = ("run_started", "run_configured", "run_finished", "worker_joined")
 _IDENTITY = ("seed", "n_samples", "slots", "lanes", "micro_batch_samples", "global_batch_samples")
 _BEGINNING = ("first_step", "first_position")  # 0 where an event does not have them
@@ -172,7 +174,7 @@ def _records(folders: Sequence[Path]) -> tuple[Ledger, list[list[dict[str, Any]]
     with_ledger = [folder for folder in folders if (folder / FILE_NAME).exists() or folder.is_file()]
     ledger = read_ledger(*(with_ledger or folders))
     damaged = list(ledger.damaged)
-    events = [_events(folder / "events.jsonl", damaged.append) for folder in folders]
+    events = [_events(folder / EVENTS_NAME, damaged.append) for folder in folders]
     return replace(ledger, damaged=tuple(damaged)), events
 
 
@@ -514,14 +516,16 @@ def main(argv: list[str] | None = None) -> int:
         prog="elastic-harness verify", description="Prove that a run used every sample exactly once."
     )
     parser.add_argument(
-        "run", nargs="+", help="the run's folder, for example runs/20261120-demo; of several nodes all folders"
+        "run", nargs="+", metavar="RUN", help="a run's folder, or its id below runs/; of several nodes all folders"
     )
     parser.add_argument("--json", action="store_true", help="print the verdict as one JSON object")
     arguments = parser.parse_args(argv)
-    one_of_several = len(arguments.run) == 1 and "@" in Path(arguments.run[0]).resolve().name
-    hint = "\n  this is the folder of one node: give those of all nodes of the run" if one_of_several else ""
+    hint = ""
     try:
-        verdict = verify(*arguments.run)
+        folders = [path for run in arguments.run for path in of_run(run, FILE_NAME, EVENTS_NAME)]
+        if len(folders) == 1 and "@" in folders[0].resolve().name:
+            hint = "\n  this is the folder of one node: give those of all nodes of the run"
+        verdict = verify(*folders)
     except HarnessError as error:
         if arguments.json:
             print(json.dumps({"ok": False, "run": " ".join(arguments.run), "violations": [str(error)]}))

@@ -71,6 +71,8 @@ def test_a_wrong_command_line_is_exit_2(tmp_path: Path, arguments: tuple, named:
         (["scheduler.warmup_steps=300", "training.max_steps=60"], "scheduler.warmup_steps is 300"),
         (["training.global_batch_samples=7", "training.micro_batch_samples=2"], "training.global_batch_samples is 7"),
         (["--config", "missing.yaml"], "missing.yaml does not exist"),
+        (["data.path=missing/"], "data.path is 'missing/', which does not exist"),
+        (["data.sources={a: missing.bin}"], "data.sources.a is 'missing.bin', which does not exist"),
     ],
 )
 def test_settings_of_the_built_in_trainer_that_cannot_work_are_one_line_before_anything_starts(
@@ -111,6 +113,8 @@ def test_a_missing_script_is_exit_2(start: Start, tmp_path: Path) -> None:
         (("-m",), "elastic_harness.models", 2, "a package without a __main__ module"),
         ((), "broken.py", 1, "line 2: invalid syntax"),
         ((), "zeros.py", 1, "null bytes"),
+        ((), "missing_import.py", 1, "missing_import.py, line 3: there is no module 'not_there_at_all' in this Python"),
+        (("-m",), "missing_import", 1, "line 3: there is no module 'not_there_at_all'"),
     ],
 )
 def test_what_cannot_be_started_is_said_in_one_line_before_any_worker(
@@ -118,11 +122,44 @@ def test_what_cannot_be_started_is_said_in_one_line_before_any_worker(
 ) -> None:
     (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")
     (tmp_path / "zeros.py").write_bytes(b"x = 1\0")
+    imports = "import json, os.path\nimport elastic_harness, numpy as np\nfrom not_there_at_all import x\n"
+    (tmp_path / "missing_import.py").write_text(imports)
     ended = run("launch", "--nproc-per-node", 2, *options, script, cwd=tmp_path)
     assert ended.returncode == code and not ended.stdout, ended.stdout + ended.stderr
     (line,) = ended.stderr.splitlines()
     assert named in line
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "import sys\nsys.path.insert(0, 'below')\nimport own_below\n",
+        "import finds_more\nimport own_below\n",
+        "try:\n    import not_there_at_all\nexcept ImportError:\n    pass\n",
+        "if False:\n    import not_there_at_all\n",
+        "import beside\n",
+        "from __future__ import annotations\nimport builtins, sys, elastic_harness, yaml\n",
+    ],
+)
+def test_an_import_that_may_work_is_not_judged(tmp_path: Path, script: str) -> None:
+    (tmp_path / "below").mkdir()
+    for name in ("below/own_below", "beside"):
+        (tmp_path / f"{name}.py").write_text("")
+    (tmp_path / "finds_more.py").write_text("import sys\nsys.path.insert(0, 'below')\n")
+    (tmp_path / "script.py").write_text(f"{script}print('began')\n")
+    ended = run("launch", "--run-dir", "run", "script.py", cwd=tmp_path)
+    assert ended.returncode == 0 and "[w0] began" in ended.stdout, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--no-fork-server",)])
+def test_an_import_that_fails_in_the_workers_ends_the_job_once(tmp_path: Path, options: tuple[str, ...]) -> None:
+    (tmp_path / "own.py").write_text("import not_there_at_all\n")
+    (tmp_path / "script.py").write_text("import own\nimport elastic_harness\n")
+    ended = run("launch", "--nproc-per-node", 3, *options, "--run-dir", "run", "script.py", cwd=tmp_path)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "the script cannot be imported: ModuleNotFoundError: No module named 'not_there_at_all'" in ended.stdout
+    assert "incident" not in ended.stdout and "restart" not in ended.stdout, ended.stdout
 
 
 def test_a_script_in_a_package_or_an_archive_can_be_started(tmp_path: Path) -> None:

@@ -87,6 +87,25 @@ def test_a_config_alone_trains_the_built_in_model() -> None:
         options.parse(["--spares", "1"])
 
 
+def test_options_count_anywhere_unless_they_follow_a_script_of_ones_own() -> None:
+    for words in (
+        ["--config", "c.yaml", "training.max_steps=5", "--run-dir=d", "--spares", "2", "data.seq_length=8"],
+        ["-m", "elastic_harness.train", "training.max_steps=5", "--run-dir", "d", "--config=c.yaml", "--spares=2",
+         "data.seq_length=8"],
+        ["--spares", "2", "-m", "elastic_harness.train", "--run-dir", "d", "--config", "c.yaml",
+         "training.max_steps=5", "data.seq_length=8"],
+    ):  # fmt: skip
+        request = options.parse(words)
+        assert (request.run_dir, request.options.spares, request.notes) == ("d", 2, ()), words
+        trained = ("--config", "c.yaml", "training.max_steps=5", "data.seq_length=8")
+        assert request.options.command[1:] == ("-m", "elastic_harness.train", *trained)
+        with pytest.raises(SystemExit):
+            options.parse([*words, "--rundir=x"])
+    request = options.parse(["--run-dir=d", "own.py", "--run-dir=e", "--spares", "2", "--config", "c", "--lr", "1"])
+    assert (request.run_dir, request.options.spares) == ("d", 0)
+    assert [note.partition(" ")[0] for note in request.notes] == ["--run-dir", "--spares"]
+
+
 def test_no_python_runs_the_program_itself() -> None:
     assert options.parse(["--no-python", "./train", "-x"]).options.command == ("./train", "-x")
     with pytest.raises(ConfigError, match="exclude each other"):

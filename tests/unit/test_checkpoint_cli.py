@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -177,6 +178,17 @@ def test_prune(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "empty").mkdir()
     with pytest.raises(ConfigError, match="no checkpoint in"):
         main(["ls", str(run / "empty")])
+
+
+def test_a_run_that_is_added_to_is_named_by_its_id_too(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    shutil.move(run / "checkpoints", tmp_path / "runs" / "first" / "checkpoints")
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "first", "w.safetensors"]) == 0
+    assert main(["import", "w.safetensors", "first", "--step", "40"]) == 0
+    assert local.newest(Path("runs/first/checkpoints"))[0].step == 40 and not Path("first").exists()
 
 
 def test_looking_needs_no_torch(run: Path) -> None:

@@ -49,7 +49,7 @@ class History(RuleBasedStateMachine):
         self.start(world)
 
     def dataset(self, **more: int) -> ResumableDataset:
-        return ResumableDataset(seq_length=S, seed=self.seed, **self.given, **more)
+        return ResumableDataset(seq_length=S, seed=self.seed, endless=True, **self.given, **more)
 
     def start(self, world: int) -> None:
         raise NotImplementedError

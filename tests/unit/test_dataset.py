@@ -56,9 +56,9 @@ def test_a_sample_is_a_window_and_the_next_token(index: TokenIndexFile) -> None:
 
 
 def test_an_epoch_has_every_sample_once_and_the_next_another_order(index: TokenIndexFile) -> None:
-    dataset = ResumableDataset(index, S, seed=3, epochs=2)
-    ids = ids_of(dataset)
+    dataset = ResumableDataset(index, S, seed=3)
     n = len(dataset)
+    ids = [*ids_of(dataset), *ids_of(dataset)]
     assert n == 103 and sorted(ids[:n]) == sorted(ids[n:]) == list(range(n)) and ids[:n] != ids[n:]
 
 
@@ -77,7 +77,8 @@ def test_padding_and_dropping_are_counted(index: TokenIndexFile) -> None:
             dataset = ResumableDataset(index, S, epochs=1, rank=rank, world_size=4, uneven=uneven)  # type: ignore[arg-type]
             assert dataset.uneven_samples == change
             shares.append(ids_of(dataset))
-            assert dataset.state_dict()["position"] == (103 if uneven == "pad" else 100)
+            assert dataset.state_dict()["position"] == 103, "what was left out is passed over"
+            assert len(ids_of(dataset)) == 0
         assert [len(s) for s in shares] == [each] * 4
         assert len({i for s in shares for i in s}) == (103 if uneven == "pad" else 100)
     assert ResumableDataset(index, S, rank=0, world_size=4).uneven_samples == 0
@@ -93,21 +94,45 @@ def test_the_order_is_that_of_the_harness(index: TokenIndexFile) -> None:
     assert np.concatenate(slots).tolist() == ids_of(dataset)
 
 
+def test_a_pass_is_what_is_left_of_an_epoch(index: TokenIndexFile) -> None:
+    """Also for ranks of which some have no sample at the epoch's tail, and after a break and a resume in mid-epoch."""
+    expected = ids_of(ResumableDataset(index, S, seed=3, endless=True), 3 * 103)
+    dataset = ResumableDataset(index, S, seed=3)
+    assert ids_of(dataset, 40) + ids_of(dataset) == expected[:103]
+    assert dataset.state_dict()["position"] == 103
+    assert ids_of(dataset, 50) == expected[103:153]
+    again = ResumableDataset(index, S, seed=3)
+    again.load_state_dict(dataset.state_dict())
+    assert ids_of(again) == expected[153:206] and ids_of(again) == expected[206:]
+    ranks = [ResumableDataset(index, S, seed=3, rank=r, world_size=4) for r in range(4)]
+    for epoch in range(2):
+        shares = [ids_of(rank) for rank in ranks]
+        assert [shares[p % 4][p // 4] for p in range(103)] == expected[epoch * 103 : epoch * 103 + 103]
+        assert {rank.state_dict()["position"] for rank in ranks} == {103 * (epoch + 1)}
+
+
+def test_epochs_bound_all_passes_together(index: TokenIndexFile) -> None:
+    dataset = ResumableDataset(index, S, epochs=2)
+    assert [len(ids_of(dataset)) for _ in range(3)] == [103, 103, 0]
+    assert [sum(len(b["sample_id"]) for b in ResumableLoader(dataset, 10)) for _ in range(2)] == [0, 0]
+    with pytest.raises(ConfigError, match="endless is True and epochs is 2; they exclude each other"):
+        ResumableDataset(index, S, epochs=2, endless=True)
+
+
 def test_a_state_goes_on_at_any_world_size(index: TokenIndexFile) -> None:
-    expected = ids_of(ResumableDataset(index, S, seed=3, epochs=2))
+    expected = ids_of(ResumableDataset(index, S, seed=3, endless=True), 206)
     first = [ResumableDataset(index, S, seed=3, rank=r, world_size=3) for r in range(3)]
     seen = [ids_of(d, 20) for d in first]
     states = [d.state_dict() for d in first]
     assert states[0] == states[1] == states[2] and states[0]["position"] == 60
     assert len(json.dumps(states[0])) < 300
-    resumed = [ResumableDataset(index, S, seed=3, epochs=2, rank=r, world_size=5) for r in range(5)]
+    resumed = [ResumableDataset(index, S, seed=3, rank=r, world_size=5) for r in range(5)]
     for dataset in resumed:
         dataset.load_state_dict(json.loads(json.dumps(states[0])))
-    rest = [ids_of(d) for d in resumed]
     assert sorted(i for s in seen for i in s) == sorted(expected[:60])
-    first_epoch = [rest[p % 5][p // 5] for p in range(43)]
-    assert first_epoch == expected[60:103]
-    assert sorted(i for s in rest for i in s) == sorted(expected[60:])
+    rest, after = [ids_of(d) for d in resumed], [ids_of(d) for d in resumed]
+    assert [rest[p % 5][p // 5] for p in range(43)] == expected[60:103]
+    assert [after[p % 5][p // 5] for p in range(103)] == expected[103:]
 
 
 def test_another_dataset_s_state_is_refused(index: TokenIndexFile, tmp_path: Path) -> None:
@@ -137,17 +162,20 @@ def test_a_plain_loader_s_position_is_what_it_gave(index: TokenIndexFile) -> Non
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_loader_that_reads_ahead_counts_what_it_gave(index: TokenIndexFile, workers: int) -> None:
-    expected = ids_of(ResumableDataset(index, S, seed=3, epochs=2))
-    dataset = ResumableDataset(index, S, seed=3, epochs=2)
+    expected = ids_of(ResumableDataset(index, S, seed=3, endless=True), 206)
+    dataset = ResumableDataset(index, S, seed=3, endless=True)
     loader = ResumableLoader(dataset, batch_size=7, num_workers=workers)
     batches = iter(loader)
     seen = [i for _ in range(6) for i in next(batches)["sample_id"].tolist()]
     assert seen == expected[:42] and loader.state_dict()["position"] == 42
     del batches
-    again = ResumableLoader(ResumableDataset(index, S, seed=3, epochs=2), batch_size=7, num_workers=workers)
+    persistent = {"persistent_workers": True} if workers else {}
+    again = ResumableLoader(ResumableDataset(index, S, seed=3), batch_size=7, num_workers=workers, **persistent)
     again.load_state_dict(loader.state_dict())
-    sizes = [b["input_ids"].shape[0] for b in again]
-    assert sum(sizes) == 2 * 103 - 42 and sizes[8] == 61 % 7, "the end of an epoch is short, not padded"
+    passes = [[b["sample_id"].tolist() for b in again] for _ in range(2)]
+    assert [i for batch in passes[0] for i in batch] == expected[42:103]
+    assert len(passes[0][-1]) == 61 % 7, "the end of an epoch is short, not padded"
+    assert [i for batch in passes[1] for i in batch] == expected[103:], "workers that stay begin where the pass does"
 
 
 @pytest.mark.slow
@@ -244,6 +272,6 @@ def test_a_trillion_samples_resume_in_the_middle() -> None:
     sample = next(iter(ranks[0]))
     assert sample["input_ids"][0] == sample["sample_id"] * S % 50_000
     end = {**state, "position": 10**12 - 2}
-    last = ResumableDataset(Virtual(), S, seed=1)
+    last = ResumableDataset(Virtual(), S, seed=1, endless=True)
     last.load_state_dict(end)
     assert len(set(ids_of(last, 4))) == 4 and last.state_dict()["position"] == 10**12 + 2

@@ -277,6 +277,21 @@ def test_json_output_holds_the_verdict(tmp_path: Path, capsys: pytest.CaptureFix
     assert verdict["ok"] is True and verdict["steps"] == 3 and verdict["violations"] == []
 
 
+def test_a_run_is_named_by_its_id_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("first", "job@a", "job@b"):
+        (tmp_path / "runs" / folder).mkdir(parents=True)
+        write_run(tmp_path / "runs" / folder, [ledger_line(step) for step in range(3)])
+    (tmp_path / "first").mkdir()  # it holds no run
+    monkeypatch.chdir(tmp_path)
+    assert verification.main(["first"]) == 0
+    assert verification.main(["job", "--json"]) == 0, "all nodes of a run that are here"
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["run"] == "runs/job@a runs/job@b"
+    assert verification.main(["secnd"]) == 2
+    assert "neither secnd nor runs/secnd is there" in capsys.readouterr().err
+
+
 def test_writer_records_each_step_once_across_restarts(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with LedgerWriter(path) as writer:

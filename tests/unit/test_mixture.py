@@ -126,7 +126,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TokenIndexFil
 
 def mixed(sources: dict[str, TokenIndexFile], changes: object = None, **more: object) -> ResumableDataset:
     mixture = Mixture(sources, {"web": 0.7, "code": 0.3}, changes or {})  # type: ignore[arg-type]
-    return ResumableDataset(mixture=mixture, seq_length=S, seed=5, **more)  # type: ignore[arg-type]
+    given = {"mixture": mixture, "seq_length": S, "seed": 5, "endless": True, **more}
+    return ResumableDataset(**given)  # type: ignore[arg-type]
 
 
 def test_samples_come_from_their_sources_in_proportion(sources: dict[str, TokenIndexFile]) -> None:
@@ -167,6 +168,16 @@ def test_a_state_of_a_mixture_goes_on_and_knows_its_weights(sources: dict[str, T
     ):
         with pytest.raises(ConfigError, match="state is of another dataset"):
             other.load_state_dict(state)
+
+
+def test_a_pass_over_a_mixture_ends_after_as_many_samples_as_it_has(sources: dict[str, TokenIndexFile]) -> None:
+    expected = ids_of(mixed(sources), 102)
+    dataset = mixed(sources, endless=False)
+    assert len(dataset) == 51 and ids_of(dataset) + ids_of(dataset) == expected
+    ranks = [mixed(sources, endless=False, rank=r, world_size=2) for r in range(2)]
+    for low in (0, 51):
+        shares = [ids_of(rank) for rank in ranks]
+        assert [shares[p % 2][p // 2] for p in range(51)] == expected[low : low + 51]
 
 
 def test_a_loader_over_a_mixture_resumes(sources: dict[str, TokenIndexFile]) -> None:

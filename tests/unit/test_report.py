@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,12 +274,36 @@ def test_generate_is_repeatable_and_works_from_export_and_checkpoint(
     local.save(tmp_path / "checkpoints", 3, {}, {f"model.{name}": value for name, value in stored.items()}, {})
     assert generate.main(asked) == 0
     from_checkpoint = capsys.readouterr().out
+    shutil.move(tmp_path / "checkpoints", tmp_path / "away")
     save_file(stored, tmp_path / "weights.safetensors")
     assert generate.main(asked) == 0
     assert capsys.readouterr().out == from_checkpoint
     assert from_checkpoint.startswith("def ") and len(from_checkpoint) > 8
     assert generate.main([*asked, "--seed", "2"]) == 0
     assert capsys.readouterr().out != from_checkpoint
+
+
+def test_generate_takes_the_newest_checkpoint_of_a_run_that_went_on_after_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from elastic_harness.checkpoint import local
+    from elastic_harness.train import generate
+
+    folder = tmp_path / "runs" / "first"
+    folder.parent.mkdir()
+    model = _tiny_run(folder)
+    newer = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    save_file({name: torch.zeros_like(tensor) for name, tensor in newer.items()}, folder / "weights.safetensors")
+    (folder / "checkpoints").mkdir()
+    local.save(folder / "checkpoints", 3, {}, {f"model.{name}": value for name, value in newer.items()}, {})
+    assert torch.equal(generate.load_model(folder).state_dict()["embedding.weight"], newer["embedding.weight"])
+    monkeypatch.chdir(tmp_path)
+    assert generate.main(["first", "--tokens", "4"]) == 0, capsys.readouterr().err
+    assert generate.main(["secnd"]) == 2
+    assert "neither secnd nor runs/secnd is there" in capsys.readouterr().err
 
 
 def test_generate_says_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from elastic_harness.agent import script_stop
 from elastic_harness.agent.admission import Admission
 from elastic_harness.agent.agreement import Agreement, Alone, CarryOut, Deliver
 from elastic_harness.agent.cuts import Cuts
@@ -20,6 +21,7 @@ from elastic_harness.contract.checkpoint_event import CheckpointEvent
 from elastic_harness.contract.messages import (
     AllDone,
     Commit,
+    EndAsked,
     GetValue,
     HandOver,
     Hello,
@@ -29,6 +31,7 @@ from elastic_harness.contract.messages import (
     LeftOut,
     LinkTrouble,
     LogEvent,
+    LoopLeft,
     Refusal,
     ScriptError,
     SetValue,
@@ -103,6 +106,7 @@ class ElasticRun:
         self._waiting_shown_at = 0.0
         self._ticked_at = 0.0
         self._done = False
+        self._script_stop = script_stop.ScriptStop()
         self._max_steps: int | None = None  # that the workers here are to do
 
     # ---- what the agent reports
@@ -160,7 +164,9 @@ class ElasticRun:
                 self.agreement.tell(leader.Lost(worker.member))
             case Imported(modules):
                 self.agent.forks.learn(modules)
-            case TooManySkipped(reason):
+            case EndAsked():
+                self._on_end_asked(worker.member, message)
+            case TooManySkipped(reason) | LoopLeft(reason):
                 self.agent.finish(Outcome(EXIT_USER_CODE, "failed", reason), graceful=False)
             case WeightsNotSaved(error):
                 self.agent.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", error), graceful=False)
@@ -168,6 +174,22 @@ class ElasticRun:
                 worker.finished = message
                 self._finished[worker.member] = message
                 self.agreement.tell(leader.Finished(worker.member, version))
+
+    def _on_end_asked(self, member: str, asked: EndAsked) -> None:
+        """A worker's script wants the run to end after a step: the other workers hear of it, also on other nodes."""
+        self.agent.records.event("stop_asked", member=member, step=asked.step, reason=asked.reason)
+        if self._tell_of_script_stop(asked) and self._generation is not None:
+            self.agreement.offer(self._generation.number, script_stop.KEY, script_stop.as_value(asked))
+
+    def _tell_of_script_stop(self, asked: EndAsked) -> bool:
+        """Tell the workers here; whether it was news."""
+        if not self._script_stop.heard(asked):
+            return False
+        self._notice(f"the script ends the run after step {asked.step}: {asked.reason}")
+        for worker in self.agent.workers.values():
+            if worker.hello:
+                self._tell(worker.member, asked)
+        return True
 
     def _within_the_ledger(self, report: Report) -> Report:
         """Without snapshots that are ahead of the ledger, if there are others: those who took them died, and the agent
@@ -306,6 +328,8 @@ class ElasticRun:
     def _deliver(self, values: Values) -> None:
         for generation, by_key in values.items():
             for key, value in by_key.items():
+                if key == script_stop.KEY and (told := script_stop.from_value(value)):
+                    self._tell_of_script_stop(told)
                 for member in self._values.set(generation, key, value):
                     self._tell(member, Value(generation, key, value))
 
@@ -455,6 +479,8 @@ class ElasticRun:
             message = (
                 f"{finished.version} steps, loss {finished.final_loss}, weights sha256 {finished.weights_sha256}"
             )
+            if finished.stop_reason:
+                message += f"; the script ended the run: {finished.stop_reason}"
         self.agent.finish(Outcome(EXIT_SUCCESS, "finished", message), graceful=False)
 
     # ---- workers coming and going
@@ -465,6 +491,8 @@ class ElasticRun:
         worker.restore_priority()
         worker.deadline_max_s = hello.deadline_max_s or 0.0
         self._max_steps = hello.max_steps
+        if self._script_stop.asked is not None:
+            self._tell(worker.member, self._script_stop.asked)
         self._admission.ask(worker, hello)
         self._admit()
 

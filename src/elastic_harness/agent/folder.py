@@ -11,8 +11,8 @@ from typing import Any
 
 from elastic_harness import durable_file, file_lock, shape
 from elastic_harness.errors import ConfigError, InfrastructureError
+from elastic_harness.run_folders import RUNS
 
-RUNS = Path("runs")
 RECORD = "run.json"
 LOCK = "lock"
 _SHAPE: shape.Shape = {

@@ -102,7 +102,7 @@ def build(facts: Facts, done: str, advice: str = "") -> Incident:
             advice = advice or "a native library crashed; faulthandler (PYTHONFAULTHANDLER=1) shows where"
     elif facts.exit_code == 0:
         evidence.append("it ended without an error, but before the last step")
-        advice = advice or "let the loop over run.steps() run to its end, or lower training.max_steps"
+        advice = advice or 'let the loop over run.steps() run to its end; to end the run early call run.stop("why")'
     if facts.tail:
         evidence.append("last lines of its log:")
         evidence += [f"  {line}" for line in facts.tail]

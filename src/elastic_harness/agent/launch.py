@@ -30,6 +30,7 @@ from elastic_harness.agent.script import check_command
 from elastic_harness.agent.worker import die_with_parent
 from elastic_harness.contract import memory_slots
 from elastic_harness.errors import EXIT_INFRASTRUCTURE, InfrastructureError
+from elastic_harness.names import TRAINER
 
 AGENT_RESTARTS_MAX = 10
 AGENT_RESTARTS_WINDOW_S = 3600.0
@@ -78,6 +79,8 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
             options=request.options.to_json(),
             status="starting",
         )
+        for note in request.notes:
+            print(f"[launch] note: {note}", flush=True)
         print(f"[launch] {'resuming' if resumed else 'new'} run {folder.record['run_id']} in {path}", flush=True)
         return _Parent(path, lock).run()
     finally:
@@ -86,7 +89,7 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
 
 def _check_trainer(command: Sequence[str]) -> None:
     """Say what is wrong with the built-in trainer's settings once, before any worker starts. Raises ConfigError."""
-    if tuple(command[1:3]) == ("-m", "elastic_harness.train"):
+    if tuple(command[1:3]) == ("-m", TRAINER):
         from elastic_harness import trainer_command
 
         trainer_command.check(command[3:])

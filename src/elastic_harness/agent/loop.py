@@ -197,6 +197,7 @@ class Agent:
                 weights_sha256=finished.get("weights_sha256"),
                 final_loss=finished.get("final_loss"),
                 version=finished.get("version"),
+                stop_reason=finished.get("stop_reason"),
                 exit_code=outcome.exit_code,
                 message=outcome.message,
             )

@@ -13,8 +13,9 @@ from typing import Any
 from elastic_harness import shape
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.etcd.address import Address
-from elastic_harness.names import check_name
+from elastic_harness.names import TRAINER, check_name
 
+_SCRIPTS_OWN = frozenset({"-h", "--help", "-m", "--module", "--config"})  # nobody means launch by these
 API_RESTARTS = 100
 PLAIN_RESTARTS = 3
 
@@ -23,6 +24,8 @@ A worker is restarted up to {API_RESTARTS} times at its place while the others g
 steps the count begins anew. A script that does not use elastic_harness.start() is restarted as a whole, up to
 {PLAIN_RESTARTS} times; --max-restarts sets both.
 The same --run-dir again resumes the run.
+What follows a script is the script's. Without one of your own (--config FILE, or -m elastic_harness.train) options may
+stand anywhere.
 
 several machines: the same command on each, in any order and at any time, with an etcd that all of them reach
   elastic-harness launch --nnodes 2:8 --store etcd://10.0.0.1:2379 --run-id my-job --nproc-per-node 8 train.py
@@ -88,9 +91,11 @@ class LaunchRequest:
     fresh: bool
     origin: str | None = None  # RUN[@VERSION] that a new run begins from
     weights_only: bool = False
+    notes: tuple[str, ...] = ()  # what may have been meant otherwise
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(*, built_in: bool = False) -> argparse.ArgumentParser:
+    """The parser of a command line. built_in: with the settings of the built-in trainer in place of a script."""
     parser = argparse.ArgumentParser(
         prog="elastic-harness launch",
         description="Start a training job whose workers may die at any moment.",
@@ -140,6 +145,9 @@ def build_parser() -> argparse.ArgumentParser:
     option(
         "--config", metavar="FILE", help="train the built-in model: short for -m elastic_harness.train --config FILE"
     )
+    if built_in:
+        parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="the trainer's settings")
+        return parser
     parser.add_argument("script", nargs="?", help="the training script or module")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
@@ -147,7 +155,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def parse(argv: Sequence[str]) -> LaunchRequest:
     """The request of a command line; ConfigError (or argparse's exit 2) says what is wrong."""
-    given = build_parser().parse_args(list(argv))
+    given = _given(list(argv))
     min_nodes, max_nodes = _nodes(given)
     workers = _workers(given.nproc_per_node)
     max_workers = given.max_workers
@@ -170,18 +178,7 @@ def parse(argv: Sequence[str]) -> LaunchRequest:
             f"--nproc-per-node is {workers}; it must lie between --min-workers ({given.min_workers}) and "
             f"--max-workers ({max_workers})"
         )
-    if given.module and given.no_python:
-        raise ConfigError("-m and --no-python exclude each other; leave one of them out")
-    rest = [*([given.script] if given.script else []), *given.script_args]
-    if given.config and (given.module or given.no_python):
-        raise ConfigError("--config trains the built-in model; to pass it to a script, put it after the script")
-    if given.config:
-        rest = ["elastic_harness.train", "--config", given.config, *rest]
-    if not rest:
-        raise ConfigError("what is to be launched? Give a script, -m MODULE, or --config FILE")
-    head: list[str] = []
-    if not given.no_python:
-        head = [sys.executable, *(["-m"] if given.module or given.config else [])]
+    command = _command(given)
     options = LaunchOptions(
         workers=workers,
         min_workers=given.min_workers,
@@ -191,7 +188,7 @@ def parse(argv: Sequence[str]) -> LaunchRequest:
         join_timeout_s=given.join_timeout,
         grace_s=given.grace,
         quiet=given.quiet,
-        command=(*head, *rest),
+        command=command,
         min_nodes=min_nodes,
         store=given.store,
         store_id=given.run_id or "",
@@ -202,7 +199,51 @@ def parse(argv: Sequence[str]) -> LaunchRequest:
     )
     if given.weights_only and given.origin is None:
         raise ConfigError("--weights-only says what to take from another run; name that run: --from RUN[@VERSION]")
-    return LaunchRequest(options, given.run_dir, given.run_id, given.fresh, given.origin, given.weights_only)
+    return LaunchRequest(
+        options, given.run_dir, given.run_id, given.fresh, given.origin, given.weights_only, _notes(given)
+    )
+
+
+def _given(argv: list[str]) -> argparse.Namespace:
+    """What stands on a command line. What follows a script is the script's. The built-in trainer is no script of one's
+    own: among its settings our options count wherever they stand, and what is neither is an error."""
+    given = build_parser().parse_args(argv)
+    if given.module and given.script == TRAINER:
+        at = len(argv) - len(given.script_args) - 1
+        argv = [*argv[:at], *argv[at + 1 :]]
+    elif not given.config:
+        return given
+    elif given.module or given.no_python:
+        raise ConfigError("--config trains the built-in model; to pass it to a script, put it after the script")
+    given = build_parser(built_in=True).parse_intermixed_args(argv)
+    given.script, given.script_args, given.module = TRAINER, given.overrides, True
+    if given.config:
+        given.script_args = ["--config", given.config, *given.overrides]
+    return given
+
+
+def _command(given: argparse.Namespace) -> tuple[str, ...]:
+    """The command that each worker runs."""
+    if given.module and given.no_python:
+        raise ConfigError("-m and --no-python exclude each other; leave one of them out")
+    if not given.script:
+        raise ConfigError("what is to be launched? Give a script, -m MODULE, or --config FILE")
+    python = [] if given.no_python else [sys.executable, *(["-m"] if given.module else [])]
+    return (*python, given.script, *given.script_args)
+
+
+def _notes(given: argparse.Namespace) -> tuple[str, ...]:
+    """Options of ours that stand behind a script, which may want them itself."""
+    ours = {name for action in build_parser()._actions for name in action.option_strings} - _SCRIPTS_OWN
+    if given.script == TRAINER:
+        return ()
+    found = dict.fromkeys(word.partition("=")[0] for word in given.script_args)
+    return tuple(
+        f"{name} stands after {given.script}, so it is handed to that and is no option of launch; if you meant "
+        f"launch, put it before {given.script}"
+        for name in found
+        if name in ours
+    )
 
 
 def _nodes(given: argparse.Namespace) -> tuple[int, int]:

@@ -12,7 +12,9 @@ from typing import Any
 from elastic_harness.agent.elastic import ElasticRun
 from elastic_harness.agent.environment import JobEnvironment, free_port
 from elastic_harness.agent.incident import describe_exit
+from elastic_harness.agent.logs import TAIL_LINES
 from elastic_harness.agent.loop import Agent, Outcome, spawn_error
+from elastic_harness.agent.script import failed_to_import
 from elastic_harness.agent.worker import Worker
 from elastic_harness.contract.messages import Hello
 from elastic_harness.errors import (
@@ -151,6 +153,11 @@ class PlainRun:
     def _on_failure(self, worker: Worker) -> None:
         code = worker.exit_code or 0
         self._errors[worker.index] = (code, (worker.log.tail(1) or [""])[0])
+        missing = failed_to_import(worker.log.tail(TAIL_LINES)) if not self._restarts else ""
+        if missing and self._culprit is None:
+            message = f"the script cannot be imported: {missing}; the traceback is in {worker.log.path}"
+            self.agent.finish(Outcome(EXIT_USER_CODE, "failed", message), graceful=False)
+            return
         if self._culprit is None and explains_others(code):
             self._blame(worker)
         if self._culprit is None:

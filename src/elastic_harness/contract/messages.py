@@ -148,6 +148,26 @@ class TooManySkipped:
 
 
 @dataclass(frozen=True)
+class LoopLeft:
+    """The script left the loop over `run.steps()`. The job ends with exit code 1."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class EndAsked:
+    """A script has called `run.stop`: the run is to end after that step. The agent passes it on, also to workers that
+    come later."""
+
+    step: int
+    reason: str
+
+    def or_earlier(self, other: EndAsked | None) -> EndAsked:
+        """Return the one that ends the run first."""
+        return other if other is not None and other.step <= self.step else self
+
+
+@dataclass(frozen=True)
 class WeightsNotSaved:
     """The trained weights could not be written. The job ends with exit code 4."""
 
@@ -168,6 +188,7 @@ class LastStepDone:
     version: int
     weights_sha256: str | None = None
     final_loss: float | None = None
+    stop_reason: str | None = None  # of the script that ended the run
 
 
 TO_AGENT = Codec(
@@ -186,6 +207,8 @@ TO_AGENT = Codec(
         "unfit": UnfitPeer,
         "leaving": LeftOut,
         "diverged": TooManySkipped,
+        "left_loop": LoopLeft,
+        "stop_asked": EndAsked,
         "unsaved": WeightsNotSaved,
         "imports": Imported,
         "finished": LastStepDone,
@@ -240,6 +263,7 @@ TO_WORKER = Codec(
         "digest": Digest,
         "kv": Value,
         "stop": Leave,
+        "stop_asked": EndAsked,
         "done": AllDone,
         "refuse": Refusal,
     }

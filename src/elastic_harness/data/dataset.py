@@ -1,8 +1,9 @@
 """`ResumableDataset`: windows of a token index in a computed order, each once an epoch, resumable in constant time.
 
 Under the harness it is read by sample number (`read`), and the run keeps the position. Alone it is an iterable for a
-`torch.utils.data.DataLoader`, sharded by rank; its position counts what was handed out. `ResumableLoader` is the
-DataLoader for it with worker processes, whose position is what the consumer was given, not what was read ahead.
+`torch.utils.data.DataLoader`, sharded by rank: one pass over it is what is left of an epoch, the next pass the next
+epoch. Its position counts what was handed out. `ResumableLoader` is the DataLoader for it with worker processes, whose
+position is what the consumer was given, not what was read ahead.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
     folders or patterns, from which an index is built once and kept in the cache folder (tokenizer: a name, or an object
     of tiktoken, tokenizers or transformers: see tokenizers.chosen); or mixture: several indexes in
     proportions. split: which side of the split by document, of which `validation_fraction` is held out. rank,
-    world_size: this process's share when it is iterated over; default: those of the process group, else alone. epochs:
-    iteration ends after so many; default: never.
+    world_size: this process's share when it is iterated over; default: those of the process group, else alone. endless:
+    a pass never ends, but goes on with the next epoch. epochs: after so many, over all passes, a pass is empty.
 
     A sample is {"input_ids": (S,) int64, "labels": (S,) int64, "sample_id": int}. documents: "join" cuts the text at
     every S tokens; "separate" does too and adds "document_ids" (S,) int64, with no label where the next token is of
     another document; "pack" has whole documents and needs an index with a packing. uneven: what happens at the end of
     an epoch when world_size does not divide what is left of it: "exact" gives some ranks one more, "pad" repeats
     samples so that all have as many (as plain DDP needs), "drop" leaves the rest out; `uneven_samples` says how many in
-    a whole epoch. A mixture has no epochs: each source begins again when it is through, in a new order. Raises
-    ConfigError if there is not one window.
+    a whole epoch. A mixture has no epochs: each source begins again when it is through, in a new order; a pass has as
+    many samples as the sources together. Raises ConfigError if there is not one window.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
         world_size: int | None = None,
         uneven: Uneven = "exact",
         epochs: int | None = None,
+        endless: bool = False,
     ) -> None:
         if [index_file, data_files, mixture].count(None) != 2:
             raise ConfigError("ResumableDataset needs index_file, data_files or mixture; give exactly one of them.")
@@ -84,6 +86,8 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
             raise ConfigError(f"documents is {documents!r}, but must be 'join', 'separate' or 'pack'.")
         if mixture is not None and (epochs is not None or uneven != "exact"):
             raise ConfigError("A mixture has no epochs: leave out epochs and uneven, and end the loop yourself.")
+        if endless and epochs is not None:
+            raise ConfigError(f"endless is True and epochs is {epochs}; they exclude each other: leave one out.")
         if data_files is not None:
             index_file = find_or_build([data_files] if isinstance(data_files, str) else data_files, tokenizer)
         names = list(mixture.sources) if mixture else [""]
@@ -95,6 +99,7 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
         self.validation_fraction = validation_fraction
         self._uneven = uneven
         self._epochs = epochs
+        self._endless = endless
         self._rank, self._world = _share(rank, world_size)
         self._sources = self._cut(split)
         self._held_out: Sources | None = None
@@ -117,7 +122,7 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
             )
 
     def __len__(self) -> int:
-        """The number of samples, over all ranks: an epoch has each of them once."""
+        """The number of samples, over all ranks: an epoch has each of them once, and a whole pass is an epoch."""
         return len(self._sources)
 
     # ---- by number: what the harness uses
@@ -174,22 +179,25 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
         return abs(self._handed_out(len(self)) - len(self))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """This rank's samples from the position on. Raises ConfigError in a worker process of a plain DataLoader."""
+        """This rank's samples from the position to the end of the epoch, where the next pass begins the next epoch.
+        Raises ConfigError in a worker process of a plain DataLoader."""
         if get_worker_info() is not None:
             raise ConfigError(
                 "A DataLoader with num_workers reads ahead in copies of the dataset, which then cannot know what was "
                 "used; take num_workers=0 (which is faster here) or elastic_harness.data.ResumableLoader."
             )
+        end = self.pass_end()
         for ids, (before, after) in self.groups(READ_AHEAD, first_size=1):
             together = self._sources.read(ids)
             samples = zip(*(rows.unbind(0) for rows in together.values()), strict=True)
             for number, (sample_id, sample) in enumerate(zip(ids.tolist(), samples, strict=True), start=1):
                 self._position = min(before + number * self._world, after)
                 yield dict(zip(together, sample, strict=True)) | {"sample_id": sample_id}
+        self._position = end  # also of a rank that had no sample at the epoch's tail, where others had one
 
     def batches(self, size: int, read_ahead: int) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
-        """This rank's samples from the position on in batches of `size`, fewer at the end of an epoch, each with the
-        position after it. `read_ahead` batches are read at once."""
+        """The samples of a pass in batches of `size`, fewer at the end of an epoch, each with the position after it.
+        `read_ahead` batches are read at once."""
         for ids, (before, after) in self.groups(size * read_ahead, first_size=size):
             low = 0
             for batch in self._sources.read_batches(ids, size):
@@ -198,17 +206,14 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
                 yield batch, min(before + low * self._world, after)
 
     def groups(self, size: int, first_size: int) -> Iterator[tuple[npt.NDArray[np.int64], tuple[int, int]]]:
-        """This rank's sample ids from the position on, at first `first_size`, so that resuming is quick, then `size` at
-        a time, fewer at the end of an epoch; and the position before each group and after it, in samples of all ranks.
-        """
+        """This rank's sample ids of a pass, at first `first_size`, so that resuming is quick, then `size` at a time,
+        fewer at the end of an epoch; and the position before each group and after it, in samples of all ranks."""
         samples, remote = self.order.n_samples, self.remote
-        position, step = self._position, first_size
-        while True:
+        position, end, step = self._position, self.pass_end(), first_size
+        while position < end:
             epoch, first = divmod(position, samples)
-            if self._epochs is not None and epoch >= self._epochs:
-                return
-            start, end = epoch * samples, (epoch + 1) * samples
-            mine = range(first + self._rank, first + self._handed_out(samples - first), self._world)
+            start = epoch * samples
+            mine = range(first + self._rank, first + self._handed_out(end - position), self._world)
             low = 0
             while low < len(mine):
                 block = np.array(mine[low : low + step], np.int64)
@@ -220,7 +225,14 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
                     if remote:
                         self.prefetch(ids[at + size : at + 2 * size])
                     yield group, (before, min(before + len(group) * self._world, end))
-            position = end
+            position, end = end, end + samples if self._endless else end
+
+    def pass_end(self) -> int:
+        """Where a pass that begins now ends: at the epoch's end, of a mixture after as many samples as it has; at the
+        position itself if there are no more epochs. An endless one goes on there."""
+        samples = self.order.n_samples if self._endless else len(self)
+        done = self._position // samples
+        return self._position if self._epochs is not None and done >= self._epochs else (done + 1) * samples
 
     def _handed_out(self, left: int) -> int:
         """How many of the samples that are left in an epoch all ranks get together, repeated ones included."""
@@ -253,6 +265,11 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
                     f"{json.dumps(own)}. Give the same index, seed, seq_length and split, or start without the state."
                 )
         self.go_to(position)
+
+    @property
+    def position(self) -> int:
+        """Samples handed out, over all ranks and epochs."""
+        return self._position
 
     def go_to(self, position: int) -> None:
         """Go on after so many samples over all ranks and epochs."""
@@ -293,22 +310,29 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
 
 class ResumableLoader(DataLoader[dict[str, Any]]):
     """A DataLoader that gives a ResumableDataset's samples in batches, in the same order with any number of worker
-    processes, and keeps the dataset's position at what it has handed out. The last batch of an epoch may be smaller."""
+    processes, and keeps the dataset's position at what it has handed out. One pass is what is left of an epoch, unless
+    the dataset is endless. The last batch of an epoch may be smaller."""
 
     def __init__(self, dataset: ResumableDataset, batch_size: int = 1, num_workers: int = 0, **more: Any) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}, but must be at least 1.")
         self._source = dataset
         self._batch_size = batch_size
-        super().__init__(_Batches(dataset, batch_size), batch_size=None, num_workers=num_workers, **more)
+        self._begin = torch.zeros(1, dtype=torch.int64)  # of the pass; worker processes may outlive the one before
+        if num_workers:
+            self._begin.share_memory_()
+        batches = _Batches(dataset, batch_size, self._begin)
+        super().__init__(batches, batch_size=None, num_workers=num_workers, **more)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]
-        size = self._batch_size
+        size, end = self._batch_size, self._source.pass_end()
+        self._begin[0] = self._source.position
         alone = self.num_workers == 0 and not self.pin_memory  # then torch's loader would only add to the cost
         batches = self._source.batches(size, max(4, -(-READ_AHEAD // size))) if alone else super().__iter__()
         for batch, position in batches:
             self._source.go_to(position)
             yield batch
+        self._source.go_to(end)
 
     def state_dict(self) -> dict[str, Any]:
         return self._source.state_dict()
@@ -318,15 +342,18 @@ class ResumableLoader(DataLoader[dict[str, Any]]):
 
 
 class _Batches(IterableDataset[Any]):
-    """Whole batches with the position after each. Worker processes take turns, as their DataLoader does."""
+    """Whole batches of the pass that begins at `begin`, with the position after each. Worker processes take turns, as
+    their DataLoader does."""
 
-    def __init__(self, dataset: ResumableDataset, batch_size: int) -> None:
+    def __init__(self, dataset: ResumableDataset, batch_size: int, begin: torch.Tensor) -> None:
+        self._begin = begin
         self._dataset = dataset
         self._batch_size = batch_size
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], int]]:
         info = get_worker_info()
         turn, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        self._dataset.go_to(int(self._begin))
         for number, (ids, (_, after)) in enumerate(self._dataset.groups(self._batch_size, self._batch_size)):
             if number % workers == turn:
                 yield self._dataset.read(ids), after

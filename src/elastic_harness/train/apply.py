@@ -36,17 +36,23 @@ ComputedBy = tuple[tuple[str, int, int], ...]
 @dataclass(frozen=True)
 class Record:
     """The outcome of one step: the summed gradient before unscaling and clipping, (E,) on the host, never written
-    to; the table of all slots; who computed which lanes."""
+    to; the table of all slots; who computed which lanes. ends: the script asked for this step to be the last one."""
 
     step: int
     generation: int
     flat: Tensor
     table: SlotTable
     computed_by: ComputedBy
+    ends: bool = False
 
     def payload(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """As it travels to a laggard."""
-        meta = {"step": self.step, "generation": self.generation, "computed_by": self.computed_by}
+        meta = {
+            "step": self.step,
+            "generation": self.generation,
+            "computed_by": self.computed_by,
+            "ends": self.ends,
+        }
         return meta, {"flat": self.flat, "table": torch.from_numpy(self.table.words)}
 
     @staticmethod
@@ -54,7 +60,7 @@ class Record:
         meta, tensors = payload
         table = SlotTable(like.slots, like.lanes, like.entries, tensors["table"].numpy())
         computed_by = tuple((member, lo, hi) for member, lo, hi in meta["computed_by"])
-        return Record(meta["step"], meta["generation"], tensors["flat"], table, computed_by)
+        return Record(meta["step"], meta["generation"], tensors["flat"], table, computed_by, meta["ends"])
 
 
 @dataclass(frozen=True)

@@ -12,24 +12,27 @@ import torch
 from elastic_harness.train.gate import Signals
 from elastic_harness.train.partials import SlotTable, Words
 
-FIXED_WORDS = 7
+FIXED_WORDS = 8
 
 
 @dataclass(frozen=True)
 class Header(Signals):
+    """ends: whether this member knows that the script asked for this step to be the run's last one."""
+
     table: SlotTable
+    ends: bool = False
 
     def pack(self) -> torch.Tensor:
-        words = [self.generation, self.version, self.switch, self.stop, self.canary, self.samples, self.state]
-        fixed = np.array(words, np.int64)
+        signals = [self.generation, self.version, self.switch, self.stop, self.canary, self.samples, self.state]
+        fixed = np.array([*signals, self.ends], np.int64)
         return torch.from_numpy(np.concatenate([fixed, self.table.words]))
 
     @staticmethod
     def unpack(words: torch.Tensor, like: SlotTable) -> Header:
         array: Words = words.numpy()
-        generation, version, switch, stop, canary, samples, state = (int(word) for word in array[:FIXED_WORDS])
+        generation, version, switch, stop, canary, samples, state, ends = (int(word) for word in array[:FIXED_WORDS])
         table = SlotTable(like.slots, like.lanes, like.entries, array[FIXED_WORDS:])
-        return Header(generation, version, switch, bool(stop), canary, samples, state, table)
+        return Header(generation, version, switch, bool(stop), canary, samples, state, table, bool(ends))
 
 
 def combine(headers: Sequence[Header]) -> SlotTable:

@@ -55,7 +55,7 @@ def save_if_due(parts: Parts, progress: Progress) -> None:
     their shares. The end of the run has a checkpoint of its own."""
     formed, version = progress.formed, progress.version
     assert formed is not None
-    if progress.record is None or version >= parts.config.training.max_steps:
+    if progress.record is None or progress.ended or version >= parts.config.training.max_steps:
         return
     if formed.speaks:
         digest, (_, shares) = formed.digest, formed.on_node

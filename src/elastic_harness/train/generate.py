@@ -17,17 +17,16 @@ from elastic_harness.data.token_index import TokenIndexFile, is_token_index
 from elastic_harness.data.tokenizers import ByteTokenizer, Tokenizer, restore
 from elastic_harness.errors import EXIT_SUCCESS, CheckpointCorrupt, ConfigError, HarnessError
 from elastic_harness.models.gpt import GPT
+from elastic_harness.run_folders import of_run
 
 WEIGHTS_NAME = "weights.safetensors"
+CONFIG_NAME = "config.yaml"
 
 
 def load_model(run_dir: str | Path) -> GPT:
-    """The run's model with its final weights, or those of its newest valid checkpoint, in evaluation mode."""
+    """The run's model with the weights of its newest whole checkpoint, or those it exported, in evaluation mode."""
     folder = Path(run_dir)
-    config_path = folder / "config.yaml"
-    if not config_path.is_file():
-        raise ConfigError(f"{folder} holds no config.yaml; give the folder of a run of the built-in trainer")
-    model = GPT(load_config(TrainerConfig, str(config_path)).model)
+    model = GPT(_config(folder).model)
     weights = _weights(folder)
     expected = model.state_dict()
     # Tied weights are one tensor in the model, stored under one of its names.
@@ -51,7 +50,7 @@ def load_model(run_dir: str | Path) -> GPT:
 
 def load_tokenizer(run_dir: str | Path) -> Tokenizer:
     """What the run's tokens mean: the tokenizer of its index, or bytes."""
-    data = load_config(TrainerConfig, str(Path(run_dir) / "config.yaml")).data
+    data = _config(Path(run_dir)).data
     path = next(iter(data.sources.values())) if data.sources else data.path
     if path is None or not is_token_index(path):
         return ByteTokenizer()
@@ -74,18 +73,36 @@ def generate(
     return tokenizer.decode(continued[continued < tokenizer.vocab_size])
 
 
+def _config(folder: Path) -> TrainerConfig:
+    """What the run was configured as, as its workers wrote it when they began."""
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} holds no {CONFIG_NAME}, which a run of the built-in trainer writes when its workers begin; give "
+            "such a run, or wait until this one has begun"
+        )
+    return load_config(TrainerConfig, str(path))
+
+
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Those of the newest checkpoint; a run that went on after its end has newer ones than it had exported."""
     exported = folder / WEIGHTS_NAME
-    if exported.is_file():
-        try:
-            return load_file(exported)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointCorrupt(f"{exported} cannot be read ({error}); resume the run to write it anew") from error
-    return _checkpoint_weights(folder / "checkpoints")
+    found = _checkpoint_weights(folder / "checkpoints")
+    if found is not None:
+        return found
+    if not exported.is_file():
+        raise ConfigError(
+            f"{folder} holds neither {WEIGHTS_NAME} nor a checkpoint yet; let the run reach its first checkpoint, or "
+            "stop it, which saves one"
+        )
+    try:
+        return load_file(exported)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointCorrupt(f"{exported} cannot be read ({error}); resume the run to write it anew") from error
 
 
-def _checkpoint_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The model's part of the newest checkpoint that is whole."""
+def _checkpoint_weights(folder: Path) -> dict[str, torch.Tensor] | None:
+    """The model's part of the newest checkpoint that is whole; None if there is none."""
     from elastic_harness.checkpoint import local
 
     for checkpoint in local.newest(folder) if folder.is_dir() else []:
@@ -96,9 +113,7 @@ def _checkpoint_weights(folder: Path) -> dict[str, torch.Tensor]:
             continue
         prefix = "model."
         return {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
-    raise ConfigError(
-        f"{folder.parent} holds neither {WEIGHTS_NAME} nor a checkpoint yet; let the run reach its first checkpoint"
-    )
+    return None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="elastic-harness generate", description="Sample text from a run of the built-in trainer."
     )
-    parser.add_argument("run", help="the run's folder")
+    parser.add_argument("run", metavar="RUN", help="the run's folder, or its id below runs/")
     parser.add_argument("--prompt", default="def ", help="what to continue (default: %(default)r)")
     parser.add_argument(
         "--tokens", type=int, default=200, help="how many tokens (by default bytes) to add (default: %(default)s)"
@@ -117,14 +132,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.tokens < 0 or arguments.temperature < 0:
             raise ConfigError("--tokens and --temperature must be at least 0")
+        folder = of_run(arguments.run, CONFIG_NAME)[0]
         torch.set_num_threads(1)  # more only wait for each other on a model and a batch this small
         text = generate(
-            load_model(arguments.run),
+            load_model(folder),
             arguments.prompt,
             arguments.tokens,
             arguments.temperature,
             arguments.seed,
-            load_tokenizer(arguments.run),
+            load_tokenizer(folder),
         )
     except HarnessError as error:
         print(f"elastic-harness generate: {error}", file=sys.stderr)

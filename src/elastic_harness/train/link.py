@@ -23,6 +23,7 @@ from elastic_harness.contract.messages import (
     TO_AGENT,
     TO_WORKER,
     AllDone,
+    EndAsked,
     GetValue,
     Hello,
     Leave,
@@ -52,6 +53,7 @@ class Link(Protocol):
     member: str
     wake: Callable[[], None]
     stop_requested: Leave | None
+    stop_asked: EndAsked | None  # by the script, here or elsewhere
 
     def hello(self, fingerprint: dict[str, Any], max_steps: int, deadline_max_s: float) -> None: ...
     def next_generation(self, after: int, *, boundary: bool, formed: bool) -> Generation: ...
@@ -63,6 +65,7 @@ class Link(Protocol):
     def kv_get(self, generation: int, key: str) -> bytes: ...
     def send(self, message: object) -> None: ...
     def left_out(self, generation: Generation) -> None: ...
+    def ask_to_stop(self, asked: EndAsked) -> None: ...
     def close(self) -> None: ...
 
 
@@ -73,6 +76,7 @@ class AgentLink:
         self.member = member
         self.wake: Callable[[], None] = lambda: None
         self.stop_requested: Leave | None = None
+        self.stop_asked: EndAsked | None = None
         self._sock = socket.socket(fileno=descriptor)
         os.set_inheritable(descriptor, False)
         self._channel = wire.Channel(self._sock)
@@ -120,6 +124,8 @@ class AgentLink:
                 self._values[generation, key] = base64.b64decode(value)
             case Leave():
                 self.stop_requested = message
+            case EndAsked():
+                self.stop_asked = message.or_earlier(self.stop_asked)
             case AllDone():
                 self._done = True
             case Refusal(reason):
@@ -198,6 +204,12 @@ class AgentLink:
         stop = self.stop_requested
         reason = f"not a member of generation {generation.number} ({generation.reason})"
         raise Left(reason, save=stop is not None and stop.checkpoint)
+
+    def ask_to_stop(self, asked: EndAsked) -> None:
+        """Ask for the end of the run after a step, and tell the agent, which tells the others."""
+        with self._changed:
+            self.stop_asked = asked.or_earlier(self.stop_asked)
+        self.send(asked)
 
     def close(self) -> None:
         """Nothing: the line is the process's own, and its end is how the agent learns that this worker is gone."""

@@ -85,6 +85,11 @@ class Progress:
     announced: int = 0  # newest generation number this worker has reacted to
     committed_at: float = 0.0
 
+    @property
+    def ended(self) -> bool:
+        """Whether the last committed step was the run's last one because the script asked for that."""
+        return self.record is not None and self.record.ends
+
     def dropped(self) -> Progress:
         """The same worker without the lanes it had finished."""
         return replace(self, partials=None)

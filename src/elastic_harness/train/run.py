@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +24,15 @@ from elastic_harness.config import Config
 from elastic_harness.contract import variables
 from elastic_harness.contract.board import Board, Phase
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
-from elastic_harness.contract.messages import LastStepDone, LogEvent, ScriptError, SlotError, WeightsNotSaved
+from elastic_harness.contract.messages import (
+    EndAsked,
+    LastStepDone,
+    LogEvent,
+    LoopLeft,
+    ScriptError,
+    SlotError,
+    WeightsNotSaved,
+)
 from elastic_harness.data.mapstyle import MapStyle
 from elastic_harness.data.order import EpochOrder
 from elastic_harness.data.schedule import Schedule
@@ -43,6 +52,7 @@ from elastic_harness.train.accept import check_extra, check_model, check_state_d
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.effects import describe
+from elastic_harness.train.ending import left_by_hand, left_message
 from elastic_harness.train.export import export_weights
 from elastic_harness.train.fingerprint import fingerprint
 from elastic_harness.train.imports import late_settings, tell_imports
@@ -97,21 +107,37 @@ class Run:
     def run_dir(self) -> Path:
         return self._parts.run_dir
 
+    def stop(self, reason: str) -> None:
+        """End the run before `training.max_steps`, on all workers after the same step: the one whose micro-batches are
+        being computed, else the next one. Returns at once; the loop over `steps()` ends by itself, the weights are
+        saved as at any end, and the job succeeds. One worker's call is enough, several are the same. Launched again,
+        the run goes on from there until the script stops it again."""
+        self._check_open()
+        if not isinstance(reason, str) or not reason:
+            raise UserCodeError(f"run.stop() was given {reason!r}; say in words why the run ends, for its records")
+        if not self._over:
+            self._parts.link.ask_to_stop(EndAsked(self._progress.version, reason))
+
     def log(self, event: str, **fields: Any) -> None:
         """Write an event of your own to events.jsonl, from rank 0 only."""
         if self.rank == 0:
             self._parts.link.send(LogEvent(event, fields))
 
     def steps(self) -> Iterator[Step]:
-        """Every step that is still to be committed, up to `training.max_steps`. Ends when all workers are done;
-        leaves the process (exit code 0) when the job was asked to stop or this worker is no longer wanted."""
+        """Every step that is still to be committed, up to `training.max_steps` or the one that `stop` made the last.
+        Ends when all workers are done; leaves the process (exit code 0) when the job was asked to stop or this worker
+        is no longer wanted. A loop that is left by break does not end the run: with other workers that is an error."""
         parts = self._parts
         try:
             while True:
                 self._check_open()
-                while self._progress.version < parts.config.training.max_steps:
+                while not self._over:
                     step = Step(self)
-                    yield step
+                    try:
+                        yield step
+                    except GeneratorExit:
+                        self._left_loop(step, sys._getframe(1))
+                        raise
                     step.check_committed()
                     tell_imports(parts.link)
                 self._finish()
@@ -122,6 +148,24 @@ class Run:
             parts.applier.disown()
             self._disconnect()
             _open.pop(parts.run_dir.resolve(), None)
+
+    @property
+    def _over(self) -> bool:
+        """Whether the last step is committed."""
+        return self._progress.ended or self._progress.version >= self._parts.config.training.max_steps
+
+    def _left_loop(self, step: Step, frame: FrameType | None) -> None:
+        """Say that `break` ends no run. A process that others wait for ends here; one that is alone may go on to
+        `close`. After an exception nothing is said: that says more."""
+        if self._closed or not left_by_hand(frame):
+            return
+        version, training = self._progress.version, self._parts.config.training
+        message = left_message(version, training.max_steps, committed=version > step.index)
+        print(f"elastic-harness: {message}", file=sys.stderr, flush=True)
+        if self._parts.saver.alone and self.world_size == 1:
+            return
+        self._parts.link.send(LoopLeft(message))
+        _leave(EXIT_USER_CODE)
 
     def close(self) -> None:
         """Leave the run. Without a launcher the state of the last commit is saved first, so that the next `start` with
@@ -198,10 +242,17 @@ class Run:
                 raise
         failpoint("finish.saved", progress.version)
         loss = progress.metrics.loss if progress.metrics else None
-        parts.link.send(LastStepDone(progress.version, sha256, loss))
+        parts.link.send(LastStepDone(progress.version, sha256, loss, self._stop_reason()))
         failpoint("finish.sent", progress.version)
         parts.board.show(Phase.FINISHED, progress.version)
         self._progress = recover(parts, progress, None)
+
+    def _stop_reason(self) -> str | None:
+        """Why the script ended the run, as far as this worker knows. None: it did not."""
+        if not self._progress.ended:
+            return None
+        asked = self._parts.link.stop_asked
+        return asked.reason if asked is not None else "another worker called run.stop()"
 
 
 class Step:

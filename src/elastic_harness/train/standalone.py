@@ -17,7 +17,7 @@ from typing import Any
 
 from elastic_harness import durable_file, file_lock
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
-from elastic_harness.contract.messages import Commit, HandOver, LastStepDone, Leave, LogEvent
+from elastic_harness.contract.messages import Commit, EndAsked, HandOver, LastStepDone, Leave, LogEvent
 from elastic_harness.contract.wire import as_fields
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.events import SCHEMA, EventLog
@@ -36,6 +36,7 @@ class StandaloneLink:
         self.member = f"rank{rank}"
         self.wake: Callable[[], None] = lambda: None
         self.stop_requested: Leave | None = None
+        self.stop_asked: EndAsked | None = None
         self._run_dir = run_dir
         self._rank = rank
         self._store = store
@@ -144,6 +145,12 @@ class StandaloneLink:
                 self._events.emit(event, **fields)
             case LastStepDone():
                 self._events.emit("run_finished", status="finished", exit_code=0, **as_fields(message))
+
+    def ask_to_stop(self, asked: EndAsked) -> None:
+        """Ask for the end of the run after a step: the others hear of it with that step's header."""
+        self.stop_asked = asked.or_earlier(self.stop_asked)
+        fields = {"member": self.member, "step": asked.step, "reason": asked.reason}
+        self.send(LogEvent("stop_asked", fields))
 
     def close(self) -> None:
         self._let_go()

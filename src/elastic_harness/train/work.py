@@ -17,6 +17,7 @@ from elastic_harness.errors import PeerFailed, Unreachable
 from elastic_harness.membership.types import node_of
 from elastic_harness.train.apply import Record
 from elastic_harness.train.commit import FIXED_WORDS, Header, combine
+from elastic_harness.train.ending import ends
 from elastic_harness.train.gate import canaries_due
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import Partials, SlotTable
@@ -132,6 +133,7 @@ def finish_exchange(parts: Parts, progress: Progress, work: Work) -> list[Header
         samples=work.samples,
         state=state if parts.config.elastic.exactness == "strict" else 0,
         table=partials.table,
+        ends=ends(parts.link.stop_asked, partials.step),
     )
 
     def adder(packed: list[Tensor]) -> Add:
@@ -151,7 +153,8 @@ def finish_exchange(parts: Parts, progress: Progress, work: Work) -> list[Header
 def record_of(parts: Parts, formed: Formed, work: Work, headers: list[Header]) -> Record:
     """The outcome of the completed exchange."""
     computed_by = tuple((member, lo, hi) for member in formed.generation.members for lo, hi in work.placed[member])
-    return Record(headers[0].version, formed.generation.number, work.result, combine(headers), computed_by)
+    last = any(header.ends for header in headers)
+    return Record(headers[0].version, formed.generation.number, work.result, combine(headers), computed_by, last)
 
 
 class Adder:
