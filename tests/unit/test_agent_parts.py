@@ -323,7 +323,7 @@ def show(board: BoardReader, beat: int, phase: int, deadline_ms: int) -> None:
 
 def fake_worker(board: BoardReader, name: str = "w0-1") -> Any:
     return SimpleNamespace(
-        member=name, board=board, running=True, hello=True, lost=False, released="", last_reading=None,
+        member=name, board=board, running=True, hello=True, lost=False, released=None, last_reading=None,
         beat_seen_at=0.0, compute_deadline_ms=0, stopped=lambda: False,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from elastic_harness.agent.kv import KeyValues
 from elastic_harness.agent.loop import Agent, Outcome, spawn_error
 from elastic_harness.agent.places import Places
 from elastic_harness.agent.restarts import Cause, Ending, failure_exit_code
-from elastic_harness.agent.worker import LEFT_OUT, Worker
+from elastic_harness.agent.worker import Release, Why, Worker
 from elastic_harness.contract.board import Phase
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
 from elastic_harness.contract.messages import (
@@ -160,7 +160,7 @@ class ElasticRun:
             case UnfitPeer(member, reason, samples):
                 self.agreement.tell(leader.Unfit(member, reason, samples))
             case LeftOut(generation):
-                worker.released = worker.released or f"{LEFT_OUT} {generation}"
+                worker.release(Why.LEFT_OUT, f"left out of generation {generation}")
                 self.agreement.tell(leader.Lost(worker.member))
             case Imported(modules):
                 self.agent.forks.learn(modules)
@@ -385,12 +385,12 @@ class ElasticRun:
             worker = self.agent.workers.get(member)
             if worker:
                 worker.rank = rank
-                if worker.released.startswith(LEFT_OUT):
-                    worker.released = ""
+                if worker.left_out:
+                    worker.released = None
         for member in left_out:
             worker = self.agent.workers.get(member)
             if worker and not worker.lost:
-                worker.released = worker.released or f"{LEFT_OUT} {number}"
+                worker.release(Why.LEFT_OUT, f"left out of generation {number}")
         self.agent.records.event(
             "generation", number=number, members=list(members), urgent=urgent, reason=reason, world_size=len(members)
         )
@@ -449,14 +449,15 @@ class ElasticRun:
             member = worker.member in self._members and not worker.lost
             if member:
                 self.agent.send(worker, AllDone(version))
-                worker.released = "finished"
+                worker.released = Release(Why.FINISHED, "finished")
             else:
                 self.agent.stop_worker(worker, "finished", graceful=False)
         self._end_if_all_left()
 
     def _on_exit_after_done(self, worker: Worker) -> None:
-        if worker.released == "finished" and worker.finished and worker.exit_code not in (0, None):
-            worker.released = ""
+        done = worker.released is not None and worker.released.why == Why.FINISHED
+        if done and worker.finished and worker.exit_code not in (0, None):
+            worker.released = None
             self.agent.report.incident(worker, "training had finished; the trained weights are complete")
             if worker.exit_code and worker.exit_code > 0:
                 self.agent.finish(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elastic_harness.agent.worker import LEFT_OUT, Worker
+from elastic_harness.agent.worker import Worker
 from elastic_harness.contract.board import Phase, Reading
 
 STOPPED_CHECK_S = 0.1
@@ -87,4 +87,4 @@ def _beyond_deadline(worker: Worker, reading: Reading, idle_s: float) -> Hang:
 
 def _is_needed(worker: Worker) -> bool:
     """Others may be waiting for it: also for one that a planned change leaves out, until the boundary."""
-    return not worker.released or worker.released.startswith(LEFT_OUT)
+    return worker.released is None or worker.left_out

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from elastic_harness.agent import remote
 from elastic_harness.agent import worker as workers
@@ -25,9 +25,10 @@ from elastic_harness.agent.hangs import Hang, HangWatch
 from elastic_harness.agent.options import LaunchOptions
 from elastic_harness.agent.records import Records
 from elastic_harness.agent.reporting import Reporter
-from elastic_harness.agent.worker import Worker
+from elastic_harness.agent.worker import Why, Worker
 from elastic_harness.agent.writer import WriterProcess
 from elastic_harness.contract import variables, wire
+from elastic_harness.contract.checkpoint_event import ALARMING
 from elastic_harness.contract.codec import Unknown
 from elastic_harness.contract.messages import TO_AGENT, Leave
 from elastic_harness.errors import (
@@ -57,7 +58,7 @@ class Outcome:
     """How the job ends."""
 
     exit_code: int
-    status: str
+    status: Literal["finished", "failed", "stopped"]
     message: str
 
 
@@ -237,7 +238,7 @@ class Agent:
         """Ask a worker to leave, then tell it to, then make it; its end is no failure."""
         if not worker.running:
             return
-        worker.released = worker.released or reason
+        worker.release(Why.STOPPED, reason)
         term_after_s = 0.0
         if graceful and worker.hello and worker.rank is not None and not worker.lost:
             self.send(worker, Leave(reason, checkpoint=True))
@@ -339,7 +340,7 @@ class Agent:
         if event in ("checkpoint_saved", "checkpoint_uploaded"):
             self.checkpoints[event.removeprefix("checkpoint_")] = fields["step"]
         self.records.event(event, **fields)
-        if event.endswith(("_failed", "_corrupt", "_passed_over")):
+        if event in ALARMING:
             self.console.notice(f"{event.replace('_', ' ')}: {fields.get('error')}")
         if fields.get("fatal"):
             self.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", str(fields.get("error"))), graceful=False)

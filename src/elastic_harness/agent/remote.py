@@ -45,7 +45,7 @@ def status(agent: Agent) -> dict[str, Any]:
             "rank": worker.rank,
             "pid": worker.pid,
             "state": worker.board.read().where if worker.hello else "starting",
-            "leaving": worker.released,
+            "leaving": worker.released.reason if worker.released is not None else "",
             "age_s": round(now - worker.started_at, 1),
             "log": str(worker.log.path),
         }

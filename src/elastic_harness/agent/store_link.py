@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from elastic_harness.errors import HarnessError, InfrastructureError
+from elastic_harness.errors import ConfigError, HarnessError, InfrastructureError
 from elastic_harness.etcd.once import Once
 from elastic_harness.membership import node
 from elastic_harness.membership.store import Put, Store, TooLarge, Watch
@@ -122,7 +122,7 @@ class StoreLink:
                     self._tell(error)
                     return
                 except HarnessError as error:
-                    if not self._ever and error.exit_code == 2:
+                    if not self._ever and isinstance(error, ConfigError):
                         self._tell(error)
                         return
                     self._fails("requests", error)

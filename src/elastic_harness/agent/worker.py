@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,15 +64,26 @@ class Process:
             self._exit_code = os.waitstatus_to_exitcode(status)
 
 
-LEFT_OUT = "left out of generation"  # how `released` begins for a member that is not in the next generation
+class Why(Enum):
+    """Why a worker is expected to leave."""
+
+    LEFT_OUT = auto()  # it is not in the newest generation; the next one may want it again
+    FINISHED = auto()  # the job is done, and it was a member
+    STOPPED = auto()  # it was told to
+
+
+@dataclass(frozen=True)
+class Release:
+    why: Why
+    reason: str  # in words
 
 
 @dataclass
 class Worker:
     """Everything the agent knows of one member.
 
-    `lost` is set once the membership was told that it is gone, `released` (with the reason) once it is expected to
-    leave: what ends after that is no failure. `exit_code` is set when the process was reaped, negative for a signal.
+    `lost` is set once the membership was told that it is gone, `released` once it is expected to leave: what ends after
+    that is no failure. `exit_code` is set when the process was reaped, negative for a signal.
     """
 
     member: str
@@ -87,7 +99,7 @@ class Worker:
     hello: bool = False
     niced: bool = False
     lost: bool = False
-    released: str = ""
+    released: Release | None = None
     killed_on_request: bool = False
     hang: str = ""
     overdue: Reading | None = None  # the work that it was ended in because it took too long
@@ -117,6 +129,15 @@ class Worker:
     @property
     def running(self) -> bool:
         return self.exit_code is None
+
+    @property
+    def left_out(self) -> bool:
+        """It is expected to leave only because the newest generation is without it."""
+        return self.released is not None and self.released.why == Why.LEFT_OUT
+
+    def release(self, why: Why, reason: str) -> None:
+        """Expect it to leave; the first reason counts."""
+        self.released = self.released or Release(why, reason)
 
     @property
     def alive(self) -> bool:

@@ -39,6 +39,7 @@ from elastic_harness.checkpoint.structure import decode, encode
 from elastic_harness.checkpoint.tensors import content_of
 from elastic_harness.checkpoint.tiers import POLL_S, CheckpointTier, Loaded, Report, Stored, Tiers
 from elastic_harness.config import CheckpointConfig
+from elastic_harness.contract.checkpoint_event import ALARMING
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, HarnessError, InfrastructureError
 
 DEFAULT_FOLDER = Path("checkpoints")
@@ -389,5 +390,5 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _print_failures(event: str, told: dict[str, Any]) -> None:
-    if event.endswith(("_failed", "_corrupt", "_repaired", "_passed_over")):
+    if event in ALARMING or event == "checkpoint_repaired":
         print(f"elastic-harness: {event}: {told.get('error') or told.get('repaired')}", flush=True)

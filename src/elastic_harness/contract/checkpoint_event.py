@@ -9,6 +9,19 @@ from typing import Any
 from elastic_harness import shape
 from elastic_harness.contract.wire import Malformed, decode
 
+ALARMING = frozenset(
+    {
+        "checkpoint_failed",
+        "checkpoint_corrupt",
+        "checkpoint_passed_over",
+        "memory_passed_over",
+        "upload_failed",
+        "peer_copy_failed",
+        "keeper_failed",
+    }
+)
+"""Events that a user is to see at once; `error` says what happened."""
+
 
 @dataclass(frozen=True)
 class CheckpointEvent:

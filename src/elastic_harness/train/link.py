@@ -41,9 +41,10 @@ from elastic_harness.train.heard import Heard
 class Left(BaseException):
     """The coordinator let this worker go: the job is done, it was removed, or asked to stop. Not an error."""
 
-    def __init__(self, reason: str, *, save: bool = False) -> None:
+    def __init__(self, reason: str, *, done: bool = False, save: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.done = done
         self.save = save  # a checkpoint was asked for, and there is no generation whose rank 0 would write it
 
 
@@ -150,7 +151,7 @@ class AgentLink:
                     self._values = {k: v for k, v in self._values.items() if k[0] >= generation.number}
                     return generation
                 if self._done:
-                    raise Left("done")
+                    raise Left("done", done=True)
                 paused = self._heard.paused
                 if self.stop_requested is not None and (boundary or paused):
                     raise Left(self.stop_requested.reason, save=paused and self.stop_requested.checkpoint)

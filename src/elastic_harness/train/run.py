@@ -142,7 +142,7 @@ class Run:
                     tell_imports(parts.link)
                 self._finish()
         except Left as left:
-            if left.reason != "done":
+            if not left.done:
                 self._leave(left)
             parts.saver.wait()
             parts.applier.disown()

@@ -31,6 +31,7 @@ from elastic_harness.checkpoint.tensors import slice_of
 from elastic_harness.checkpoint.tiers import POLL_S, Report, Tiers
 from elastic_harness.config import CheckpointConfig
 from elastic_harness.contract import memory_slots, variables
+from elastic_harness.contract.checkpoint_event import ALARMING
 from elastic_harness.errors import ConfigError, HarnessError, InfrastructureError
 from elastic_harness.membership.types import node_of
 from elastic_harness.train.inherited import Inherited
@@ -254,7 +255,7 @@ def _printing(report: Report) -> Report:
     """Failures are printed as well: there is no agent to do it."""
 
     def told(event: str, fields: dict[str, Any]) -> None:
-        if event.endswith(("_failed", "_corrupt", "_passed_over")):
+        if event in ALARMING:
             print(f"elastic-harness: {fields.get('error')}", file=sys.stderr, flush=True)
         report(event, fields)
 

@@ -61,7 +61,7 @@ class StandaloneLink:
                 for member in self._generation.members:
                     self._get(f"finished/{member}")
             self._let_go()
-            raise Left("done")
+            raise Left("done", done=True)
         if after >= self._generation.number:
             raise InfrastructureError(
                 "a peer failed, and without our launcher there is nobody to recover in place: this process ends, and "
