@@ -4,11 +4,9 @@ HarnessError
 ├── ConfigError            fix the configuration            exit 2
 ├── UserCodeError          fix the training script          exit 1
 │   └── Diverged           fix the data or the settings     exit 1
-├── TooFewWorkers          add machines or lower the minimum exit 3
 ├── InfrastructureError    look at the machine              exit 4
 │   ├── CheckpointCorrupt  load an older checkpoint
 │   └── Inconsistent       report it: our own rules are broken
-├── Refused                this worker does not fit the run exit 2
 └── Recoverable            handled inside the training loop, never seen by user code
     ├── PeerFailed         a peer or the link to it broke during a collective
     │   └── Unreachable    the network between here and some peers is cut
@@ -50,12 +48,6 @@ class Diverged(UserCodeError):
     """Training does not get on: the updates of many steps in a row were not finite."""
 
 
-class TooFewWorkers(HarnessError):
-    """Fewer workers than the minimum are left and no more can be started."""
-
-    exit_code = EXIT_TOO_FEW_WORKERS
-
-
 class InfrastructureError(HarnessError):
     """The machine, the disk or the network failed in a way the harness could not work around."""
 
@@ -69,12 +61,6 @@ class CheckpointCorrupt(InfrastructureError):
 class Inconsistent(InfrastructureError):
     """What must hold whatever fails does not: a bug of ours, or memory that changed. Going on could train on wrong
     numbers, so nobody does. It is no `assert`, which PYTHONOPTIMIZE would take out."""
-
-
-class Refused(HarnessError):
-    """This worker may not join the run: its fingerprint or its canary hash differs."""
-
-    exit_code = EXIT_CONFIG
 
 
 class Recoverable(HarnessError):

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from torch.utils.data import DataLoader
 
 from elastic_harness.data import ResumableDataset, ResumableLoader, TokenIndexFile
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
-from elastic_harness.data.token_index import document_key, write_index
+from elastic_harness.data.token_index import write_index
 from elastic_harness.errors import ConfigError
 
 S = 8
@@ -23,7 +24,7 @@ def make(path: Path, documents: list[list[int]]) -> TokenIndexFile:
         path,
         tokens=(np.array(d, "<u2").tobytes() for d in documents),
         lengths=np.array([len(d) for d in documents], np.uint64),
-        keys=np.array([document_key(bytes(str(d), "ascii")) for d in documents], np.uint64),
+        keys=np.array([xxhash.xxh3_64_intdigest(bytes(str(d), "ascii")) for d in documents], np.uint64),
         sources=np.zeros(len(documents), np.uint32),
         names=["a"],
         vocab_size=60_000,

@@ -26,7 +26,8 @@ from elastic_harness.etcd.address import Address
 from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.once import Once
 from elastic_harness.etcd.store import EtcdStore
-from elastic_harness.membership.store import EmbeddedStore, Entry, Put, TooLarge, Unavailable, Watch
+from elastic_harness.membership.store import Entry, Put, TooLarge, Unavailable, Watch
+from elastic_harness.simulate.store import EmbeddedStore
 from etcd_servers import PATIENCE_S, VERSIONS, Cluster, certificates, free_ports, polled, want_password
 
 # ---- addresses

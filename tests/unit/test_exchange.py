@@ -26,7 +26,6 @@ from elastic_harness.comm.nccl import NcclGroup
 from elastic_harness.comm.placement import Ranges, deal, merge_ranges
 from elastic_harness.comm.plan import Plan, make_plan
 from elastic_harness.comm.pool import Pool
-from elastic_harness.comm.rendezvous import DictKeyValue
 from elastic_harness.errors import PeerFailed
 from elastic_harness.train.commit import FIXED_WORDS, Header, combine
 from elastic_harness.train.layout import Entry, Layout
@@ -354,6 +353,21 @@ def test_a_part_lost_inside_a_node_is_blamed_on_its_sender_there() -> None:
     assert all(2 not in named[rank] for rank in (0, 1))
 
 
+class Values:
+    """The key-value space of a generation whose members are threads of this process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+
+    def get(self, key: str) -> bytes:
+        while key not in self._values:
+            time.sleep(0.001)
+        return self._values[key]
+
+
 def test_tcp_gives_the_same_bits_on_two_nodes_as_on_one() -> None:
     layout = layout_of([1000, 3, 37])
     gradients = made_up(layout, 12, 3, 0.2)
@@ -362,7 +376,7 @@ def test_tcp_gives_the_same_bits_on_two_nodes_as_on_one() -> None:
     results = []
     for nodes in (("", "", "", ""), NODES):
         plan = make_plan(NAMES, nodes, 12, placed, layout.elements)
-        values = DictKeyValue(lambda: time.sleep(0.001))
+        values = Values()
         build = partial(tcp.build, values, world=4, hostname="127.0.0.1", cancelled=lambda _: None)
         groups = in_threads([partial(build, rank) for rank in range(4)])
         members = [Member(layout, 12, placed[name], gradients) for name in NAMES]

@@ -11,8 +11,9 @@ from elastic_harness.membership import leader, node
 from elastic_harness.membership.codec import PACKED_FROM, encode, from_text, to_text
 from elastic_harness.membership.leading import Known, Leading
 from elastic_harness.membership.node import Carry, Deliver, Excluded, Happened, Node, Offered, Read, Saw, Tick, Wrote
-from elastic_harness.membership.store import Change, EmbeddedStore, Entry, Watch
+from elastic_harness.membership.store import Change, Entry, Watch
 from elastic_harness.membership.types import Generation, Limits, Report, node_of
+from elastic_harness.simulate.store import EmbeddedStore
 
 LIMITS = Limits(1, 8, 1)
 

@@ -18,8 +18,9 @@ from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership import node
 from elastic_harness.membership.decide import Change, Hold, View, decide
-from elastic_harness.membership.store import EmbeddedStore, Put, TooLarge, Unavailable
+from elastic_harness.membership.store import Put, TooLarge, Unavailable
 from elastic_harness.membership.types import Generation, Limits, node_of
+from elastic_harness.simulate.store import EmbeddedStore
 from elastic_harness.train.progress import Formed
 from etcd_servers import Cluster
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.store import EtcdStore
-from elastic_harness.membership.store import Change, Compacted, EmbeddedStore, Put, Store
+from elastic_harness.membership.store import Change, Compacted, Put, Store
+from elastic_harness.simulate.store import EmbeddedStore
 from etcd_servers import VERSIONS, Cluster, polled
 
 SLACK_S = 1.5  # etcd looks for leases that have ended twice a second

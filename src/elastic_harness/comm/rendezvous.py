@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -48,19 +47,3 @@ class RendezvousStore(dist.Store):
 
     def has_extended_api(self) -> bool:
         return False
-
-
-class DictKeyValue:
-    """An in-process `KeyValue` for a world of one, and for tests with threads."""
-
-    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
-        self._values: dict[str, bytes] = {}
-        self._wait = wait
-
-    def set(self, key: str, value: bytes) -> None:
-        self._values[key] = value
-
-    def get(self, key: str) -> bytes:
-        while key not in self._values:
-            self._wait()
-        return self._values[key]

@@ -247,11 +247,6 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     raise ConfigError(f"The vocabulary has {vocab_size} entries, but token ids have at most 32 bits.")
 
 
-def document_key(content: bytes) -> int:
-    """64 bits that depend on a document's content alone: a split by it is stable when data is added."""
-    return xxhash.xxh3_64_intdigest(content)
-
-
 def write_index(
     path: Path,
     *,

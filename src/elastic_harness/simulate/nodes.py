@@ -21,9 +21,10 @@ from elastic_harness.membership.codec import decode
 from elastic_harness.membership.leading import HISTORY, Known
 from elastic_harness.membership.node import Node
 from elastic_harness.membership.records import read_decision
-from elastic_harness.membership.store import EmbeddedStore, Put, Watch
+from elastic_harness.membership.store import Put, Watch
 from elastic_harness.membership.types import Digest, Limits
 from elastic_harness.simulate.cluster import Size, index_of
+from elastic_harness.simulate.store import EmbeddedStore
 from elastic_harness.simulate.workers import Workers, kept_with
 from elastic_harness.simulate.world import Message, Violation, Worker, World
 

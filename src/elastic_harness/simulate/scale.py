@@ -29,9 +29,10 @@ from elastic_harness.membership import leader as core
 from elastic_harness.membership import node as nodes
 from elastic_harness.membership.codec import to_text
 from elastic_harness.membership.node import Known, Node
-from elastic_harness.membership.store import EmbeddedStore, Watch
+from elastic_harness.membership.store import Watch
 from elastic_harness.membership.types import Digest, Limits, Report
 from elastic_harness.simulate import effective
+from elastic_harness.simulate.store import EmbeddedStore
 
 PER_NODE = 8
 WAY_S = 0.00075  # to etcd or back: half of the median put in benchmarks/results/etcd_clients.json
