@@ -39,7 +39,7 @@ from elastic_harness.checkpoint.manifest import newest
 from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.policy import Policy
 from elastic_harness.checkpoint.retention import Retention
-from elastic_harness.checkpoint.snapshot import Outcome, Slots
+from elastic_harness.checkpoint.snapshot import Slots, SnapshotOutcome
 from elastic_harness.checkpoint.tensors import content_of, slice_of
 from elastic_harness.checkpoint.tiers import CheckpointTier, Tiers
 from elastic_harness.contract import memory_slots
@@ -70,7 +70,7 @@ class Tiered:
         snapshot = self.tiers.begin(self.version, {}, self.tensors, {"lineage": 0}, policy)
         assert snapshot is not None
         self.tiers.join()
-        assert self.tiers.wait(snapshot) == Outcome.DURABLE
+        assert self.tiers.wait(snapshot) == SnapshotOutcome.DURABLE
 
     def load(self) -> None:
         """Into memory that is there, as the memcpy beside it."""

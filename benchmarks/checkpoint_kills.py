@@ -36,7 +36,7 @@ from elastic_harness.checkpoint.layout import Slice
 from elastic_harness.checkpoint.manifest import Checkpoint, newest
 from elastic_harness.checkpoint.policy import Policy, Upload
 from elastic_harness.checkpoint.retention import Retention
-from elastic_harness.checkpoint.snapshot import Outcome, Slots
+from elastic_harness.checkpoint.snapshot import Slots, SnapshotOutcome
 from elastic_harness.checkpoint.tensors import slice_of
 from elastic_harness.contract import memory_slots
 from elastic_harness.errors import CheckpointCorrupt
@@ -124,7 +124,7 @@ class Trial:
 
     def note_durable(self) -> None:
         for snapshot in self.slots.complete():
-            if snapshot.outcome == Outcome.DURABLE:
+            if snapshot.outcome == SnapshotOutcome.DURABLE:
                 self.durable = max(self.durable, snapshot.version)
 
 

@@ -33,7 +33,7 @@ from torch import nn
 
 from benchmarks.common import HERE, finish, ratio_summary, say, summary, target
 from elastic_harness.checkpoint import CheckpointConfig, CheckpointManager, CheckpointState, CheckpointTier
-from elastic_harness.checkpoint.snapshot import Outcome
+from elastic_harness.checkpoint.snapshot import SnapshotOutcome
 
 RIVAL = "torch_checkpointing==0.1.1"
 RIVALS = HERE / ".rivals-checkpoint"
@@ -110,7 +110,7 @@ class Ours(Method):
     def durable(self) -> bool:
         snapshot = self.manager._snapshot
         assert snapshot is not None
-        return snapshot.outcome == Outcome.DURABLE if self.tier == CheckpointTier.NVME else snapshot.sealed
+        return snapshot.outcome == SnapshotOutcome.DURABLE if self.tier == CheckpointTier.NVME else snapshot.sealed
 
     def clean(self) -> None:
         pass  # it has its own retention

@@ -38,10 +38,10 @@ from elastic_harness.contract.forking import (
     FROM_FORK_SERVER,
     TO_FORK_SERVER,
     BlankForked,
+    BlankOrder,
     BlankPid,
     Fork,
     NotForked,
-    Order,
     Preload,
     Preloaded,
     UnsafeModule,
@@ -63,7 +63,7 @@ def main() -> None:
 # ---- the server
 
 
-def serve(control: socket.socket, agent_pid: int) -> tuple[Order, list[int]]:
+def serve(control: socket.socket, agent_pid: int) -> tuple[BlankOrder, list[int]]:
     """Import and fork as the agent says, until it closes the connection. Returns in a blank that got its order, with
     that and its descriptors."""
     channel = wire.Channel(control)
@@ -106,7 +106,7 @@ def preload(modules: Iterable[str]) -> UnsafeModule | None:
     return None
 
 
-def fork_blank(control: socket.socket, agent_pid: int) -> tuple[Order, list[int]] | None:
+def fork_blank(control: socket.socket, agent_pid: int) -> tuple[BlankOrder, list[int]] | None:
     """Fork a blank that is the agent's child, and tell the agent. Returns None here, and in the blank what
     `wait_for_order` does.
     Raises OSError, here alone, if there is no room for another process."""
@@ -155,13 +155,13 @@ def _become_child_of(agent_pid: int) -> None:
     os.setpgid(0, 0)
 
 
-def wait_for_order(agent: socket.socket) -> tuple[Order, list[int]]:
+def wait_for_order(agent: socket.socket) -> tuple[BlankOrder, list[int]]:
     """Say which process this is, and block until its order and the descriptors come. The process ends if the agent goes
     away instead."""
     try:
         wire.send(agent, BLANK.pack(BlankPid(os.getpid())))
         decoder = wire.Decoder()
-        orders: list[Order] = []
+        orders: list[BlankOrder] = []
         descriptors: list[int] = []
         while not orders:
             data, received, _, _ = socket.recv_fds(agent, 1 << 16, DESCRIPTORS_MAX)
@@ -175,7 +175,7 @@ def wait_for_order(agent: socket.socket) -> tuple[Order, list[int]]:
     return orders[0], descriptors
 
 
-def become(order: Order, given: Sequence[int]) -> None:
+def become(order: BlankOrder, given: Sequence[int]) -> None:
     """Be the worker that was ordered: its output, environment and priority, then its program, as `python` runs it."""
     output, *descriptors = given
     nothing = os.open(os.devnull, os.O_RDONLY)

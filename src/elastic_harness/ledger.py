@@ -318,7 +318,7 @@ def _state_of(path: Path, line: json_lines.Line) -> tuple[StateLine | None, str]
         return None, str(error)
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """Which line of which file tells of a step."""
 
     lineage: int
@@ -339,7 +339,7 @@ class Ledger:
     `damaged`: what is no line of a ledger."""
 
     paths: tuple[Path, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[LedgerEntry, ...]
     torn: bool
     damaged: tuple[str, ...] = ()
     states: tuple[StateLine, ...] = ()
@@ -349,7 +349,7 @@ class Ledger:
         """The newest lineage that has a line (0 for an empty ledger)."""
         return max((entry.lineage for entry in self.entries), default=0)
 
-    def line(self, entry: Entry) -> LedgerLine:
+    def line(self, entry: LedgerEntry) -> LedgerLine:
         """Read one line."""
         path = self.paths[entry.file]
         line, damage = _step_of(path, json_lines.read_at(path, entry.begin))
@@ -368,7 +368,7 @@ class Ledger:
 
 
 class _Followed(Mapping[int, LedgerLine]):
-    def __init__(self, ledger: Ledger, entries: Mapping[int, Entry]) -> None:
+    def __init__(self, ledger: Ledger, entries: Mapping[int, LedgerEntry]) -> None:
         self._ledger = ledger
         self._entries = entries
 
@@ -386,7 +386,7 @@ def read_ledger(*paths: str | Path) -> Ledger:
     """The ledger in a file or a run folder, or in several of them. A torn last line is left out, and what is no line of
     a ledger is told of in `damaged`. Raises LedgerError if there is none."""
     files = tuple(path / FILE_NAME if path.is_dir() else path for path in map(Path, paths))
-    entries: list[Entry] = []
+    entries: list[LedgerEntry] = []
     damaged: list[str] = []
     states: list[StateLine] = []
     for number, file in enumerate(files):
@@ -395,7 +395,7 @@ def read_ledger(*paths: str | Path) -> Ledger:
         for line in json_lines.read(file):
             step, damage = _step_of(file, line)
             if step is not None:
-                entries.append(Entry(step.lineage, step.from_step, step.step, number, line.begin))
+                entries.append(LedgerEntry(step.lineage, step.from_step, step.step, number, line.begin))
             elif damage:
                 damaged.append(damage)
             elif line.record is not None and line.record["kind"] == STATE:
@@ -405,7 +405,7 @@ def read_ledger(*paths: str | Path) -> Ledger:
     return Ledger(files, tuple(entries), any(map(json_lines.torn, files)), tuple(damaged), tuple(states))
 
 
-_Line = TypeVar("_Line", LedgerLine, Entry)
+_Line = TypeVar("_Line", LedgerLine, LedgerEntry)
 
 
 def follow(lines: Iterable[_Line]) -> dict[int, _Line]:

@@ -21,11 +21,11 @@ import numpy as np
 
 from elastic_harness import origin as origins
 from elastic_harness.data.mixture import order_of
-from elastic_harness.data.order import EpochOrder, Order, Places, ids_of
+from elastic_harness.data.order import EpochOrder, Order, SamplePlaces, ids_of
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError, HarnessError
 from elastic_harness.events import passed_over, read_events
-from elastic_harness.ledger import FILE_NAME, Entry, Ledger, LedgerLine, lanes_covered_once, read_ledger
+from elastic_harness.ledger import FILE_NAME, Ledger, LedgerEntry, LedgerLine, lanes_covered_once, read_ledger
 from elastic_harness.origin import Origin
 from elastic_harness.run_folders import of_run
 
@@ -289,15 +289,14 @@ class _Replay:
             found += self._book(places, slot)
         return found
 
-    def slot_places(self, step: int) -> list[Places]:
+    def slot_places(self, step: int) -> list[SamplePlaces]:
         """What every slot of a step has to read, by arithmetic alone."""
         identity, span = self.identity, self.schedule.at(step)
         ranges = [span.slot_range(slot, identity.micro_batch_samples) for slot in range(identity.slots)]
         positions = np.arange(span.first, span.first + span.count, dtype=np.int64)
         step_places = identity.order.places(span.epoch, positions)  # for all at once: it costs as much for one position
-        return [
-            Places(*(column[low - span.first : high - span.first] for column in step_places)) for low, high in ranges
-        ]
+        offsets = [(low - span.first, high - span.first) for low, high in ranges]
+        return [SamplePlaces(*(column[low:high] for column in step_places)) for low, high in offsets]
 
     def gaps(self, until: int | None = None) -> list[str]:
         """Steps between the first and the last one (or `until`) that no line covers."""
@@ -353,7 +352,7 @@ class _Replay:
         names = self.identity.order.names
         return f"pass {turn} through {names[source]}" if names else f"epoch {turn}"
 
-    def _book(self, places: Places, slot: int) -> list[str]:
+    def _book(self, places: SamplePlaces, slot: int) -> list[str]:
         order, found = self.identity.order, []
         for source, turn in dict.fromkeys(zip(places.sources.tolist(), places.passes.tolist(), strict=True)):
             ids = places.numbers[(places.sources == source) & (places.passes == turn)]
@@ -428,7 +427,7 @@ def _told_twice(ledger: Ledger) -> list[str]:
     """A ledger has each step of a lineage once. Those of several nodes may tell of the same step, of the same outcome:
     one may have told of a step whose data did not reach the others before it was lost, and they have computed it again,
     in another generation."""
-    seen: dict[tuple[int, int], Entry] = {}
+    seen: dict[tuple[int, int], LedgerEntry] = {}
     for entry in ledger.entries:
         first = seen.setdefault(entry.key, entry)
         if first is entry:

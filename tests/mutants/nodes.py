@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_harness.simulate.cli import Shape
+from elastic_harness.simulate.cli import JobShape
 from mutants.patch import Patch
 
 
-def with_faults(*kinds: str) -> Shape:
+def with_faults(*kinds: str) -> JobShape:
     """A small job that meets these only."""
-    return Shape(6, 3, 15, 8, kinds=kinds)
+    return JobShape(6, 3, 15, 8, kinds=kinds)
 
 
 @dataclass(frozen=True)
 class Planted(Patch):
     """`shape`: a job that shows the mistake well. `first`: from this seed on; some take a rare coincidence."""
 
-    shape: Shape = Shape(6, 3, 15, 8)  # noqa: RUF009  (immutable)
+    shape: JobShape = JobShape(6, 3, 15, 8)  # noqa: RUF009  (immutable)
     first: int = 0
 
 
@@ -48,28 +48,28 @@ PATCHES = [
         "a generation that the store has forgotten is waited for",
         "reacts = boundary or not formed or member",
         "reacts = boundary or member",
-        shape=Shape(8, 4, 20, 8),
+        shape=JobShape(8, 4, 20, 8),
         first=3002251,
     ),
     Planted(
         "who finished outside of the generation stays outside",
         "(view.finished if bereft else frozenset()) if ending",
         "frozenset() if ending",
-        shape=Shape(8, 4, 20, 8, spare_nodes=2),
+        shape=JobShape(8, 4, 20, 8, spare_nodes=2),
         first=30099270,
     ),
     Planted(
         "who comes back while the others wait is taken for one who leaves",
         'and self._writing is None and not decision["paused"]:',
         "and self._writing is None:",
-        shape=Shape(3, 3, 20, 8, least_nodes=2),
+        shape=JobShape(3, 3, 20, 8, least_nodes=2),
         first=10043887,
     ),
     Planted(
         "whoever is first begins at zero",
         "if begins and state.saved and not alone and _others_may_come(state, now):",
         "if False:",
-        shape=Shape(8, 4, 30, 4, spare_nodes=2, kinds=("kill half",)),
+        shape=JobShape(8, 4, 30, 4, spare_nodes=2, kinds=("kill half",)),
     ),
     Planted(
         "the loss of a node is nobody's business",
@@ -94,7 +94,7 @@ PATCHES = [
                 "        self._follow(list(self._records))",
             ),
         ),
-        shape=Shape(8, 4, 30, 8, kinds=("store loses all", "kill half")),
+        shape=JobShape(8, 4, 30, 8, kinds=("store loses all", "kill half")),
     ),
     Planted(
         "nodes that died with the leader are not missed",

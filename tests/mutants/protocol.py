@@ -16,8 +16,8 @@ from elastic_harness.membership import decide as deciding
 from elastic_harness.membership import leader as core
 from elastic_harness.membership.types import Digest, Generation, Report, Source
 from elastic_harness.simulate.model import Model, Size
-from elastic_harness.simulate.world import Faults, Gradient, Message, Worker, World
-from elastic_harness.train.gate import Signals, Verdict
+from elastic_harness.simulate.world import Faults, Gradient, Message, SimulatedWorker, World
+from elastic_harness.train.gate import GateVerdict, Signals
 from mutants.patch import Patch
 
 honest_decide, honest_reconcile = core.decide, core.reconcile
@@ -70,10 +70,10 @@ class ErrorsNotReported(Model):
 class KeyedByPosition(Model):
     """A message is known by its place in the plan, not by generation and step."""
 
-    def stale(self, w: Worker, message: Message) -> bool:
+    def stale(self, w: SimulatedWorker, message: Message) -> bool:
         return False
 
-    def arrived(self, world: World, who: int, w: Worker, kind: str, block: int) -> dict[int, tuple[Any, ...]]:
+    def arrived(self, world: World, who: int, w: SimulatedWorker, kind: str, block: int) -> dict[int, tuple[Any, ...]]:
         found = sorted(
             (m for m in world.mail[who] if m.kind == kind and m.block == block and m.source in w.members),
             key=lambda m: (m.generation, m.step),
@@ -85,7 +85,7 @@ class KeyedByPosition(Model):
 class UrgentAsPlanned(Model):
     """A loss waits for the step boundary."""
 
-    def taken(self, w: Worker, message: tuple[Any, ...]) -> Worker:
+    def taken(self, w: SimulatedWorker, message: tuple[Any, ...]) -> SimulatedWorker:
         match message:
             case ("generation", Generation() as generation) if w.mode != "idle":
                 message = ("generation", replace(generation, urgent=False))
@@ -102,7 +102,7 @@ class RecordDroppedEarly(Model):
 class SwitchByOr(Model):
     """One member that knows of a planned generation is enough for those who know it to switch."""
 
-    def verdict(self, w: Worker, headers: dict[int, Signals]) -> Verdict:
+    def verdict(self, w: SimulatedWorker, headers: dict[int, Signals]) -> GateVerdict:
         return replace(super().verdict(w, headers), switch=max(each.switch for each in headers.values()))
 
     def at_boundary(self, world: World, who: int) -> World:
@@ -113,7 +113,7 @@ class SwitchByOr(Model):
 class CanaryNotCompared(Model):
     """Whoever joins is taken to compute what the others do."""
 
-    def canary(self, w: Worker, who: int) -> int:
+    def canary(self, w: SimulatedWorker, who: int) -> int:
         return 0
 
 
@@ -128,7 +128,7 @@ class LeftOutNotTold(Model):
 class PlannedHidesUrgent(Model):
     """Only the newest announcement is remembered: a planned one makes an urgent one before it unheard."""
 
-    def taken(self, w: Worker, message: tuple[Any, ...]) -> Worker:
+    def taken(self, w: SimulatedWorker, message: tuple[Any, ...]) -> SimulatedWorker:
         w = super().taken(w, message)
         if message[0] == "generation" and not message[1].urgent:
             return w._replace(heard=replace(w.heard, urgent_number=0))

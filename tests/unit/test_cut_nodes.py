@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elastic_harness.agent.cuts import Cuts
 from elastic_harness.membership import leader
 from elastic_harness.membership.codec import encode
-from elastic_harness.membership.decide import Change, View, decide, on_connected_nodes
+from elastic_harness.membership.decide import Form, View, decide, on_connected_nodes
 from elastic_harness.membership.leader import (
     APART_S,
     HEARING_S,
@@ -88,7 +88,7 @@ def test_no_two_nodes_that_are_cut_from_each_other_go_on_together(
     assert on_connected_nodes(ready, view) == chosen
     veterans_first = sorted(ready, key=lambda m: m not in veterans)  # as `decide` asks: of equals, the first one counts
     decision = decide(1e6, view, Limits(1, 8, 8))
-    assert not isinstance(decision, Change) or list(decision.members) == on_connected_nodes(veterans_first, view)
+    assert not isinstance(decision, Form) or list(decision.members) == on_connected_nodes(veterans_first, view)
 
 
 def test_of_equals_the_one_with_the_first_rank_goes_on() -> None:

@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness.membership.decide import Change, View, decide, mutually_connected
+from elastic_harness.membership.decide import Form, View, decide, mutually_connected
 from elastic_harness.membership.types import Generation, Limits
 
 NAMES = [f"w{i}" for i in range(7)]
@@ -42,10 +42,10 @@ def views(draw: st.DrawFn) -> View:
     )
 
 
-def chosen(now: float, view: View, limits: Limits) -> tuple[Change | None, str]:
+def chosen(now: float, view: View, limits: Limits) -> tuple[Form | None, str]:
     """The change that is decided, if there is one, and why."""
     outcome = decide(now, view, limits)
-    return (outcome if isinstance(outcome, Change) else None), outcome.reason
+    return (outcome if isinstance(outcome, Form) else None), outcome.reason
 
 
 @given(st.floats(0, 1e4), views(), limits())

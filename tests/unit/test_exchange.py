@@ -21,14 +21,14 @@ from torch import Tensor
 from elastic_harness.comm import plan as planning
 from elastic_harness.comm import tcp
 from elastic_harness.comm.exchange import JOIN, Exchange
-from elastic_harness.comm.group import Group, Work
+from elastic_harness.comm.group import Group, Pending
 from elastic_harness.comm.nccl import NcclGroup
 from elastic_harness.comm.placement import Ranges, deal, merge_ranges
 from elastic_harness.comm.plan import Plan, make_plan
 from elastic_harness.comm.pool import Pool
 from elastic_harness.errors import PeerFailed
 from elastic_harness.train.commit import FIXED_WORDS, Header, combine
-from elastic_harness.train.layout import Entry, Layout
+from elastic_harness.train.layout import Layout, LayoutEntry
 from elastic_harness.train.partials import Contribution, Gradients, Partials, SlotTable
 from elastic_harness.train.work import Adder
 
@@ -94,14 +94,14 @@ class Tagged:
         self.mail, self.rank, self.world, self.device, self.concurrent = mail, rank, world, CPU, True
         self.waits = 0
 
-    def send(self, tensor: Tensor, rank: int, tag: int) -> Work:
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Pending:
         self.mail.put(self.rank, rank, tag, tensor)
-        return Work(Raw(lambda _: None), tensor, rank)
+        return Pending(Raw(lambda _: None), tensor, rank)
 
-    def receive(self, tensor: Tensor, rank: int, tag: int) -> Work:
-        return Work(Raw(lambda left_s: self.mail.get(rank, self.rank, tag, tensor, left_s)), tensor, rank)
+    def receive(self, tensor: Tensor, rank: int, tag: int) -> Pending:
+        return Pending(Raw(lambda left_s: self.mail.get(rank, self.rank, tag, tensor, left_s)), tensor, rank)
 
-    def wait(self, works: Sequence[Work], timeout_s: float) -> None:
+    def wait(self, works: Sequence[Pending], timeout_s: float) -> None:
         self.waits += 1
         deadline = time.monotonic() + timeout_s
         for work in works:
@@ -225,7 +225,7 @@ def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 def layout_of(sizes: Sequence[int]) -> Layout:
     edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     entries = [
-        Entry(f"p{i}", torch.Size([size]), torch.float32, edges[i], edges[i + 1]) for i, size in enumerate(sizes)
+        LayoutEntry(f"p{i}", torch.Size([size]), torch.float32, edges[i], edges[i + 1]) for i, size in enumerate(sizes)
     ]
     return Layout(tuple(entries), (), torch.float32, edges[-1])
 
@@ -233,7 +233,7 @@ def layout_of(sizes: Sequence[int]) -> Layout:
 def made_up(layout: Layout, lanes: int, seed: int, absent: float) -> list[Gradients]:
     generator = torch.Generator().manual_seed(seed)
 
-    def gradient(entry: Entry) -> Tensor | None:
+    def gradient(entry: LayoutEntry) -> Tensor | None:
         present = float(torch.rand(1, generator=generator)) >= absent
         scale = 10.0 ** float(torch.randint(-6, 6, (1,), generator=generator))
         value = torch.randn(entry.shape, generator=generator) * scale

@@ -10,7 +10,18 @@ import pytest
 from elastic_harness.membership import leader, node
 from elastic_harness.membership.codec import PACKED_FROM, encode, from_text, to_text
 from elastic_harness.membership.leading import Known, Leading
-from elastic_harness.membership.node import Carry, Deliver, Excluded, Happened, Node, Offered, Read, Saw, Tick, Wrote
+from elastic_harness.membership.node import (
+    Carry,
+    Deliver,
+    Excluded,
+    Happened,
+    Node,
+    NodeTick,
+    Offered,
+    Read,
+    Saw,
+    Wrote,
+)
 from elastic_harness.membership.store import Change, Entry, Watch
 from elastic_harness.membership.types import Generation, Limits, Report, node_of
 from elastic_harness.simulate.store import EmbeddedStore
@@ -58,7 +69,7 @@ class Nodes:
         for name in list(self.nodes):
             for lease in self.leases.values():
                 self.store.keep_alive(lease)
-            self._do(name, self.nodes[name].take(Tick(), self.now))
+            self._do(name, self.nodes[name].take(NodeTick(), self.now))
         self.settle()
 
     def settle(self) -> None:
@@ -91,7 +102,7 @@ class Nodes:
                 case node.Write():
                     self.writes += 1
                     applied, revision = self.store.txn(output.compare, output.puts(self.leases[name]))
-                    said = Wrote(output.number, revision) if applied else node.Refused(output.number)
+                    said = Wrote(output.number, revision) if applied else node.WriteRefused(output.number)
                     self._do(name, made.take(said, self.now))
 
 
@@ -175,7 +186,7 @@ def test_a_node_that_differs_is_excluded_and_the_run_goes_on() -> None:
 def test_a_node_that_leaves_disturbs_nobody() -> None:
     nodes = Nodes()
     two(nodes)
-    nodes.tell("b", node.Leave())
+    nodes.tell("b", node.NodeLeaves())
     last = nodes.actions("a", leader.Announce)[-1].generation
     assert last.members == ("a/w0",) and not last.urgent
     assert not nodes.actions("a", leader.Stop)
@@ -184,7 +195,7 @@ def test_a_node_that_leaves_disturbs_nobody() -> None:
 def test_a_node_that_leaves_still_leaves_when_the_store_has_lost_everything() -> None:
     nodes = Nodes()
     two(nodes)
-    nodes.tell("a", node.Leave())
+    nodes.tell("a", node.NodeLeaves())
     nodes.store = EmbeddedStore(lambda: nodes.now)
     for name in "ab":
         nodes.tell(name, node.LeaseEnded())
@@ -256,7 +267,7 @@ def test_if_all_leave_the_job_stops() -> None:
     two(nodes)
     for name in "ab":
         nodes.cut.add("b")
-        nodes.tell(name, node.Leave())
+        nodes.tell(name, node.NodeLeaves())
     nodes.cut.clear()
     report(nodes)
     for name in "ab":
@@ -391,7 +402,7 @@ def test_a_leader_that_comes_and_goes_is_not_waited_for() -> None:
     claim = next(o for o in b.take(Saw(Change(90, node.LEADER, None)), 0.0) if isinstance(o, node.Write))
     for revision, entry in ((91, Entry(node.LEADER, "run/node/c.0", 91)), (92, None)):
         b.take(Saw(Change(revision, node.LEADER, entry)), 0.0)
-    assert node.Follow(everything=False) in b.take(node.Refused(claim.number), 0.0)
+    assert node.Follow(everything=False) in b.take(node.WriteRefused(claim.number), 0.0)
 
 
 def test_what_was_before_its_own_claim_does_not_unseat_a_leader() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import signal
 import subprocess
@@ -71,3 +72,13 @@ def test_an_interrupt_reaches_the_job_once(tmp_path: Path) -> None:
     caller.send_signal(signal.SIGINT)
     said, _ = caller.communicate(timeout=60)
     assert caller.returncode == 130 and "was asked to end" in said, said
+
+
+def test_a_public_class_name_stands_once() -> None:
+    """Whoever reads a name finds one class of it."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(Path(elastic_harness.__path__[0]).rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(path.name)
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}

@@ -11,7 +11,7 @@ from elastic_harness.membership import leader
 from elastic_harness.membership.leading import GENERATIONS_KEPT, Leading
 from elastic_harness.membership.types import Limits
 from elastic_harness.simulate import cli, effective, scale
-from elastic_harness.simulate.scale import Cluster, Cost, Count, extrapolate
+from elastic_harness.simulate.scale import Cost, Count, LargeCluster, extrapolate
 
 
 @pytest.mark.parametrize("workers", [10, 40])
@@ -24,7 +24,7 @@ def test_every_kind_of_failure_is_agreed_on(workers: int) -> None:
 
 
 def test_peace_costs_nothing_but_leases_however_many_steps() -> None:
-    cluster = Cluster(40)
+    cluster = LargeCluster(40)
     cluster.peace(1.0, 1)  # the first commit is told: the run is born
     few, many = cluster.peace(4.0, 4), cluster.peace(4.0, 400)
     assert few.writes == many.writes == 0 and few.written_bytes == many.written_bytes == 0
@@ -34,9 +34,9 @@ def test_peace_costs_nothing_but_leases_however_many_steps() -> None:
 
 
 def test_a_failure_costs_at_most_linearly() -> None:
-    failures = [Cluster.lose_worker, Cluster.lose_node, lambda cluster: cluster.lose_node(leading=True)]
+    failures = [LargeCluster.lose_worker, LargeCluster.lose_node, lambda cluster: cluster.lose_node(leading=True)]
     for fail in failures:
-        few, many = fail(Cluster(40)), fail(Cluster(160))
+        few, many = fail(LargeCluster(40)), fail(LargeCluster(160))
         assert many.writes <= 1.3 * 4 * few.writes, few.failure  # 19 of 20 nodes are left instead of 4 of 5
         assert many.messages <= 1.3 * 4 * few.messages, few.failure
         assert many.written_bytes <= 1.5 * 4 * few.written_bytes, few.failure

@@ -17,7 +17,7 @@ from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership import node
-from elastic_harness.membership.decide import Change, Hold, View, decide
+from elastic_harness.membership.decide import Form, Hold, View, decide
 from elastic_harness.membership.store import Put, TooLarge, Unavailable
 from elastic_harness.membership.types import Generation, Limits, node_of
 from elastic_harness.simulate.store import EmbeddedStore
@@ -102,7 +102,7 @@ def test_a_write_takes_place_once_though_its_answer_is_lost(link: StoreLink, tro
 def test_a_write_that_expects_what_is_not_so_is_refused(link: StoreLink, trouble: Trouble) -> None:
     registered(link)
     link.ask(write(revision=7))
-    assert heard(link, node.Refused).number == 1
+    assert heard(link, node.WriteRefused).number == 1
 
 
 @pytest.mark.parametrize("error", [Unavailable("away"), InfrastructureError("database space exceeded")], ids=str)
@@ -144,7 +144,7 @@ def test_a_lease_that_ended_is_told(link: StoreLink, trouble: Trouble) -> None:
     trouble.store = EmbeddedStore(time.monotonic, lease=1000)  # it has lost everything
     heard(link, node.LeaseEnded)
     link.ask(write())
-    heard(link, node.Refused)
+    heard(link, node.WriteRefused)
     registered(link)
     link.ask(write(2))
     heard(link, node.Wrote)
@@ -249,12 +249,12 @@ def test_too_few_nodes_wait() -> None:
     view = View(None, ("a/w0", "a/w1"))
     assert decide(700.0, view, limits) == Hold("waiting: workers of 1 of at least 2 nodes are ready")
     decision = decide(700.0, View(None, ("a/w0", "b/w1")), limits)
-    assert isinstance(decision, Change) and {node_of(m) for m in decision.members} == {"a", "b"}
+    assert isinstance(decision, Form) and {node_of(m) for m in decision.members} == {"a", "b"}
 
 
 def test_who_is_leaving_is_let_go_at_a_boundary() -> None:
     current = Generation(1, ("a/w0", "b/w0", "c/w0"), True, "")
     view = View(current, current.members, leaving=frozenset({"b/w0"}))
-    assert decide(0.0, view, Limits(1, 8, 3)) == Change(("a/w0", "c/w0"), urgent=False, reason="1 removed")
+    assert decide(0.0, view, Limits(1, 8, 3)) == Form(("a/w0", "c/w0"), urgent=False, reason="1 removed")
     without_it = decide(0.0, view, Limits(3, 8, 3))
     assert isinstance(without_it, Hold), "the job would have to wait: it trains as long as it can"

@@ -19,10 +19,10 @@ from elastic_harness.membership import leader
 from elastic_harness.membership.codec import decode, encode
 from elastic_harness.membership.types import Digest, Generation, Limits, Report, Source
 from elastic_harness.simulate import cli
-from elastic_harness.simulate.cli import Shape, run_seed, run_seeds
+from elastic_harness.simulate.cli import JobShape, run_seed, run_seeds
 from mutants.nodes import PATCHES, Planted
 
-SMALL = Shape(workers=6, nodes=3, steps=15, faults=8)
+SMALL = JobShape(workers=6, nodes=3, steps=15, faults=8)
 
 
 def test_a_seed_is_one_run() -> None:
@@ -35,7 +35,7 @@ def test_a_seed_is_one_run() -> None:
 
 def test_without_faults_every_job_gets_done() -> None:
     for nodes in (1, 2, 5):
-        shape = Shape(workers=2 * nodes, nodes=nodes, steps=5, faults=0)
+        shape = JobShape(workers=2 * nodes, nodes=nodes, steps=5, faults=0)
         assert [each.violation for each in run_seeds(shape, range(10), 1)] == [None] * 10
 
 
@@ -49,16 +49,16 @@ def test_random_faults_violate_nothing() -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        Shape(8, 4, 20, 8),
-        Shape(3, 3, 20, 12),
-        Shape(5, 5, 20, 15),
-        Shape(6, 2, 20, 6),
-        Shape(8, 4, 15, 8, spare_nodes=1),
-        Shape(6, 3, 15, 8, least_nodes=2),
+        JobShape(8, 4, 20, 8),
+        JobShape(3, 3, 20, 12),
+        JobShape(5, 5, 20, 15),
+        JobShape(6, 2, 20, 6),
+        JobShape(8, 4, 15, 8, spare_nodes=1),
+        JobShape(6, 3, 15, 8, least_nodes=2),
     ],
     ids=lambda s: f"{s.workers}-{s.nodes}-{s.faults}-{s.spare_nodes}-{s.least_nodes}",
 )
-def test_many_random_faults_violate_nothing(shape: Shape) -> None:
+def test_many_random_faults_violate_nothing(shape: JobShape) -> None:
     failed = {e.seed: (e.violation, e.needed) for e in run_seeds(shape, range(1000, 1150), 2) if e.violation}
     assert failed == {}
 

@@ -14,7 +14,7 @@ from elastic_harness.checkpoint import local, snapshot, tiers
 from elastic_harness.checkpoint.layout import Slice, pieces, share
 from elastic_harness.checkpoint.manifest import newest
 from elastic_harness.checkpoint.policy import Policy
-from elastic_harness.checkpoint.snapshot import Outcome, Slots, Snapshot
+from elastic_harness.checkpoint.snapshot import Slots, Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.tensors import slice_of
 from elastic_harness.checkpoint.tiers import CheckpointTier, Tiers
 from elastic_harness.checkpoint.writer import Writer
@@ -90,10 +90,10 @@ def test_what_waits_for_disk_is_not_overwritten(memory: Memory) -> None:
     first, second = take(slots, 1), take(slots, 2)
     header = {"policy": {}}
     assert slots.begin(3, 0, list(some_state(3)), header) is None
-    first.settle(Outcome.FAILED)
+    first.settle(SnapshotOutcome.FAILED)
     assert slots.begin(3, 0, list(some_state(3)), header) is not None
     assert not first.here and second.here
-    first.settle(Outcome.DURABLE)
+    first.settle(SnapshotOutcome.DURABLE)
     first.finish(0)
     assert versions(slots) == [2], "what is said of an old attempt does not count for the new one"
 
@@ -132,7 +132,7 @@ def test_too_little_memory_is_said_and_one_slot_is_used_if_disk_has_it(
     first = take(slots, 1)
     monkeypatch.setattr(snapshot, "_memory_available", lambda: 1000)
     assert slots.begin(2, 0, list(some_state(2)), {}) is None, "version 1 is nowhere else yet"
-    first.settle(Outcome.DURABLE)
+    first.settle(SnapshotOutcome.DURABLE)
     assert slots.begin(2, 0, list(some_state(2)), {}) is not None
     with pytest.raises(InfrastructureError, match="more memory, and 0 MB are available"):
         empty = memory_slots.create()
@@ -152,7 +152,7 @@ def test_from_memory_to_disk_and_back(memory: Memory, tmp_path: Path) -> None:
     taken = take(slots, 5)
     writer = Writer(slots, tmp_path)
     writer.drain()
-    assert taken.sealed and taken.outcome == Outcome.DURABLE
+    assert taken.sealed and taken.outcome == SnapshotOutcome.DURABLE
     both = Tiers(Slots(memory), tmp_path)
     assert [(s.version, s.tier) for s in both.stored()] == [(5, CheckpointTier.MEMORY), (5, CheckpointTier.NVME)]
     for found in (both.load(5), Tiers(Slots([]), tmp_path).load(5)):
@@ -224,7 +224,7 @@ def test_a_disk_that_refuses_ends_no_writer(memory: Memory, tmp_path: Path, capf
     taken = take(slots, 7)
     writer = Writer(slots, tmp_path / "file")
     writer.drain()
-    assert taken.outcome == Outcome.FAILED and "checkpoint_failed" in capfd.readouterr().out
+    assert taken.outcome == SnapshotOutcome.FAILED and "checkpoint_failed" in capfd.readouterr().out
 
 
 def test_a_torn_control_page_is_no_snapshot(memory: Memory) -> None:

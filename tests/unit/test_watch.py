@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from elastic_harness.errors import UserCodeError
 from elastic_harness.train import watch
 from elastic_harness.train.batch import ALIGNMENT_BYTES, own_memory
-from elastic_harness.train.watch import PIECES_MAX, Watch, differences, into_parts
+from elastic_harness.train.watch import PIECES_MAX, StateWatch, differences, into_parts
 
 
 @given(
@@ -45,7 +45,7 @@ def test_any_bit_of_the_state_is_found_within_one_round(monkeypatch: pytest.Monk
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(3, 40)).sum().backward()
     optimizer.step()
-    held = Watch(model, optimizer, [], dict(model.named_buffers()))
+    held = StateWatch(model, optimizer, [], dict(model.named_buffers()))
     assert held.parts > 10
     state: list[Tensor] = [*model.parameters(), *model.buffers()]
     state += [value for of in optimizer.state.values() for value in of.values()]
@@ -59,14 +59,14 @@ def test_any_bit_of_the_state_is_found_within_one_round(monkeypatch: pytest.Monk
     assert [_word(held, version) for version in range(held.parts)] == words
 
 
-def _word(held: Watch, version: int) -> int:
+def _word(held: StateWatch, version: int) -> int:
     held.accept(version)
     return held.word("here")
 
 
 def test_a_change_that_torch_does_not_count_is_named() -> None:
     model = nn.Linear(4, 2)
-    held = Watch(model, torch.optim.SGD(model.parameters(), momentum=0.9), [], {})
+    held = StateWatch(model, torch.optim.SGD(model.parameters(), momentum=0.9), [], {})
     model.bias.detach().numpy()[0] += 1
     with pytest.raises(UserCodeError, match="bias was changed in step 3 in a way that torch does not count"):
         held.word("in step 3")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from elastic_harness.agent.loop import Outcome
+from elastic_harness.agent.loop import JobOutcome
 from elastic_harness.membership import leader
 from elastic_harness.membership.leading import Known, Values
 from elastic_harness.membership.types import Limits
@@ -46,7 +46,7 @@ class Agreement(Protocol):
 
     def tick(self) -> None: ...
 
-    def stop(self, outcome: Outcome, members: tuple[str, ...]) -> bool:
+    def stop(self, outcome: JobOutcome, members: tuple[str, ...]) -> bool:
         """This node is to stop; `members`: of the generation. False: that is up to its own workers. True: the others
         go on without it."""
 
@@ -93,7 +93,7 @@ class Alone:
     def tick(self) -> None:
         self.tell(leader.Tick())
 
-    def stop(self, outcome: Outcome, members: tuple[str, ...]) -> bool:
+    def stop(self, outcome: JobOutcome, members: tuple[str, ...]) -> bool:
         return False
 
     def stop_all(self, reason: str) -> bool:

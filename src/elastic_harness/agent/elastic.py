@@ -12,7 +12,7 @@ from elastic_harness.agent.agreement import Agreement, Alone, CarryOut, Deliver
 from elastic_harness.agent.cuts import Cuts
 from elastic_harness.agent.environment import JobEnvironment, free_port
 from elastic_harness.agent.kv import KeyValues
-from elastic_harness.agent.loop import Agent, Outcome, spawn_error
+from elastic_harness.agent.loop import Agent, JobOutcome, spawn_error
 from elastic_harness.agent.places import Places
 from elastic_harness.agent.restarts import Cause, Ending, failure_exit_code
 from elastic_harness.agent.worker import Release, Why, Worker
@@ -167,9 +167,9 @@ class ElasticRun:
             case EndAsked():
                 self._on_end_asked(worker.member, message)
             case TooManySkipped(reason) | LoopLeft(reason):
-                self.agent.finish(Outcome(EXIT_USER_CODE, "failed", reason), graceful=False)
+                self.agent.finish(JobOutcome(EXIT_USER_CODE, "failed", reason), graceful=False)
             case WeightsNotSaved(error):
-                self.agent.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", error), graceful=False)
+                self.agent.finish(JobOutcome(EXIT_INFRASTRUCTURE, "failed", error), graceful=False)
             case LastStepDone(version):
                 worker.finished = message
                 self._finished[worker.member] = message
@@ -263,7 +263,7 @@ class ElasticRun:
         if self._waiting and now - self._waiting_shown_at >= WAITING_NOTICE_S:
             self._say_waiting(self._waiting)
 
-    def stop(self, outcome: Outcome) -> None:
+    def stop(self, outcome: JobOutcome) -> None:
         if self._done or self._waiting or not self.agreement.stop(outcome, self._members):
             self.agent.finish(outcome, graceful=True)
             return
@@ -413,7 +413,7 @@ class ElasticRun:
         known = self._slot_errors.get((at_step, slot), SlotError(at_step, slot, reason))
         samples = f"; its samples are {list(known.samples)}" if known.samples else ""
         self.agent.finish(
-            Outcome(
+            JobOutcome(
                 EXIT_USER_CODE,
                 "failed",
                 f"slot {slot} of step {at_step} failed on {len(members)} workers ({', '.join(members)}): {known.error}"
@@ -437,7 +437,7 @@ class ElasticRun:
         relaxed = (self.agent.folder.record.get("fingerprint") or {}).get("exactness") == "relaxed"
         if len(set(hashes.values())) > 1 and not relaxed:
             named = ", ".join(f"{m}: {h}" for m, h in sorted(hashes.items()))
-            outcome = Outcome(
+            outcome = JobOutcome(
                 EXIT_INFRASTRUCTURE,
                 "failed",
                 f"the members finished with different weights ({named}); one machine computes wrongly, or the "
@@ -461,7 +461,7 @@ class ElasticRun:
             self.agent.report.incident(worker, "training had finished; the trained weights are complete")
             if worker.exit_code and worker.exit_code > 0:
                 self.agent.finish(
-                    Outcome(
+                    JobOutcome(
                         EXIT_USER_CODE,
                         "failed",
                         f"training finished, but the code after it failed in worker {worker.member}",
@@ -482,7 +482,7 @@ class ElasticRun:
             )
             if finished.stop_reason:
                 message += f"; the script ended the run: {finished.stop_reason}"
-        self.agent.finish(Outcome(EXIT_SUCCESS, "finished", message), graceful=False)
+        self.agent.finish(JobOutcome(EXIT_SUCCESS, "finished", message), graceful=False)
 
     # ---- workers coming and going
 
@@ -598,7 +598,7 @@ class ElasticRun:
         else:
             return
         self._places.planned.clear()
-        self.agent.finish(Outcome(code, "failed", message), graceful=bool(living))
+        self.agent.finish(JobOutcome(code, "failed", message), graceful=bool(living))
 
     def _report(self, worker: Worker, done: str, cause: Cause, error: str) -> None:
         """One block per incident; the same error on further workers is one line each."""

@@ -29,9 +29,9 @@ from elastic_harness.contract.forking import (
     FROM_FORK_SERVER,
     TO_FORK_SERVER,
     BlankForked,
+    BlankOrder,
     Fork,
     NotForked,
-    Order,
     Preload,
     Preloaded,
     UnsafeModule,
@@ -92,7 +92,7 @@ class Blank:
         for name, given in variables.items():
             named[name] = tuple(range(len(descriptors) - 1, len(descriptors) - 1 + len(given)))
             descriptors += given
-        data = memoryview(wire.encode(BLANK.pack(Order(tuple(command), environment, named, niceness))))
+        data = memoryview(wire.encode(BLANK.pack(BlankOrder(tuple(command), environment, named, niceness))))
         self.connection.settimeout(1.0)
         with self.connection:
             sent = socket.send_fds(self.connection, [data], descriptors)

@@ -13,7 +13,7 @@ from elastic_harness.contract.messages import Commit, SkippedUpdate
 
 
 @dataclass(frozen=True)
-class Facts:
+class Evidence:
     """What is known about a worker's end; nothing here is a guess."""
 
     member: str
@@ -70,7 +70,7 @@ def describe_exit(exit_code: int | None) -> str:
     return f"ended with exit code {exit_code}"
 
 
-def build(facts: Facts, done: str, advice: str = "") -> Incident:
+def build(facts: Evidence, done: str, advice: str = "") -> Incident:
     """The block for one failed worker. A cause is named only where there is evidence for it."""
     evidence: list[str] = []
     if facts.hang:

@@ -54,7 +54,7 @@ EXIT_HANGUP = 129
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """How the job ends."""
 
     exit_code: int
@@ -77,7 +77,7 @@ class Supervisor(Protocol):
         """A checkpoint was saved to disk on this node."""
 
     def on_tick(self, now: float) -> None: ...
-    def stop(self, outcome: Outcome) -> None:
+    def stop(self, outcome: JobOutcome) -> None:
         """This node was asked to stop, keeping what it has reached."""
 
     def stop_all(self, why: str) -> None:
@@ -104,7 +104,7 @@ class Agent:
         self.options = options
         self.console = console
         self.workers: dict[str, Worker] = {}
-        self.outcome: Outcome | None = None
+        self.outcome: JobOutcome | None = None
         self.checkpoints: dict[str, int] = {}  # the newest that was saved to disk, and that was uploaded
         self.records = Records(folder)
         self.report = Reporter(self.records, console)
@@ -149,7 +149,7 @@ class Agent:
                 self._turn()
             self._finish_writer()
         except HarnessError as error:
-            self.finish(Outcome(error.exit_code, "failed", str(error)), graceful=False)
+            self.finish(JobOutcome(error.exit_code, "failed", str(error)), graceful=False)
             while any(w.running for w in self.workers.values()):
                 self._turn(quiet=True)
         finally:
@@ -216,7 +216,7 @@ class Agent:
         self.console.drain()
         return outcome.exit_code
 
-    def finish(self, outcome: Outcome, *, graceful: bool) -> None:
+    def finish(self, outcome: JobOutcome, *, graceful: bool) -> None:
         """End the job. Graceful: workers that speak our protocol may save and leave first. The first outcome
         counts, except that a job which finishes while it is being stopped has finished."""
         if self.outcome is not None and not (self.outcome.status == "stopped" and outcome.status == "finished"):
@@ -224,7 +224,7 @@ class Agent:
         self.outcome = outcome
         self.stop_workers(outcome.status, graceful=graceful)
 
-    def leave(self, outcome: Outcome) -> None:
+    def leave(self, outcome: JobOutcome) -> None:
         """End the job here while others go on: workers leave when they are no longer needed, or after the grace."""
         if self.outcome is None:
             self.outcome = outcome
@@ -343,7 +343,7 @@ class Agent:
         if event in ALARMING:
             self.console.notice(f"{event.replace('_', ' ')}: {fields.get('error')}")
         if fields.get("fatal"):
-            self.finish(Outcome(EXIT_INFRASTRUCTURE, "failed", str(fields.get("error"))), graceful=False)
+            self.finish(JobOutcome(EXIT_INFRASTRUCTURE, "failed", str(fields.get("error"))), graceful=False)
 
     def give_up(self, hang: Hang) -> None:
         """Treat a worker that hangs as lost, and kill it."""
@@ -533,8 +533,8 @@ class Agent:
             self.folder.update(status="stopping")
             self.supervisor.stop(self.stopped(exit_code, why))
 
-    def stopped(self, exit_code: int, why: str) -> Outcome:
-        return Outcome(exit_code, "stopped", f"{why}; resume with: elastic-harness resume {self.folder.path}")
+    def stopped(self, exit_code: int, why: str) -> JobOutcome:
+        return JobOutcome(exit_code, "stopped", f"{why}; resume with: elastic-harness resume {self.folder.path}")
 
 
 def ready(selector: selectors.BaseSelector, timeout_s: float) -> Iterator[tuple[selectors.SelectorKey, int]]:

@@ -13,7 +13,7 @@ from elastic_harness.agent.elastic import ElasticRun
 from elastic_harness.agent.environment import JobEnvironment, free_port
 from elastic_harness.agent.incident import describe_exit
 from elastic_harness.agent.logs import TAIL_LINES
-from elastic_harness.agent.loop import Agent, Outcome, spawn_error
+from elastic_harness.agent.loop import Agent, JobOutcome, spawn_error
 from elastic_harness.agent.script import failed_to_import
 from elastic_harness.agent.worker import Worker
 from elastic_harness.contract.messages import Hello
@@ -125,7 +125,7 @@ class PlainRun:
         if self.agent.outcome is None:
             self._spawn_due()
 
-    def stop(self, outcome: Outcome) -> None:
+    def stop(self, outcome: JobOutcome) -> None:
         self.agent.finish(outcome, graceful=True)
 
     def stop_all(self, why: str) -> None:
@@ -156,7 +156,7 @@ class PlainRun:
         missing = failed_to_import(worker.log.tail(TAIL_LINES)) if not self._restarts else ""
         if missing and self._culprit is None:
             message = f"the script cannot be imported: {missing}; the traceback is in {worker.log.path}"
-            self.agent.finish(Outcome(EXIT_USER_CODE, "failed", message), graceful=False)
+            self.agent.finish(JobOutcome(EXIT_USER_CODE, "failed", message), graceful=False)
             return
         if self._culprit is None and explains_others(code):
             self._blame(worker)
@@ -180,7 +180,7 @@ class PlainRun:
         code, _ = self._errors[worker.index]
         if code == EXIT_CONFIG:
             self.agent.report.incident(worker, "the job ends: another start would fail the same way")
-            self.agent.finish(Outcome(EXIT_CONFIG, "failed", self._last_error(worker)), graceful=False)
+            self.agent.finish(JobOutcome(EXIT_CONFIG, "failed", self._last_error(worker)), graceful=False)
             return
         left = self.agent.options.plain_restarts - self._restarts
         done = "all workers are stopped and started again as a whole" if left else "all workers are stopped"
@@ -193,7 +193,7 @@ class PlainRun:
     def _on_all_ended(self) -> None:
         workers = self.agent.options.workers
         if len(self._succeeded) == workers:
-            self.agent.finish(Outcome(EXIT_SUCCESS, "finished", "all workers succeeded"), graceful=False)
+            self.agent.finish(JobOutcome(EXIT_SUCCESS, "finished", "all workers succeeded"), graceful=False)
             return
         if self._culprit is None:
             self._blame_a_suspect(self._suspects[0])
@@ -202,11 +202,11 @@ class PlainRun:
         if len(self._errors) == workers and len(set(self._errors.values())) == 1 and code > 0:
             message = f"every worker failed in the same way: {error or f'exit code {code}'}"
             exit_code = EXIT_INFRASTRUCTURE if code == EXIT_INFRASTRUCTURE else EXIT_USER_CODE
-            self.agent.finish(Outcome(exit_code, "failed", message), graceful=False)
+            self.agent.finish(JobOutcome(exit_code, "failed", message), graceful=False)
         elif self._restarts >= self.agent.options.plain_restarts:
             message = f"{self._last_error(self._culprit)}; it was restarted {self._restarts} times (--max-restarts)"
             exit_code = EXIT_USER_CODE if code > 0 else EXIT_TOO_FEW_WORKERS
-            self.agent.finish(Outcome(exit_code, "failed", message), graceful=False)
+            self.agent.finish(JobOutcome(exit_code, "failed", message), graceful=False)
         else:
             self._restarts += 1
             delay_s = min(RESTART_DELAY_MAX_S, RESTART_DELAY_S * 2 ** (self._restarts - 1))

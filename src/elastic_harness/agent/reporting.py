@@ -51,7 +51,7 @@ class Reporter:
         self.failure(worker)
         reading = worker.last_reading
         block = incident.build(
-            incident.Facts(
+            incident.Evidence(
                 member=worker.member,
                 rank=worker.rank,
                 host=self.host,

@@ -157,7 +157,7 @@ class StoreLink:
                     applied, revision = self._once.txn(asked.compare, asked.puts(self._lease))
                 except ValueError:  # the lease has ended
                     applied, revision = False, 0
-                self._tell(node.Wrote(asked.number, revision) if applied else node.Refused(asked.number))
+                self._tell(node.Wrote(asked.number, revision) if applied else node.WriteRefused(asked.number))
 
     # ---- the thread of the lease
 

@@ -13,7 +13,7 @@ from elastic_harness import __version__
 from elastic_harness.agent.agreement import CarryOut, Deliver
 from elastic_harness.agent.elsewhere import store_of
 from elastic_harness.agent.fingerprint import HARDWARE_KEYS
-from elastic_harness.agent.loop import Agent, Outcome
+from elastic_harness.agent.loop import Agent, JobOutcome
 from elastic_harness.agent.store_link import StoreLink
 from elastic_harness.contract.messages import PROTOCOL
 from elastic_harness.errors import EXIT_CONFIG, InfrastructureError
@@ -26,12 +26,12 @@ from elastic_harness.membership.node import (
     Excluded,
     Happened,
     Input,
-    Leave,
     Node,
+    NodeLeaves,
+    NodeTick,
     Offered,
     Output,
-    Scaled,
-    Tick,
+    PlacesScaled,
 )
 from elastic_harness.membership.node import (
     Deliver as Delivered,
@@ -90,10 +90,10 @@ class Together:
         self._take(Described({k: v for k, v in fingerprint.items() if not (relaxed and k in HARDWARE_KEYS)}))
 
     def scale(self, places: int) -> None:
-        self._take(Scaled(places))
+        self._take(PlacesScaled(places))
 
     def tick(self) -> None:
-        self._take(Tick())
+        self._take(NodeTick())
         self._say_if_away()
         now = time.monotonic()
         if self._node.leads and now - self._status_at > STATUS_S:
@@ -102,11 +102,11 @@ class Together:
             told = {"step": records.committed, "at": records.committed_at, "checkpoints": self._agent.checkpoints}
             self._link.show_status(json.dumps(told))
 
-    def stop(self, outcome: Outcome, members: tuple[str, ...]) -> bool:
+    def stop(self, outcome: JobOutcome, members: tuple[str, ...]) -> bool:
         others = [m for m in members if node_of(m) != self.node]
         if not others or self._link.trouble is not None:
             return False
-        self._take(Leave())
+        self._take(NodeLeaves())
         return True
 
     def stop_all(self, reason: str) -> bool:
@@ -173,7 +173,7 @@ class Together:
             f"this node does not fit the run: {reason}. Give all nodes the same version, configuration and data; a run "
             "that was begun otherwise is continued as it was, or begun anew with --fresh on all nodes"
         )
-        self._agent.finish(Outcome(EXIT_CONFIG, "failed", message), graceful=False)
+        self._agent.finish(JobOutcome(EXIT_CONFIG, "failed", message), graceful=False)
 
     def _say_if_away(self) -> None:
         trouble = self._link.trouble

@@ -25,8 +25,8 @@ from elastic_harness.checkpoint.manifest import (
     MANIFEST_FILE,
     NAME,
     STATE_FILE,
-    Block,
     Checkpoint,
+    StoredBlock,
     newest,
 )
 from elastic_harness.checkpoint.reading import READERS, Folder, fill, read_piece
@@ -187,7 +187,7 @@ def write_pieces(
     mine: Iterable[Piece],
     previous: Checkpoint | None,
     hashes: Hashes | None = None,
-) -> tuple[dict[Piece, Block], dict[str, Any]]:
+) -> tuple[dict[Piece, StoredBlock], dict[str, Any]]:
     """Write what is not on disk yet into a new file of a folder, link what is; returns where each piece is, and the
     files. It is on disk then. Raises OSError."""
     bytes_of = {piece: contents[piece.slice][piece.low : piece.high] for piece in mine}
@@ -203,7 +203,7 @@ def write_pieces(
         raise ValueError("A tensor has the name of a part of another one (name#number, name@place); rename it.")
     made = tensor_file.write(folder / file, entries)
     for piece, begin in zip(fresh, made.begins, strict=True):
-        there[piece] = Block(known[piece], file, begin)
+        there[piece] = StoredBlock(known[piece], file, begin)
     files[file] = {"bytes": made.nbytes, "header_bytes": made.header_bytes, "header_xxh3": made.header_hash}
     return {piece: there[piece] for piece in bytes_of}, files
 
@@ -216,16 +216,16 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _entry(piece: Piece, content: memoryview) -> tensor_file.Entry:
+def _entry(piece: Piece, content: memoryview) -> tensor_file.TensorEntry:
     of = piece.slice
     name = of.name if piece.alone else f"{of.name}#{piece.number}"
     shape = of.sizes if piece.alone else (piece.nbytes // ITEM_BYTES[of.dtype],)
-    return tensor_file.Entry(name, tensor_file.DTYPES[of.dtype], shape, content)
+    return tensor_file.TensorEntry(name, tensor_file.DTYPES[of.dtype], shape, content)
 
 
 def _link_what_is_there(
     folder: Path, hashes: Hashes, previous: Checkpoint
-) -> tuple[dict[Piece, Block], dict[str, Any]]:
+) -> tuple[dict[Piece, StoredBlock], dict[str, Any]]:
     """Links the files of the previous checkpoint that have enough pieces in common with this one, and says where those
     are. A file's header and its pieces are read and checked before they are trusted again."""
     try:
@@ -237,13 +237,13 @@ def _link_what_is_there(
 
 def _link_sound_files(
     folder: Path, hashes: Hashes, previous: Checkpoint, source: Folder
-) -> tuple[dict[Piece, Block], dict[str, Any]]:
+) -> tuple[dict[Piece, StoredBlock], dict[str, Any]]:
     older = previous.blocks
     shared: dict[str, list[Piece]] = {}
     for piece, xxh3 in hashes.items():
         if piece.nbytes and piece in older and older[piece].xxh3 == xxh3:
             shared.setdefault(older[piece].file, []).append(piece)
-    there: dict[Piece, Block] = {}
+    there: dict[Piece, StoredBlock] = {}
     files: dict[str, Any] = {}
     for file, found in shared.items():
         described = previous.manifest["files"][file]

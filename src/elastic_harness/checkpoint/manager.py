@@ -33,7 +33,7 @@ from elastic_harness.checkpoint.parts import Part
 from elastic_harness.checkpoint.peers import Peers, this_machine
 from elastic_harness.checkpoint.policy import policy_of
 from elastic_harness.checkpoint.ranks import Ranks
-from elastic_harness.checkpoint.snapshot import Outcome, Snapshot
+from elastic_harness.checkpoint.snapshot import Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.state import STATES, CheckpointState
 from elastic_harness.checkpoint.structure import decode, encode
 from elastic_harness.checkpoint.tensors import content_of
@@ -191,7 +191,7 @@ class CheckpointManager:
     def wait(self) -> None:
         """Block until the last state is copied to other nodes and, if it was to go there, on disk. Raises
         InfrastructureError if the disk failed. Collective in a process group."""
-        outcome, failed = Outcome.DURABLE, None
+        outcome, failed = SnapshotOutcome.DURABLE, None
         try:
             self._tiers.join()
             if self._peers is not None:
@@ -203,10 +203,10 @@ class CheckpointManager:
         self._ranks.barrier()
         if failed is not None:
             raise failed
-        if outcome == Outcome.FAILED and self._snapshot is not None:
+        if outcome == SnapshotOutcome.FAILED and self._snapshot is not None:
             self._writer.hear_why(self._snapshot.version)
         self._writer.check()
-        if outcome == Outcome.FAILED:
+        if outcome == SnapshotOutcome.FAILED:
             raise InfrastructureError(
                 f"The checkpoint could not be written to {self.folder}; what went wrong was reported. Free space there."
             )

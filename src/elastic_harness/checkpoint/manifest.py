@@ -32,7 +32,7 @@ NAME = re.compile(r"step-(\d{8,})(\.old)?")  # .old: stepped aside while its suc
 _FILE = re.compile(r"[A-Za-z0-9_-]+\.safetensors")
 
 
-class Block(NamedTuple):
+class StoredBlock(NamedTuple):
     """A stored piece: its hash, the file it is in, and where in it."""
 
     xxh3: str
@@ -72,7 +72,7 @@ class Checkpoint:
         return sum(int(file["bytes"]) for name, file in files if not name.startswith("base-"))
 
     @cached_property
-    def blocks(self) -> dict[Piece, Block]:
+    def blocks(self) -> dict[Piece, StoredBlock]:
         """Where each piece is. Raises CheckpointCorrupt if the manifest contradicts itself."""
         found = {}
         for name, tensor in self.manifest["tensors"].items():
@@ -80,7 +80,7 @@ class Checkpoint:
                 for slice_of, blocks in _slices(name, tensor):
                     cut = _pieces_of(slice_of, [int(block["bytes"]) for block in blocks])
                     for piece, block in zip(cut, blocks, strict=True):
-                        found[piece] = Block(str(block["xxh3"]), str(block["file"]), int(block["begin"]))
+                        found[piece] = StoredBlock(str(block["xxh3"]), str(block["file"]), int(block["begin"]))
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 message = f"The manifest in {self.path} contradicts itself about {name}: {error}."
                 raise CheckpointCorrupt(message) from error
@@ -100,7 +100,7 @@ def make(
     step: int,
     skeleton: Mapping[str, Any],
     meta: Mapping[str, Any],
-    blocks: Mapping[Piece, Block],
+    blocks: Mapping[Piece, StoredBlock],
     files: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The manifest of these blocks, with its own hash. Raises TypeError for what JSON lacks or would change."""

@@ -20,7 +20,7 @@ from typing import Any
 from elastic_harness.checkpoint import local
 from elastic_harness.checkpoint import manifest as manifests
 from elastic_harness.checkpoint.layout import Piece, Slice, pieces
-from elastic_harness.checkpoint.manifest import MANIFEST_FILE, Block, newest
+from elastic_harness.checkpoint.manifest import MANIFEST_FILE, StoredBlock, newest
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 from elastic_harness.failpoints import failpoint
 
@@ -90,12 +90,12 @@ def _publish(shared: Path, final: Path, step: int, count: int) -> Path | None:
             said.append(json.loads((shared / f"part-{index:05d}-of-{count:05d}.json").read_bytes()))
         except FileNotFoundError:
             return None  # whoever writes that one sees all of them
-    blocks: dict[Piece, Block] = {}
+    blocks: dict[Piece, StoredBlock] = {}
     files: dict[str, Any] = {}
     for part in said:
         for (tensor, dtype, *boxes), number, low, high, xxh3, file, begin in part["blocks"]:
             of = Slice(tensor, dtype, *(tuple(numbers) for numbers in boxes))
-            blocks[Piece(of, number, low, high)] = Block(xxh3, file, begin)
+            blocks[Piece(of, number, low, high)] = StoredBlock(xxh3, file, begin)
         files |= part["files"]
     made = manifests.make(step, said[0]["skeleton"], said[0]["meta"], blocks, files)
     try:

@@ -23,7 +23,7 @@ READERS = 4  # threads that read and check
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class Source(Protocol):
+class BlockSource(Protocol):
     """A place that has the pieces of a checkpoint. `hashes`: of each. `read` fills memory with a piece's bytes as they
     are there; it raises OSError, EOFError or HarnessError."""
 
@@ -91,7 +91,7 @@ def needed(stored: Iterable[Piece], targets: Iterable[Slice]) -> list[Piece]:
     return [piece for piece in stored if any(wanted(piece, target) for target in of.get(piece.slice.tensor, []))]
 
 
-def fill(sources: Sequence[Source], targets: Mapping[Slice, memoryview]) -> list[str]:
+def fill(sources: Sequence[BlockSource], targets: Mapping[Slice, memoryview]) -> list[str]:
     """Fill the targets, each with its slice's bytes in row-major order, from the first source, or from the others where
     that is damaged. Returns what was repaired, in words. Raises CheckpointCorrupt if a tensor is not there, is another
     one, or a piece is nowhere whole. Blocks; several threads read."""
@@ -148,7 +148,7 @@ def fill(sources: Sequence[Source], targets: Mapping[Slice, memoryview]) -> list
     return repaired
 
 
-def read_piece(source: Source, piece: Piece, expected: str, into: memoryview) -> str | None:
+def read_piece(source: BlockSource, piece: Piece, expected: str, into: memoryview) -> str | None:
     """What is wrong with a piece in one place; None if it is whole, and read."""
     end = piece.high
     what = f"bytes {piece.low} to {end} of {piece.slice.name} in {source.where}"
@@ -162,7 +162,7 @@ def read_piece(source: Source, piece: Piece, expected: str, into: memoryview) ->
     return None
 
 
-def _overlapping(source: Source, slices: Mapping[Slice, Any], target: Slice) -> Iterator[Slice]:
+def _overlapping(source: BlockSource, slices: Mapping[Slice, Any], target: Slice) -> Iterator[Slice]:
     for near in slices:
         if (near.dtype, near.shape) != (target.dtype, target.shape):
             raise CheckpointCorrupt(

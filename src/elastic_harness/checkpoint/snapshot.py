@@ -46,7 +46,7 @@ _MADV_POPULATE_WRITE = 23
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class Outcome(IntEnum):
+class SnapshotOutcome(IntEnum):
     """What became of a snapshot on the local disk."""
 
     OPEN = 0
@@ -118,7 +118,8 @@ class Slots:
             slots = [*(slot for slot in slots if slot is not newest._slot), newest._slot]
         short = ""
         for slot in slots:
-            if newest is not None and slot is newest._slot and not (short and newest.outcome == Outcome.DURABLE):
+            replaceable = short and newest is not None and newest.outcome == SnapshotOutcome.DURABLE
+            if newest is not None and slot is newest._slot and not replaceable:
                 continue
             with slot.pinned() as pinned:
                 waiting = slot.snapshot()
@@ -189,14 +190,14 @@ class Snapshot:
         return all(word == self.control.attempt for word in words)
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SnapshotOutcome:
         attempt, outcome = _PAIR.unpack_from(self._slot.map, _OUTCOME_AT)
-        return Outcome(outcome) if attempt == self.control.attempt else Outcome.OPEN
+        return SnapshotOutcome(outcome) if attempt == self.control.attempt else SnapshotOutcome.OPEN
 
     @property
     def waits_for_disk(self) -> bool:
         """Whether it is complete and is still to be written to disk."""
-        return bool(self.control.to_disk) and self.complete and self.outcome == Outcome.OPEN
+        return bool(self.control.to_disk) and self.complete and self.outcome == SnapshotOutcome.OPEN
 
     @property
     def sealed(self) -> bool:
@@ -272,7 +273,7 @@ class Snapshot:
             self._slot.map[at + 16 * number : at + 16 * number + 16] = xxhash.xxh3_128_digest(self.view(piece))
         self._slot.set_seal(self.control)
 
-    def settle(self, outcome: Outcome) -> None:
+    def settle(self, outcome: SnapshotOutcome) -> None:
         """Say what became of it on disk."""
         if self.here:
             _PAIR.pack_into(self._slot.map, _OUTCOME_AT, self.control.attempt, outcome)

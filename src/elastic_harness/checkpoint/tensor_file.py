@@ -30,7 +30,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A block to be written: its name in the file, its safetensors type, its shape, its bytes."""
 
     name: str
@@ -53,7 +53,7 @@ def hash_of(content: memoryview | bytes) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def write(path: Path, entries: Iterable[Entry]) -> Written:
+def write(path: Path, entries: Iterable[TensorEntry]) -> Written:
     """Write a new file and return once its content is on disk. Raises OSError; the file may then be partial.
 
     Always a new file: writing over one that had a name would be quicker on some disks, but somebody may have mapped it,

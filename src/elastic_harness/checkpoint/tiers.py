@@ -25,8 +25,8 @@ from elastic_harness.checkpoint.layout import Piece, Slice
 from elastic_harness.checkpoint.manifest import Checkpoint, newest
 from elastic_harness.checkpoint.parts import Part
 from elastic_harness.checkpoint.policy import Policy
-from elastic_harness.checkpoint.reading import Folder, Source, fill
-from elastic_harness.checkpoint.snapshot import Outcome, Slots, Snapshot
+from elastic_harness.checkpoint.reading import BlockSource, Folder, fill
+from elastic_harness.checkpoint.snapshot import Slots, Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.tensors import empty_whole, flat_bytes
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 from elastic_harness.failpoints import failpoint
@@ -170,9 +170,9 @@ class Tiers:
         """The newest snapshot that is complete, if there is one."""
         return next(iter(self._slots.complete()), None)
 
-    def wait(self, snapshot: Snapshot) -> Outcome:
+    def wait(self, snapshot: Snapshot) -> SnapshotOutcome:
         """Block until it is settled on disk, or until there is no more hope for that."""
-        while snapshot.here and snapshot.outcome == Outcome.OPEN:
+        while snapshot.here and snapshot.outcome == SnapshotOutcome.OPEN:
             if self._writer is not None:
                 self._writer.keep_alive()
             time.sleep(POLL_S)
@@ -251,7 +251,7 @@ class Tiers:
 
     def _load_snapshot(self, snapshot: Snapshot, checkpoint: Checkpoint | None, into: Into | None) -> Loaded:
         with snapshot.pinned(), ExitStack() as opened:
-            sources: list[Source] = [snapshot]
+            sources: list[BlockSource] = [snapshot]
             if checkpoint is not None:
                 with suppress(CheckpointCorrupt):
                     sources.append(opened.enter_context(Folder(checkpoint)))

@@ -25,7 +25,7 @@ from typing import Any
 from elastic_harness.checkpoint import keeper, local, parts, retention, transfer
 from elastic_harness.checkpoint.manifest import Checkpoint, newest, read
 from elastic_harness.checkpoint.policy import Policy, Upload
-from elastic_harness.checkpoint.snapshot import Outcome, Slots, Snapshot
+from elastic_harness.checkpoint.snapshot import Slots, Snapshot, SnapshotOutcome
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
 from elastic_harness.contract.memory_slots import from_text
 from elastic_harness.errors import ConfigError, HarnessError
@@ -68,8 +68,9 @@ class Writer:
         found: list[Checkpoint] = []
         with contextlib.suppress(OSError):  # a folder that is gone; what could not be written was told
             found = newest(self._folder)
+        on_disk = max((checkpoint.step for checkpoint in found), default=-1)
         for snapshot in self._slots.complete()[:1]:
-            if snapshot.version > max((c.step for c in found), default=-1) and snapshot.outcome != Outcome.FAILED:
+            if snapshot.version > on_disk and snapshot.outcome != SnapshotOutcome.FAILED:
                 self.write(snapshot)
             with contextlib.suppress(OSError, HarnessError):
                 policy = Policy.from_json(snapshot.header["policy"])
@@ -104,7 +105,7 @@ class Writer:
                     tell("checkpoint_failed", **policy.failure(snapshot.version, failed, final=pause_s is None))
                     if pause_s is not None:
                         time.sleep(pause_s)
-            snapshot.settle(Outcome.FAILED)
+            snapshot.settle(SnapshotOutcome.FAILED)
             return True
 
     def _write(self, snapshot: Snapshot, policy: Policy) -> None:
@@ -117,10 +118,10 @@ class Writer:
         else:
             whole = parts.save_part(self._folder, version, parts.Part(**header["part"]), *told)
             if whole is None:  # others have more to write
-                snapshot.settle(Outcome.DURABLE)
+                snapshot.settle(SnapshotOutcome.DURABLE)
                 return
             path = whole
-        snapshot.settle(Outcome.DURABLE)
+        snapshot.settle(SnapshotOutcome.DURABLE)
         failpoint("checkpoint.written", version)
         with contextlib.suppress(OSError):
             retention.prune(self._folder, policy.retention, self._uploader.in_use())

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from elastic_harness.comm.group import Group, Work
+from elastic_harness.comm.group import Group, Pending
 from elastic_harness.comm.plan import Plan, Transfer
 from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.tree import Node, key, split
@@ -61,14 +61,14 @@ class Exchange:
         self._rank = rank
         self._result = result
         self._pool = pool
-        self._sends: list[Work] = []
+        self._sends: list[Pending] = []
         self._own: dict[Node, torch.Tensor] = {}
         self._received: dict[Node, tuple[torch.Tensor, int]] = {}  # a vector and the element it begins at
         self._joined: list[torch.Tensor] = []
-        self._headers: dict[int, Work] = {}
-        self._incoming: dict[int, list[Work]] = {}
+        self._headers: dict[int, Pending] = {}
+        self._incoming: dict[int, list[Pending]] = {}
         self._outgoing: dict[int, list[Transfer]] = {}
-        self._awaited: Sequence[Work] = ()
+        self._awaited: Sequence[Pending] = ()
         self._owners = {lo: owner for owner, (lo, hi) in enumerate(plan.owned) if hi > lo}
         if group is None:
             return
@@ -204,7 +204,7 @@ class Exchange:
     def _header(self, rank: int) -> torch.Tensor:
         return self._headers[rank].tensor.cpu()
 
-    def _wait(self, works: Sequence[Work], deadline: float) -> None:
+    def _wait(self, works: Sequence[Pending], deadline: float) -> None:
         assert self._group is not None
         self._awaited = [work for work in works if not work.finished]
         if self._awaited:
@@ -220,7 +220,7 @@ class Exchange:
         better knowledge, and itself names the one it waits for."""
         return tuple(sorted({work.rank for work in self._awaited if not self._arrived(work)}))
 
-    def _arrived(self, work: Work) -> bool:
+    def _arrived(self, work: Pending) -> bool:
         """Whether a part is here by now, also one that had its turn after the one that failed."""
         if self._group is not None and not work.finished and work.raw is not None:
             with contextlib.suppress(PeerFailed):

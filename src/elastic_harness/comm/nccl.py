@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_harness.comm.group import Work, in_background
+from elastic_harness.comm.group import Pending, in_background
 from elastic_harness.comm.rendezvous import KeyValue, RendezvousStore
 from elastic_harness.errors import PeerFailed
 
@@ -27,20 +27,20 @@ class NcclGroup:
 
     def __init__(self, group: Any, rank: int, world: int, device: torch.device) -> None:
         self._group = group
-        self._pending: list[tuple[int, int, bool, Work]] = []
+        self._pending: list[tuple[int, int, bool, Pending]] = []
         self.rank = rank
         self.world = world
         self.device = device
         self.concurrent = False
 
-    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Work:
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Pending:
         return self._later(tensor, rank, tag, sends=True)
 
-    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Work:
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Pending:
         return self._later(tensor, rank, tag, sends=False)
 
-    def _later(self, tensor: torch.Tensor, rank: int, tag: int, *, sends: bool) -> Work:
-        work = Work(None, tensor, rank)
+    def _later(self, tensor: torch.Tensor, rank: int, tag: int, *, sends: bool) -> Pending:
+        work = Pending(None, tensor, rank)
         self._pending.append((tag, rank, sends, work))
         return work
 
@@ -61,7 +61,7 @@ class NcclGroup:
         for _, _, _, work in pending:
             work.raw = issued
 
-    def wait(self, works: Sequence[Work], timeout_s: float) -> None:
+    def wait(self, works: Sequence[Pending], timeout_s: float) -> None:
         """Block until all works are done."""
         for work in works:
             work.wait_raw(timeout_s)

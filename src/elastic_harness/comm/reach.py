@@ -30,7 +30,7 @@ _PROBES_MAX = 127
 
 
 @dataclass(frozen=True)
-class Link:
+class TcpLink:
     """A connection of the group, and who is at its other end."""
 
     connection: socket.socket
@@ -63,9 +63,9 @@ class Silence:
     """Looks at links again and again. Once does not count: between two peers that are well a question may be under way
     just when it is looked at, after a long time in which there was none."""
 
-    links: Iterable[Link]
+    links: Iterable[TcpLink]
     addresses: Mapping[int, Address]
-    _before: frozenset[Link] = frozenset()
+    _before: frozenset[TcpLink] = frozenset()
 
     def look(self) -> None:
         """Raises Unreachable if links are silent and were so the last time."""

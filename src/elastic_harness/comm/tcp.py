@@ -25,8 +25,8 @@ from typing import TypeVar
 import torch
 
 from elastic_harness.comm import mesh
-from elastic_harness.comm.group import Work
-from elastic_harness.comm.reach import LOOK_AFTER_S, LOOK_EVERY_S, Address, Link, Silence, ask_again_and_again
+from elastic_harness.comm.group import Pending
+from elastic_harness.comm.reach import LOOK_AFTER_S, LOOK_EVERY_S, Address, Silence, TcpLink, ask_again_and_again
 from elastic_harness.comm.rendezvous import KeyValue
 from elastic_harness.errors import Inconsistent, PeerFailed
 
@@ -53,7 +53,7 @@ class TcpGroup:
     def __init__(self, connections: Mapping[int, socket.socket], addresses: Mapping[int, Address], rank: int) -> None:
         self._addresses = addresses
         self._peers = {peer: _Peer(peer, sock) for peer, sock in connections.items()}
-        self._links = [Link(sock, peer) for peer, sock in connections.items()]
+        self._links = [TcpLink(sock, peer) for peer, sock in connections.items()]
         self._changed = threading.Condition()  # guards all but the connections and what is being read
         self._fresh: set[_Peer] = set()  # who has something to be sent that the thread does not know of
         self._aborted = False
@@ -65,9 +65,9 @@ class TcpGroup:
         self.concurrent = True
         self._thread.start()
 
-    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Work:
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Pending:
         """Start sending a contiguous CPU tensor; it must not change until the work is done."""
-        work = Work(_content(tensor), tensor, rank)
+        work = Pending(_content(tensor), tensor, rank)
         peer = self._peers[rank]
         with self._changed:
             self._check(peer, "send to")
@@ -75,9 +75,9 @@ class TcpGroup:
             self._match(peer, tag)
         return work
 
-    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Work:
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Pending:
         """Start receiving into a contiguous CPU tensor of exactly the sent size."""
-        work = Work(_content(tensor), tensor, rank)
+        work = Pending(_content(tensor), tensor, rank)
         peer = self._peers[rank]
         with self._changed:
             self._check(peer, "receive from")
@@ -98,7 +98,7 @@ class TcpGroup:
             raise ValueError(f"rank {peer.rank} waits for {nbytes} bytes and is sent {len(work.raw)} (tag {tag})")
         self._push(peer, _FRAME.pack(DATA, tag, nbytes), work)
 
-    def _push(self, peer: _Peer, frame: bytes, work: Work | None) -> None:
+    def _push(self, peer: _Peer, frame: bytes, work: Pending | None) -> None:
         peer.out.append((memoryview(frame), None))
         if work is not None:
             peer.out.append((work.raw, work))
@@ -108,7 +108,7 @@ class TcpGroup:
     def flush(self, below: int | None = None) -> None:
         """Nothing to do: everything starts at once."""
 
-    def wait(self, works: Sequence[Work], timeout_s: float) -> None:
+    def wait(self, works: Sequence[Pending], timeout_s: float) -> None:
         """Block until all works are done; at most `timeout_s`, and not beyond `abort`. Raises Unreachable within three
         seconds of a cut, however long the others take."""
         silence = Silence(self._links, self._addresses)
@@ -283,15 +283,15 @@ class _Peer:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         ask_again_and_again(sock)
         self.rank, self.sock, self.broken = rank, sock, ""
-        self.sends: Queues[Work] = {}  # by tag; the peer is not ready for them yet
-        self.receives: Queues[Work] = {}
+        self.sends: Queues[Pending] = {}  # by tag; the peer is not ready for them yet
+        self.receives: Queues[Pending] = {}
         self.ready: Queues[int] = {}  # bytes of the messages that the peer waits for, and we do not have yet
-        self.out: deque[tuple[memoryview, Work | None]] = deque()
+        self.out: deque[tuple[memoryview, Pending | None]] = deque()
         self.writing = False  # the thread waits until more can be written
         self.staging = memoryview(bytearray(_STAGING_BYTES))
         self.staged = 0
         self.into: memoryview | None = None  # where the rest of the message under way goes
-        self.arriving: Work | None = None
+        self.arriving: Pending | None = None
 
     def fail(self, reason: str) -> None:
         """Give up everything that is under way."""

@@ -69,7 +69,7 @@ class BlankPid:
 
 
 @dataclass(frozen=True)
-class Order:
+class BlankOrder:
     """What a blank is to become. Its output's descriptor comes with this, then those that `variables` name."""
 
     command: tuple[str, ...]
@@ -78,4 +78,4 @@ class Order:
     niceness: int
 
 
-BLANK = Codec({"pid": BlankPid, "order": Order})
+BLANK = Codec({"pid": BlankPid, "order": BlankOrder})

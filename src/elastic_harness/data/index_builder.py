@@ -30,7 +30,7 @@ import xxhash
 
 from elastic_harness import durable_file
 from elastic_harness.data import tokenizers
-from elastic_harness.data.readers import Document, Piece, Unit, documents, find_inputs, plan_units
+from elastic_harness.data.readers import Document, TextPiece, Unit, documents, find_inputs, plan_units
 from elastic_harness.data.token_index import TokenIndexFile, token_dtype, write_index
 from elastic_harness.data.tokenizers import Tokenizer
 from elastic_harness.errors import EXIT_INTERRUPTED, ConfigError, HarnessError, InfrastructureError
@@ -44,7 +44,7 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Part:
+class IndexPart:
     """What is known of one finished unit. lengths, keys, sources: per document, in tokens. lines: lines or rows of
     each of its pieces. problems: piece, line and reason of the first bad documents, of `bad` in all."""
 
@@ -59,7 +59,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Report:
+class BuildReport:
     """What a build did."""
 
     path: Path
@@ -81,7 +81,7 @@ def build(
     processes: int = 1,
     max_bad_fraction: float = 0.0,
     progress: Progress | None = None,
-) -> Report:
+) -> BuildReport:
     """Write the index of these files and return what was done; an older one of that name is replaced.
 
     Memory: per process, about ten times the longest JSONL line or 16 MiB of plain text, whichever is more; the corpus
@@ -111,7 +111,7 @@ def _build(
     processes: int,
     max_bad_fraction: float,
     progress: Progress | None,
-) -> Report:
+) -> BuildReport:
     started = time.monotonic()
     paths = find_inputs(inputs)
     if output.resolve() in {p.resolve() for p in paths}:
@@ -157,7 +157,7 @@ def _build(
         entry.unlink()
     tokens = sum(int(p.lengths.sum()) for p in parts)
     empty, seconds = sum(p.empty for p in parts), time.monotonic() - started
-    return Report(output, good, tokens, empty, bad, tuple(problems), seconds, sum(u.nbytes for u in units))
+    return BuildReport(output, good, tokens, empty, bad, tuple(problems), seconds, sum(u.nbytes for u in units))
 
 
 def _parts_folder(output: Path) -> Path:
@@ -306,7 +306,7 @@ class _PartMaker:
         self._problems: list[tuple[int, int, str]] = []
         self._bad = self._empty = 0
 
-    def read(self, index: int, piece: Piece, text_key: str, write: Callable[[memoryview], Any]) -> None:
+    def read(self, index: int, piece: TextPiece, text_key: str, write: Callable[[memoryview], Any]) -> None:
         last = 0
         for document in documents(piece, text_key):
             last = document.number
@@ -378,14 +378,14 @@ class _PartMaker:
 # ---- parts to an index
 
 
-def _load(folder: Path, number: int) -> Part:
+def _load(folder: Path, number: int) -> IndexPart:
     with np.load(folder / f"{number}.npz", allow_pickle=False) as stored:
         rest = json.loads(stored["rest"].tobytes())
         problems = [(piece, line, reason) for piece, line, reason in rest.pop("problems")]
-        return Part(stored["lengths"], stored["keys"], stored["sources"], problems=problems, **rest)
+        return IndexPart(stored["lengths"], stored["keys"], stored["sources"], problems=problems, **rest)
 
 
-def _problems(units: Sequence[Unit], parts: Sequence[Part]) -> list[str]:
+def _problems(units: Sequence[Unit], parts: Sequence[IndexPart]) -> list[str]:
     """Each bad document as `file, line N: reason`, its line counted from the start of the file."""
     found, before = [], dict[str, int]()
     for unit, part in zip(units, parts, strict=True):
@@ -397,7 +397,7 @@ def _problems(units: Sequence[Unit], parts: Sequence[Part]) -> list[str]:
     return found
 
 
-def _token_bytes(folder: Path, parts: Sequence[Part]) -> Iterator[bytes]:
+def _token_bytes(folder: Path, parts: Sequence[IndexPart]) -> Iterator[bytes]:
     for number, part in enumerate(parts):
         digest = xxhash.xxh3_64()
         with open(folder / f"{number}.tokens", "rb") as file:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elastic_harness.data.order import EpochOrder, Int64s, Order, Places, epoch_order
+from elastic_harness.data.order import EpochOrder, Int64s, Order, SamplePlaces, epoch_order
 from elastic_harness.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class MixtureOrder:
             before = before + stage.given(following.first - stage.first)
             self._given.append(before)
 
-    def places(self, epoch: int, positions: Int64s) -> Places:
+    def places(self, epoch: int, positions: Int64s) -> SamplePlaces:
         sources, draws = np.empty_like(positions), np.empty_like(positions)
         stage_of = np.searchsorted(self._firsts, positions, side="right") - 1
         for number in np.unique(stage_of):
@@ -106,7 +106,7 @@ class MixtureOrder:
                 here = (sources == source) & (passes == turn)
                 order = epoch_order(self.sizes[source], self.seed, int(turn), f"source {self.names[source]}")
                 numbers[here] = order(numbers[here])
-        return Places(sources, passes, numbers)
+        return SamplePlaces(sources, passes, numbers)
 
     def drawn(self, epoch: int, position: int) -> tuple[int, ...]:
         number = int(np.searchsorted(self._firsts, position, side="right")) - 1

@@ -35,7 +35,7 @@ def order_key(seed: int, epoch: int, purpose: str = "order") -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:16], "little")
 
 
-class Places(NamedTuple):
+class SamplePlaces(NamedTuple):
     """What positions stand for, each (m,) int64: the source, how often it was gone through before (its pass), and the
     sample's number within the source."""
 
@@ -56,7 +56,7 @@ class Order(Protocol):
     def sizes(self) -> tuple[int, ...]: ...
     def __hash__(self) -> int: ...
 
-    def places(self, epoch: int, positions: Int64s) -> Places: ...
+    def places(self, epoch: int, positions: Int64s) -> SamplePlaces: ...
 
     def drawn(self, epoch: int, position: int) -> tuple[int, ...]:
         """How many samples each source has given before this position, since the start of the run."""
@@ -70,7 +70,7 @@ def sample_ids(order: Order, epoch: int, positions: Int64s) -> Int64s:
     return ids_of(order, order.places(epoch, positions))
 
 
-def ids_of(order: Order, places: Places) -> Int64s:
+def ids_of(order: Order, places: SamplePlaces) -> Int64s:
     """The (m,) ids of what is at these places; the sources' samples are numbered one source after another."""
     if len(order.sizes) == 1:
         return places.numbers
@@ -92,9 +92,9 @@ class EpochOrder:
         self.sizes: tuple[int, ...] = (n_samples,)
         self.seed = seed
 
-    def places(self, epoch: int, positions: Int64s) -> Places:
+    def places(self, epoch: int, positions: Int64s) -> SamplePlaces:
         numbers = epoch_order(self.n_samples, self.seed, epoch)(positions)
-        return Places(np.zeros_like(numbers), np.full_like(numbers, epoch), numbers)
+        return SamplePlaces(np.zeros_like(numbers), np.full_like(numbers, epoch), numbers)
 
     def drawn(self, epoch: int, position: int) -> tuple[int, ...]:
         return (epoch * self.n_samples + position,)

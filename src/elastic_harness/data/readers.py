@@ -33,7 +33,7 @@ JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """The lines of a file that begin within low:high, or all of the file (high -1). source: its number among all."""
 
     path: str
@@ -46,7 +46,7 @@ class Piece:
 class Unit:
     """What one process reads at a time. nbytes: of input, for progress."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TextPiece, ...]
     nbytes: int
 
 
@@ -93,7 +93,7 @@ def find_inputs(given: Sequence[str]) -> list[Path]:
 def plan_units(paths: Sequence[Path]) -> list[Unit]:
     """The units of these files, in order."""
     units: list[Unit] = []
-    waiting: list[Piece] = []
+    waiting: list[TextPiece] = []
     nbytes = 0
 
     def close() -> None:
@@ -109,9 +109,9 @@ def plan_units(paths: Sequence[Path]) -> list[Unit]:
             close()
             for low in range(0, size, UNIT_BYTES):
                 high = min(low + UNIT_BYTES, size)
-                units.append(Unit((Piece(str(path), source, low, high),), high - low))
+                units.append(Unit((TextPiece(str(path), source, low, high),), high - low))
             continue
-        waiting.append(Piece(str(path), source, 0, -1))
+        waiting.append(TextPiece(str(path), source, 0, -1))
         nbytes += size
         if nbytes >= UNIT_BYTES or len(waiting) == UNIT_FILES:
             close()
@@ -119,7 +119,7 @@ def plan_units(paths: Sequence[Path]) -> list[Unit]:
     return units
 
 
-def documents(piece: Piece, text_key: str) -> Iterator[Document]:
+def documents(piece: TextPiece, text_key: str) -> Iterator[Document]:
     """The documents of a piece, bad ones included: a JSONL line is one, a row of a Parquet file, or a plain text file.
     Raises ConfigError for a file that cannot be read at all."""
     name = piece.path.removesuffix(".gz").removesuffix(".zst")
@@ -158,7 +158,7 @@ def _whole(file: BinaryIO) -> Iterator[Document]:
         text = text[cut:] + more
 
 
-def _lines(file: BinaryIO, piece: Piece, text_key: str) -> Iterator[Document]:
+def _lines(file: BinaryIO, piece: TextPiece, text_key: str) -> Iterator[Document]:
     """The lines that begin in the piece. One that began before it belongs to the piece before."""
     position = 0
     if piece.low:

@@ -48,7 +48,7 @@ class RemoteFile:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ChunkLayout:
     """How the file is cut into chunks: chunk i is bytes low + i·size to low + (i + 1)·size, and not beyond high."""
 
     low: int
@@ -69,7 +69,7 @@ class ChunkCache:
     of the folder; the chunks that were not taken up for longest go first."""
 
     def __init__(
-        self, file: RemoteFile, layout: Layout, hashes: npt.NDArray[np.uint64], folder: Path, limit_bytes: int
+        self, file: RemoteFile, layout: ChunkLayout, hashes: npt.NDArray[np.uint64], folder: Path, limit_bytes: int
     ) -> None:
         self._file = file
         self._layout = layout

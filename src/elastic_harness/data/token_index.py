@@ -27,7 +27,7 @@ import xxhash
 from elastic_harness import durable_file
 from elastic_harness.data.corpus import cache_folder
 from elastic_harness.data.packing import Packing
-from elastic_harness.data.remote import ChunkCache, Layout, RemoteFile
+from elastic_harness.data.remote import ChunkCache, ChunkLayout, RemoteFile
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.object_store import is_remote
 from elastic_harness.shape import expect, parse, parse_object
@@ -57,7 +57,7 @@ Tokens = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Section:
+class IndexSection:
     offset: int
     nbytes: int
     dtype: str
@@ -199,9 +199,9 @@ class TokenIndexFile:
                     progress(high - low)
 
     @property
-    def _layout(self) -> Layout:
+    def _layout(self) -> ChunkLayout:
         """The chunks that have a hash: all behind the header, up to the hashes themselves."""
-        return Layout(PAGE, self.sections["chunks"].offset, CHUNK_BYTES)
+        return ChunkLayout(PAGE, self.sections["chunks"].offset, CHUNK_BYTES)
 
     def _open_cache(self, file: RemoteFile, cache_bytes: int) -> ChunkCache:
         """The cache, under the content's own name, with the hashes of all chunks, which the header's hash covers."""
@@ -282,13 +282,13 @@ def write_index(
     try:
         with durable_file.replacing(path) as temporary, open(temporary, "wb") as file:
             file.write(bytes(PAGE))
-            sections: dict[str, Section] = {}
+            sections: dict[str, IndexSection] = {}
             writer = _Hashing(file)
             for name, pieces in (("tokens", tokens), *((n, (b,)) for n, b in rest.items())):
                 offset = writer.position
                 for piece in pieces:
                     writer.write(piece)
-                sections[name] = Section(offset, writer.position - offset, SECTIONS[name] or dtype.str)
+                sections[name] = IndexSection(offset, writer.position - offset, SECTIONS[name] or dtype.str)
                 writer.pad()
             if sections["tokens"].nbytes != int(documents[-1]) * dtype.itemsize:
                 raise ValueError(
@@ -296,7 +296,7 @@ def write_index(
                     f"{int(documents[-1])}"
                 )
             hashes = np.array(writer.finish(), "<u8").tobytes()
-            sections["chunks"] = Section(writer.position, len(hashes), SECTIONS["chunks"] or "")
+            sections["chunks"] = IndexSection(writer.position, len(hashes), SECTIONS["chunks"] or "")
             file.write(hashes)
             identity = {"vocab_size": vocab_size, "eot_id": eot_id, "tokenizer": dict(tokenizer)}
             if packing is not None:
@@ -384,7 +384,7 @@ def _header_bytes(header: Mapping[str, Any]) -> bytes:
     return start + HASH.pack(xxhash.xxh3_64_intdigest(start))
 
 
-def _read_header(path: Path | str, remote: RemoteFile | None) -> tuple[dict[str, Any], dict[str, Section]]:
+def _read_header(path: Path | str, remote: RemoteFile | None) -> tuple[dict[str, Any], dict[str, IndexSection]]:
     """The header, checked against its own hash and the file's size."""
     again = "build it again with: elastic-harness index build"
     try:
@@ -422,7 +422,7 @@ def _read_header(path: Path | str, remote: RemoteFile | None) -> tuple[dict[str,
         expect(header, {"sections": dict[str, tuple[int, int, str]]})
     except ValueError as error:
         raise ConfigError(f"The header of the index {path} is damaged ({error}); {again}.") from error
-    sections = {name: Section(*entry) for name, entry in header["sections"].items()}
+    sections = {name: IndexSection(*entry) for name, entry in header["sections"].items()}
     missing = sorted(set(SECTIONS) - OPTIONAL - set(sections))
     if missing:
         raise ConfigError(f"The index {path} lacks the sections {', '.join(missing)}; {again}.")

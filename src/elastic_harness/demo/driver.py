@@ -28,7 +28,7 @@ from elastic_harness.demo.keys import Keys
 from elastic_harness.demo.plan import Strike, choose_victims, plan_strikes
 from elastic_harness.demo.screen import Screen
 from elastic_harness.demo.story import Story
-from elastic_harness.demo.verdict import Outcome, compare
+from elastic_harness.demo.verdict import DemoOutcome, compare
 from elastic_harness.errors import (
     EXIT_INTERRUPTED,
     EXIT_SUCCESS,
@@ -218,7 +218,7 @@ def _sample_text(run_dir: Path, console: Console) -> str:
     return result.stdout.rstrip("\n")
 
 
-def _save_facts(settings: Settings, storm: Job, outcome: Outcome) -> None:
+def _save_facts(settings: Settings, storm: Job, outcome: DemoOutcome) -> None:
     facts = {
         "seed": settings.seed,
         "storm": str(settings.storm_dir),
@@ -230,7 +230,7 @@ def _save_facts(settings: Settings, storm: Job, outcome: Outcome) -> None:
 
 
 def _write_report(
-    settings: Settings, console: Console, storm: Job, calm: Job, outcome: Outcome, sample: str
+    settings: Settings, console: Console, storm: Job, calm: Job, outcome: DemoOutcome, sample: str
 ) -> tuple[Path, ...]:
     """Write report.html and report.png; without matplotlib there are none, and the screen says so."""
     try:
@@ -253,7 +253,9 @@ def _write_report(
     return write(page, settings.storm_dir)
 
 
-def _print_verdict(console: Console, outcome: Outcome, report: Sequence[Path], sample: str, elapsed_s: float) -> None:
+def _print_verdict(
+    console: Console, outcome: DemoOutcome, report: Sequence[Path], sample: str, elapsed_s: float
+) -> None:
     console.print()
     console.print(Text("text from the trained model", style="dim"))
     console.print(Text(sample))

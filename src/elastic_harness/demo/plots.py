@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from elastic_harness.demo.story import Kill, Story, Worker
+from elastic_harness.demo.story import Kill, Story, WorkerStory
 
 STORM, CALM, KILL = "#d9480f", "#1864ab", "#e03131"
 TRAINING, BOOTING, INK, FAINT = "#69b37f", "#d3ecd9", "#212529", "#868e96"
@@ -155,9 +155,9 @@ def overview(storm: Story, calm: Story, kills: Sequence[Kill], healthy_ms: float
     return figure
 
 
-def _rows(workers: Iterable[Worker], end: float) -> list[list[Worker]]:
+def _rows(workers: Iterable[WorkerStory], end: float) -> list[list[WorkerStory]]:
     """Workers on as few rows as possible; each takes the row that became free last before it started."""
-    rows: list[list[Worker]] = []
+    rows: list[list[WorkerStory]] = []
     for worker in sorted(workers, key=lambda each: each.started):
         free = [row for row in rows if (row[-1].ended or end) <= worker.started]
         if free:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from elastic_harness.demo import plots
 from elastic_harness.demo.screen import stages_text
 from elastic_harness.demo.story import Kill, Story
-from elastic_harness.demo.verdict import Outcome
+from elastic_harness.demo.verdict import DemoOutcome
 
 HTML_NAME, PNG_NAME = "report.html", "report.png"
 
@@ -28,7 +28,7 @@ class Page:
     storm: Story
     calm: Story
     kills: tuple[Kill, ...]
-    outcome: Outcome
+    outcome: DemoOutcome
     seed: int
     sample: str
     storm_dir: Path

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic_harness.demo.story import Commit, Kill, Story, Worker
+from elastic_harness.demo.story import CommittedStep, Kill, Story, WorkerStory
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SHOW_DEAD_S = 2.5
@@ -110,7 +110,7 @@ class Screen:
             self.line(f"{_clock(story, commit.t)}  {progress_text(story, commit)}")
 
 
-def progress_text(story: Story, commit: Commit) -> str:
+def progress_text(story: Story, commit: CommittedStep) -> str:
     """The running figures in one line."""
     total = f"/{story.max_steps}" if story.max_steps else ""
     return (
@@ -157,7 +157,7 @@ def _workers(story: Story) -> Columns:
     return Columns(cells, padding=(0, 3))
 
 
-def _ranked(story: Story) -> list[tuple[int, Worker]]:
+def _ranked(story: Story) -> list[tuple[int, WorkerStory]]:
     return [(rank, story.workers[m]) for rank, m in enumerate(story.members) if story.alive(m)]
 
 

@@ -14,7 +14,7 @@ RECENT_STEPS = 8
 
 
 @dataclass(frozen=True)
-class Commit:
+class CommittedStep:
     """One committed step, at the time the log gives it."""
 
     t: float
@@ -27,7 +27,7 @@ class Commit:
 
 
 @dataclass
-class Worker:
+class WorkerStory:
     """One member; `end` is how it left: 'killed', 'failed' or 'stopped', and None while it lives."""
 
     member: str
@@ -78,9 +78,9 @@ class Story:
     lineage: int = 0
     generation: int = 0
     members: tuple[str, ...] = ()
-    commits: dict[int, Commit] = field(default_factory=dict)
+    commits: dict[int, CommittedStep] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
-    workers: dict[str, Worker] = field(default_factory=dict)
+    workers: dict[str, WorkerStory] = field(default_factory=dict)
     recoveries: dict[int, Recovery] = field(default_factory=dict)
     worlds: list[tuple[float, int]] = field(default_factory=list)
     noticed: dict[str, float] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Story:
             handler(event)
 
     @property
-    def last(self) -> Commit | None:
+    def last(self) -> CommittedStep | None:
         return self.commits[max(self.commits)] if self.commits else None
 
     @property
@@ -113,11 +113,11 @@ class Story:
         worker = self.workers.get(member)
         return worker is not None and worker.end is None
 
-    def up(self) -> list[Worker]:
+    def up(self) -> list[WorkerStory]:
         """The living members of the current generation, in rank order."""
         return [self.workers[member] for member in self.members if self.alive(member)]
 
-    def spares(self) -> list[Worker]:
+    def spares(self) -> list[WorkerStory]:
         return [worker for worker in self.workers.values() if worker.end is None and worker.member not in self.members]
 
     def tokens_per_s(self) -> float:
@@ -162,7 +162,7 @@ class Story:
 
     def _on_worker_started(self, event: Mapping[str, Any]) -> None:
         member = str(event["member"])
-        self.workers[member] = Worker(
+        self.workers[member] = WorkerStory(
             member, int(event["pid"]), float(event["t"]), bool(event.get("spare")), event.get("rank")
         )
 
@@ -192,7 +192,7 @@ class Story:
         self.lineage = int(event.get("lineage") or self.lineage)
         loss = float("nan") if event["loss"] is None else float(event["loss"])
         tokens, world, generation = int(event["tokens"]), int(event["world_size"]), int(event["generation"])
-        self.commits[step] = Commit(t, step, loss, tokens, world, generation, step_s)
+        self.commits[step] = CommittedStep(t, step, loss, tokens, world, generation, step_s)
 
     def _on_validation(self, event: Mapping[str, Any]) -> None:
         self.validation[int(event["step"])] = float(event["loss"])

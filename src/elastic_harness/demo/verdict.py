@@ -21,7 +21,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DemoOutcome:
     """The demo's verdict: `ok` only if every check holds."""
 
     checks: tuple[Check, ...]
@@ -37,7 +37,7 @@ class Outcome:
         return {"ok": self.ok, **asdict(self)}
 
 
-def compare(storm_dir: Path, storm: Story, calm_dir: Path, calm: Story) -> Outcome:
+def compare(storm_dir: Path, storm: Story, calm_dir: Path, calm: Story) -> DemoOutcome:
     """Judge two finished runs of the same training: ledgers, loss of every step, final weights."""
     checks = [_ledger("with failures", storm_dir), _ledger("without", calm_dir)]
     hashes = [None if story.finished is None else story.finished.get("weights_sha256") for story in (storm, calm)]
@@ -52,7 +52,7 @@ def compare(storm_dir: Path, storm: Story, calm_dir: Path, calm: Story) -> Outco
     losses, difference = _losses(storm, calm)
     checks.append(losses)
     checks.append(_nothing_missed(storm))
-    return Outcome(tuple(checks), hashes[0], hashes[1], difference)
+    return DemoOutcome(tuple(checks), hashes[0], hashes[1], difference)
 
 
 def _ledger(name: str, folder: Path) -> Check:

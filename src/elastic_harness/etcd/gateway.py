@@ -48,7 +48,7 @@ _KEEPALIVE = [
 ]  # a host that vanished ends a quiet stream after 5 s
 
 
-class Refused(InfrastructureError):
+class RequestRefused(InfrastructureError):
     """etcd's own error: a gRPC code and a message."""
 
     def __init__(self, code: int, message: str) -> None:
@@ -91,7 +91,7 @@ class Gateway:
                 if not repeatable:
                     self._leave(endpoint)
                     raise self._unknown(problem) from error
-            except Refused as error:
+            except RequestRefused as error:
                 stale = error.code == _UNAUTHENTICATED or _USERS_CHANGED in error.message
                 if stale and self.address.user:  # the token has ended
                     self._token = ""
@@ -116,7 +116,7 @@ class Gateway:
         endpoint = self._endpoints[self._at]
         try:
             response = self._send(endpoint, path, body, urllib3.Timeout(connect=self._connect_s(), read=SILENCE_S))
-        except (HTTPError, Refused) as error:
+        except (HTTPError, RequestRefused) as error:
             self._token = ""
             self._leave(endpoint)
             raise Unavailable(f"{endpoint} did not answer ({_short(error)}).") from error
@@ -182,7 +182,7 @@ class Gateway:
                     f"{self._named()} has users, and then refuses a client's certificate with a CommonName: make one "
                     "without (a subject such as /O=training), and name the user in the address."
                 )
-            return Refused(_UNAVAILABLE, f"HTTP {response.status} {said}".strip())
+            return RequestRefused(_UNAVAILABLE, f"HTTP {response.status} {said}".strip())
         if "user name is empty" in message or (code == _UNAUTHENTICATED and not self.address.user):
             return ConfigError(
                 f"{self._named()} wants to know who we are: add ?user=NAME to its address, and put the password into "
@@ -197,7 +197,7 @@ class Gateway:
         too_large = code == _EXHAUSTED and "larger than max" in message  # said by gRPC, before etcd itself looks
         if code == _EXHAUSTED and not too_large:
             code = _UNAVAILABLE
-        return Refused(_INVALID if too_large else code, TOO_LARGE if too_large else message)
+        return RequestRefused(_INVALID if too_large else code, TOO_LARGE if too_large else message)
 
     def _connections(self) -> urllib3.PoolManager:
         if self._pid != os.getpid():  # first use, or forked: connections, and a lock that is held, are the parent's
@@ -287,16 +287,16 @@ def _answer(line: bytes) -> Json:
     try:
         told = parse(line)
     except ValueError:
-        raise Refused(_UNAVAILABLE, f"an answer that is no JSON: {line[:80]!r}") from None
+        raise RequestRefused(_UNAVAILABLE, f"an answer that is no JSON: {line[:80]!r}") from None
     if not isinstance(told, dict):
-        raise Refused(_UNAVAILABLE, f"an answer that is no object: {line[:80]!r}")
+        raise RequestRefused(_UNAVAILABLE, f"an answer that is no object: {line[:80]!r}")
     if "error" in told:
         error = told["error"]
         error = error if isinstance(error, dict) else told
-        raise Refused(int(error.get("grpc_code") or error.get("code") or 2), str(error.get("message") or error))
+        raise RequestRefused(int(error.get("grpc_code") or error.get("code") or 2), str(error.get("message") or error))
     result = told.get("result", told)
     if not isinstance(result, dict):
-        raise Refused(_UNAVAILABLE, f"an answer whose result is no object: {line[:80]!r}")
+        raise RequestRefused(_UNAVAILABLE, f"an answer whose result is no object: {line[:80]!r}")
     return result
 
 

@@ -41,7 +41,7 @@ _RECORD, _LOG, _DATA = "etcd.json", "etcd.log", "data"
 
 
 @dataclass(frozen=True)
-class Record:
+class ServerRecord:
     """A server that was started: its process, when the kernel started that, where it answers on this machine, and the
     address on which it listens."""
 
@@ -77,7 +77,7 @@ def find_etcd() -> str:
     )
 
 
-def start(folder: Path, port: int, listen: str) -> Record:
+def start(folder: Path, port: int, listen: str) -> ServerRecord:
     """Start a server, unless it runs already; blocks until it answers, at most START_S. Raises ConfigError if the port
     is taken, InfrastructureError if it does not come up."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -98,16 +98,16 @@ def start(folder: Path, port: int, listen: str) -> Record:
         os.close(lock)
 
 
-def read(folder: Path) -> Record | None:
+def read(folder: Path) -> ServerRecord | None:
     """The server that runs in this folder."""
     try:
-        record = Record(**json.loads((folder / _RECORD).read_text()))
+        record = ServerRecord(**json.loads((folder / _RECORD).read_text()))
     except (OSError, ValueError, TypeError):
         return None
     return record if record.lives else None
 
 
-def stop(folder: Path) -> Record | None:
+def stop(folder: Path) -> ServerRecord | None:
     """Stop the server; blocks until it has ended, at most STOP_S and then it is killed. None if none runs."""
     record = read(folder)
     if record is None:
@@ -133,7 +133,7 @@ def started_at(pid: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
-def _spawn(folder: Path, port: int, listen: str) -> Record:
+def _spawn(folder: Path, port: int, listen: str) -> ServerRecord:
     program = find_etcd()
     _check_free(listen, port)
     endpoint = _endpoint(port)
@@ -149,7 +149,7 @@ def _spawn(folder: Path, port: int, listen: str) -> Record:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=folder
         )
-    record = Record(process.pid, started_at(process.pid), endpoint, listen)
+    record = ServerRecord(process.pid, started_at(process.pid), endpoint, listen)
     durable_file.write(folder / _RECORD, json.dumps(asdict(record)).encode())
     return record
 
@@ -175,7 +175,7 @@ def _check_free(listen: str, port: int) -> None:
                 raise ConfigError(f"{host}:{port} cannot be had: {error.strerror}; choose another {what}.") from error
 
 
-def _wait(record: Record, log: Path) -> None:
+def _wait(record: ServerRecord, log: Path) -> None:
     store = EtcdStore(Gateway(Address((record.endpoint,)), timeout_s=1.0))
     give_up_at = time.monotonic() + START_S
     while time.monotonic() < give_up_at:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic_harness.errors import HarnessError, InfrastructureError
-from elastic_harness.etcd.gateway import TOO_LARGE, Gateway, Refused, Stream, decode, encode
+from elastic_harness.etcd.gateway import TOO_LARGE, Gateway, RequestRefused, Stream, decode, encode
 from elastic_harness.membership.store import Change, Compacted, Entry, Put, TooLarge, Unavailable, Watch, check_changes
 
 REQUEST_MIB = 1.5  # etcd's default --max-request-bytes
@@ -61,7 +61,7 @@ class EtcdStore:
         ]
         try:
             told = self._gateway.call("kv/txn", {"compare": expected, "success": changes}, repeatable=False)
-        except Refused as error:
+        except RequestRefused as error:
             if LEASE_NOT_FOUND in error.message:
                 raise ValueError("the lease does not exist or has ended; take a new one") from error
             if error.message == TOO_LARGE:
@@ -80,7 +80,7 @@ class EtcdStore:
     def revoke(self, lease: int) -> None:
         try:
             self._gateway.call("lease/revoke", {"ID": str(lease)})
-        except Refused as error:
+        except RequestRefused as error:
             if LEASE_NOT_FOUND not in error.message:
                 raise
 

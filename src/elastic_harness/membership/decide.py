@@ -53,7 +53,7 @@ class Hold:
 
 
 @dataclass(frozen=True)
-class Change:
+class Form:
     """These members are the next generation, in rank order."""
 
     members: tuple[str, ...]
@@ -61,7 +61,7 @@ class Change:
     reason: str
 
 
-def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Change:
+def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Form:
     """Return what becomes of the membership.
 
     Members of the current generation keep their rank order; newcomers follow, first those who hold the state, then in
@@ -129,7 +129,7 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Change:
     )
     if view.reform and not lost:
         parts.append("after a wait" if view.waited else "the exchange broke")
-    return Change(members, urgent, ", ".join(parts) or "first generation")
+    return Form(members, urgent, ", ".join(parts) or "first generation")
 
 
 def on_connected_nodes(members: list[str], view: View) -> list[str]:

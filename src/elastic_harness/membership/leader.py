@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from elastic_harness.membership.decide import Change, Hold, View, decide
+from elastic_harness.membership.decide import Form, Hold, View, decide
 from elastic_harness.membership.poison import Failure, How, blame
 from elastic_harness.membership.reconcile import reconcile
 from elastic_harness.membership.types import Digest, Generation, Limits, Report, node_of
@@ -487,7 +487,7 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         waited=bool(state.paused or state.stateless),
     )
     outcome = decide(now, view, state.limits)
-    if not isinstance(outcome, Change):
+    if not isinstance(outcome, Form):
         lost = state.generation is not None and not state.generation.member_set.issubset(state.ready)
         stands = state.generation is not None and not lost and not reform
         if isinstance(outcome, Hold) and outcome.reason != state.paused and not stands:

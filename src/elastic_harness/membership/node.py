@@ -62,14 +62,14 @@ class Offered:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class PlacesScaled:
     """This node wants so many workers now."""
 
     places: int
 
 
 @dataclass(frozen=True)
-class Leave:
+class NodeLeaves:
     """This node is to leave at a step boundary: all of its workers are, and it wants none any more."""
 
 
@@ -111,18 +111,31 @@ class Wrote:
 
 
 @dataclass(frozen=True)
-class Refused:
+class WriteRefused:
     """The write of this number did not take place and never will: something it expects is not so."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Tick:
+class NodeTick:
     """Time passed."""
 
 
-Input = Happened | Offered | Scaled | Leave | Described | Registered | LeaseEnded | Read | Saw | Wrote | Refused | Tick
+Input = (
+    Happened
+    | Offered
+    | Described
+    | PlacesScaled
+    | NodeLeaves
+    | Registered
+    | LeaseEnded
+    | Read
+    | Saw
+    | Wrote
+    | WriteRefused
+    | NodeTick
+)
 
 # ---- what it asks for
 
@@ -266,10 +279,10 @@ class Node:
                 self._happened(event)
             case Offered(generation, key, value):
                 self._offer(generation, key, value)
-            case Scaled(places):
+            case PlacesScaled(places):
                 self._places = places
                 self._changes += 1
-            case Leave():
+            case NodeLeaves():
                 self._leaves = True
                 self._places = 0
                 self._changes += 1
@@ -291,9 +304,9 @@ class Node:
                     outputs += self._saw(change.key, change.entry, now)
             case Wrote(number, revision):
                 outputs += self._wrote(self._asked.pop(number, ""), revision, now)
-            case Refused(number):
+            case WriteRefused(number):
                 outputs += self._refused(self._asked.pop(number, ""), now)
-            case Tick():
+            case NodeTick():
                 if self._leading is not None:
                     self._leading.tick(now)
         return outputs

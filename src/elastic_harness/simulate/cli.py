@@ -45,7 +45,7 @@ RUNS_AT_ONCE = 8  # by one process, before it tells of them
 
 
 @dataclass(frozen=True)
-class Shape:
+class JobShape:
     """How big the simulated job is. `faults`: at most so many in a run. `spare_nodes`: of the nodes, more than the job
     has work for. `least_nodes`: with fewer it waits."""
 
@@ -92,7 +92,7 @@ class Ended:
     needed: list[int] = field(default_factory=list)
 
 
-def run_seed(shape: Shape, seed: int) -> Ended:
+def run_seed(shape: JobShape, seed: int) -> Ended:
     """One run with all of its faults; if that fails, with as few as it takes."""
     faults = shape.drawn(seed)
     simulation = shape.simulation(seed, faults)
@@ -107,7 +107,7 @@ def run_seed(shape: Shape, seed: int) -> Ended:
     return Ended(seed, kinds, simulation.happenings, simulation.now)
 
 
-def minimised(shape: Shape, seed: int, faults: list[Fault], kind: str) -> list[int]:
+def minimised(shape: JobShape, seed: int, faults: list[Fault], kind: str) -> list[int]:
     """The numbers of a set of faults none of which can be left out without the violation going away."""
     needed = list(range(len(faults)))
     for number in list(needed):
@@ -120,7 +120,7 @@ def minimised(shape: Shape, seed: int, faults: list[Fault], kind: str) -> list[i
     return needed
 
 
-def run_seeds(shape: Shape, seeds: Sequence[int], processes: int) -> Iterator[Ended]:
+def run_seeds(shape: JobShape, seeds: Sequence[int], processes: int) -> Iterator[Ended]:
     """All runs, in the order of their seeds. Closed early, it waits for those that have begun."""
     if processes == 1:
         yield from map(partial(run_seed, shape), seeds)
@@ -135,7 +135,7 @@ def _leave_interrupts_alone() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def replay(shape: Shape, seed: int, only: list[int] | None) -> int:
+def replay(shape: JobShape, seed: int, only: list[int] | None) -> int:
     """One run, with what its nodes were told and asked for."""
     faults = shape.drawn(seed)
     unknown = [number for number in only or () if not 0 <= number < len(faults)]
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.scale:
         return scale.main(given.json)
-    shape = Shape(given.workers, given.nodes, given.steps, given.faults, given.spare_nodes, given.least_nodes)
+    shape = JobShape(given.workers, given.nodes, given.steps, given.faults, given.spare_nodes, given.least_nodes)
     if given.seed is not None:
         return replay(shape, given.seed, given.only)
     seeds = range(given.first, given.first + given.seeds)
@@ -217,7 +217,7 @@ class Total:
         }
         return json.dumps(told)
 
-    def as_text(self, shape: Shape, asked: Sequence[int]) -> str:
+    def as_text(self, shape: JobShape, asked: Sequence[int]) -> str:
         stopped = f" of {self.wanted}, stopped by {signal.Signals(asked[0]).name}" if asked else ""
         lines = [
             f"{self.runs} runs{stopped}, {self.kinds.total()} faults, {self.happenings} events, {self.seconds:.1f} s"
@@ -234,7 +234,7 @@ class Total:
         return "\n".join(lines)
 
 
-def total_of(shape: Shape, seeds: Sequence[int], processes: int, asked: Sequence[int]) -> Total:
+def total_of(shape: JobShape, seeds: Sequence[int], processes: int, asked: Sequence[int]) -> Total:
     """Run all, or as many as can be until somebody has asked to stop; show how far it is."""
     total, began = Total(len(seeds)), time.monotonic()
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[failed]} violations"))

@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic_harness.membership import leader as core
 from elastic_harness.membership.types import Digest, Generation, Limits
-from elastic_harness.simulate.world import Faults, Message, Violation, Worker, World, canonical, followed
+from elastic_harness.simulate.world import Faults, Message, SimulatedWorker, Violation, World, canonical, followed
 
 LATE = 1e9  # a time by which every timeout has passed; all other events happen at 0
 
@@ -65,7 +65,7 @@ class Cluster:
         limits = Limits(size.min_workers, most, target)
         world = World(
             leader=self._intern(core.State(limits)),
-            workers=(Worker(),) * n,
+            workers=(SimulatedWorker(),) * n,
             mail=(frozenset(),) * n,
             down=((),) * n,
             up=((),) * n,
@@ -183,7 +183,7 @@ class Cluster:
         newest, begun_at = max(((lineage, from_step) for lineage, from_step, _ in world.ledger), default=(-1, 0))
         return [version for version, lineage in checkpoints if lineage == newest or version <= begun_at]
 
-    def check_value(self, w: Worker, who: int) -> None:
+    def check_value(self, w: SimulatedWorker, who: int) -> None:
         right = canonical(w.version, self.size.lanes)
         if w.value != right:
             held = sorted(c for gradient in w.value for c in gradient)
@@ -245,7 +245,7 @@ class Cluster:
 
     # ---- queues, mailboxes, ends of processes
 
-    def put(self, world: World, who: int, worker: Worker) -> World:
+    def put(self, world: World, who: int, worker: SimulatedWorker) -> World:
         ws = world.workers
         return world._replace(workers=(*ws[:who], worker, *ws[who + 1 :]))
 
@@ -279,7 +279,7 @@ class Cluster:
         m = world.mail
         return world._replace(mail=(*m[:target], m[target] | {message}, *m[target + 1 :]))
 
-    def stale(self, w: Worker, message: Message) -> bool:
+    def stale(self, w: SimulatedWorker, message: Message) -> bool:
         """Messages are keyed by generation and step: older ones are never looked at."""
         if message.generation < max(w.gen, w.target):
             return True
@@ -301,7 +301,7 @@ class Cluster:
             world = self.report(world, who, core.Lost(self.name(who)))
         down = (*world.down[:who], (), *world.down[who + 1 :])
         mail = (*world.mail[:who], frozenset(), *world.mail[who + 1 :])
-        return self.put(world._replace(down=down, mail=mail), who, Worker(up=False, mode="over"))
+        return self.put(world._replace(down=down, mail=mail), who, SimulatedWorker(up=False, mode="over"))
 
     def leave(self, world: World, who: int) -> World:
         return self.die(world, who)

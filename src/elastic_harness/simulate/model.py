@@ -9,7 +9,7 @@ from typing import Any
 from elastic_harness.membership import leader as core
 from elastic_harness.simulate.cluster import LATE, Size
 from elastic_harness.simulate.workers import Workers
-from elastic_harness.simulate.world import Move, Violation, Worker, World
+from elastic_harness.simulate.world import Move, SimulatedWorker, Violation, World
 
 __all__ = ["Model", "Size"]
 
@@ -96,7 +96,7 @@ class Model(Workers):
     def join(self, world: World) -> World:
         who = len(world.workers)
         world = world._replace(
-            workers=(*world.workers, Worker()),
+            workers=(*world.workers, SimulatedWorker()),
             mail=(*world.mail, frozenset()),
             down=(*world.down, ()),
             up=(*world.up, ()),
@@ -112,7 +112,7 @@ class Model(Workers):
             world = world._replace(mail=(*world.mail[:target], kept, *world.mail[target + 1 :]))
         return world
 
-    def partial_sends(self, world: World, who: int, w: Worker) -> Iterator[tuple[str, World]]:
+    def partial_sends(self, world: World, who: int, w: SimulatedWorker) -> Iterator[tuple[str, World]]:
         """The next broadcast, having reached only some of the peers."""
         kinds: tuple[str, ...] = ()
         if self.may_send(w):

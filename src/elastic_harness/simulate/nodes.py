@@ -26,7 +26,7 @@ from elastic_harness.membership.types import Digest, Limits
 from elastic_harness.simulate.cluster import Size, index_of
 from elastic_harness.simulate.store import EmbeddedStore
 from elastic_harness.simulate.workers import Workers, kept_with
-from elastic_harness.simulate.world import Message, Violation, Worker, World
+from elastic_harness.simulate.world import Message, SimulatedWorker, Violation, World
 
 TTL_S = 2.0
 KEEP_ALIVE_S = 0.6
@@ -219,7 +219,7 @@ class Simulation(Workers):
         host.workers.append(who)
         world = self.world
         self.world = world._replace(
-            workers=(*world.workers, Worker()),
+            workers=(*world.workers, SimulatedWorker()),
             mail=(*world.mail, frozenset()),
             down=(*world.down, ()),
             up=(*world.up, ()),
@@ -234,7 +234,7 @@ class Simulation(Workers):
             host.inbox += told
             return
         for each in told:
-            if not isinstance(each, nodes.Tick):
+            if not isinstance(each, nodes.NodeTick):
                 self._note(number, "is told", each)
         clock = host.ahead_s + self.now * (1 + host.faster)
         self._carry_out(number, host.node.take_all(told, clock))
@@ -259,7 +259,7 @@ class Simulation(Workers):
         if host.up and host.life == life:
             self.after(TICK_S, lambda: self._tick(number, life))
             if not host.paused:
-                self._tell_node(number, nodes.Tick())
+                self._tell_node(number, nodes.NodeTick())
 
     def _keep_alive(self, number: int, life: int) -> None:
         host = self.hosts[number]
@@ -377,7 +377,7 @@ class Simulation(Workers):
                 applied, revision = self.store.txn(write.compare, write.puts(lease))
             except ValueError:
                 applied, revision = False, 0  # the lease has ended
-            told = nodes.Wrote(write.number, revision) if applied else nodes.Refused(write.number)
+            told = nodes.Wrote(write.number, revision) if applied else nodes.WriteRefused(write.number)
             for key, value in write.entries if applied else ():
                 if key == nodes.DECISION:
                     self._decided(read_decision(value))
@@ -439,7 +439,7 @@ class Simulation(Workers):
             return world._replace(links=world.links | {broken})
         return super().mail(world, target, message)
 
-    def failing(self, world: World, who: int, w: Worker) -> list[int]:
+    def failing(self, world: World, who: int, w: SimulatedWorker) -> list[int]:
         if not self._cuts:
             return super().failing(world, who, w)
         cut = [m for m in w.members if self._is_cut(who, m)]
@@ -479,7 +479,7 @@ class Simulation(Workers):
         if unable:
             self._unable, self._unable_at = self.world, self._changes
 
-    def abilities(self, world: World, who: int, w: Worker) -> Iterator[tuple[Any, ...]]:
+    def abilities(self, world: World, who: int, w: SimulatedWorker) -> Iterator[tuple[Any, ...]]:
         yield from super().abilities(world, who, w)
         if w.mode != "wait" or not w.target or self.connected(w, who):
             return
@@ -498,7 +498,7 @@ class Simulation(Workers):
             world = self.report_trouble(world, who, core.Trouble(self.name(who), w.reacted, tuple(sorted(missing))))
         return self.react(self.put(world, who, self.aborted(w)), who)
 
-    def connected(self, w: Worker, who: int) -> bool:
+    def connected(self, w: SimulatedWorker, who: int) -> bool:
         """Whether it is known where all members are."""
         return set(map(self.name, w.successors)) <= self.hosts[self._home[who]].addresses.get(w.target, set())
 
@@ -684,7 +684,7 @@ class Simulation(Workers):
             return
         host.leaving = True
         life = host.life
-        self._tell_node(number, nodes.Leave())
+        self._tell_node(number, nodes.NodeLeaves())
         self.after(GRACE_S, lambda: self._kill(number, life))
 
     def _kill(self, number: int, life: int | None = None) -> None:

@@ -44,7 +44,7 @@ PATIENCE_S = 600.0
 REQUEST_BYTES_MAX = 3 << 19  # etcd's default --max-request-bytes: 1.5 MiB
 SIZES, EXTRAPOLATED = (10, 100, 500, 1000), (10_000, 16_384)
 PEACE_S, PEACE_STEPS = 10.0, 10
-FROM_STORE = nodes.Registered | nodes.LeaseEnded | nodes.Read | nodes.Saw | nodes.Wrote | nodes.Refused
+FROM_STORE = nodes.Registered | nodes.LeaseEnded | nodes.Read | nodes.Saw | nodes.Wrote | nodes.WriteRefused
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Cost(Count):
 
 
 @dataclass(eq=False)
-class Host:
+class LargeHost:
     """A node and its way to the store. has: the generation whose digest and addresses are all here."""
 
     number: int
@@ -89,7 +89,7 @@ class Host:
     has: int = 0
 
 
-class Cluster:
+class LargeCluster:
     """A job of `workers`, its first generation formed."""
 
     def __init__(self, workers: int, seed: int = 0) -> None:
@@ -101,11 +101,11 @@ class Cluster:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
         limits = Limits(1, workers, workers)
-        self.hosts: list[Host] = []
+        self.hosts: list[LargeHost] = []
         for number, first in enumerate(range(0, workers, PER_NODE)):
             name = f"node-{number:04}-{self.rng.getrandbits(24):06x}"
             members = [f"{name}/w{i}-1" for i in range(min(PER_NODE, workers - first))]
-            self.hosts.append(Host(number, Node(name, limits, len(members), Known(), {}), members))
+            self.hosts.append(LargeHost(number, Node(name, limits, len(members), Known(), {}), members))
         for host in self.hosts:
             self._carry_out(host, host.node.start())
             for member in host.members:
@@ -163,7 +163,7 @@ class Cluster:
         self._run_until_agreed(before)
         return Cost(**vars(self.count), failure=name, workers=workers, seconds=self.now - began)
 
-    def _notice_break(self, host: Host, dead: str) -> None:
+    def _notice_break(self, host: LargeHost, dead: str) -> None:
         for member in host.members:
             self._tell(host, nodes.Happened(core.Trouble(member, host.has, (dead,))))
 
@@ -205,14 +205,14 @@ class Cluster:
 
     # ---- a node and its agent
 
-    def _tell(self, host: Host, *told: nodes.Input) -> None:
+    def _tell(self, host: LargeHost, *told: nodes.Input) -> None:
         """A node takes one thing that its workers tell at a time, and all that the store has said together."""
         host.inbox += told
         if not host.busy:
             host.busy = True
             self._after(0.0, partial(self._work, host))
 
-    def _work(self, host: Host) -> None:
+    def _work(self, host: LargeHost) -> None:
         """What the node's code takes passes before anybody hears of what follows."""
         told = list(takewhile(lambda told: isinstance(told, FROM_STORE), host.inbox)) or host.inbox[:1]
         del host.inbox[: len(told)]
@@ -223,13 +223,13 @@ class Cluster:
             self.count.leader_cpu_s += took_s
         self._after(took_s, partial(self._worked, host, outputs))
 
-    def _worked(self, host: Host, outputs: list[nodes.Output]) -> None:
+    def _worked(self, host: LargeHost, outputs: list[nodes.Output]) -> None:
         self._carry_out(host, outputs)
         host.busy = bool(host.inbox)
         if host.busy:
             self._work(host)
 
-    def _carry_out(self, host: Host, outputs: list[nodes.Output]) -> None:
+    def _carry_out(self, host: LargeHost, outputs: list[nodes.Output]) -> None:
         for output in outputs:
             match output:
                 case nodes.Register():
@@ -247,14 +247,14 @@ class Cluster:
                     host.addresses = {number: len(by_key) for number, by_key in values.items()}
                     self._look(host)
 
-    def _look(self, host: Host) -> None:
+    def _look(self, host: LargeHost) -> None:
         digest = host.digest
         if digest is not None and host.addresses.get(digest.generation) == len(digest.sources):
             host.has = digest.generation
             if host.has > self._before:
                 self._lacking.discard(host)
 
-    def _report(self, host: Host, generation: core.Generation) -> None:
+    def _report(self, host: LargeHost, generation: core.Generation) -> None:
         ranks = {member: rank for rank, member in enumerate(generation.members)}
         for member in host.members:
             rank = ranks.get(member)
@@ -264,24 +264,24 @@ class Cluster:
                 blob = address(self.rng, host.number)
                 self._tell(host, nodes.Offered(generation.number, str(rank), base64.b64encode(blob).decode()))
 
-    def _tick(self, host: Host) -> None:
+    def _tick(self, host: LargeHost) -> None:
         if host in self.hosts:
             self._after(TICK_S, partial(self._tick, host))
-            if nodes.Tick() not in host.inbox:
-                self._tell(host, nodes.Tick())
+            if nodes.NodeTick() not in host.inbox:
+                self._tell(host, nodes.NodeTick())
 
-    def _keep_alive(self, host: Host) -> None:
+    def _keep_alive(self, host: LargeHost) -> None:
         if host in self.hosts:
             self._after(KEEP_ALIVE_S, partial(self._keep_alive, host))
             self._send(partial(self._kept_alive, host))
 
-    def _kept_alive(self, host: Host) -> None:
+    def _kept_alive(self, host: LargeHost) -> None:
         self.store.keep_alive(host.lease)
         self.count.messages += 1  # the answer
 
     # ---- the store
 
-    def _ask(self, host: Host, arrive: Callable[[], None]) -> None:
+    def _ask(self, host: LargeHost, arrive: Callable[[], None]) -> None:
         host.asked.append(arrive)
         if len(host.asked) == 1:
             self._send(arrive)
@@ -290,32 +290,32 @@ class Cluster:
         self.count.messages += 1
         self._after(self._way(), arrive)
 
-    def _answer(self, host: Host, told: nodes.Input) -> None:
+    def _answer(self, host: LargeHost, told: nodes.Input) -> None:
         self._arrive(host, partial(self._answered, host, told))
 
-    def _arrive(self, host: Host, call: Callable[[], None]) -> None:
+    def _arrive(self, host: LargeHost, call: Callable[[], None]) -> None:
         self.count.messages += 1
         host.hears_at = max(host.hears_at, self.now + self._way())
         self._after(host.hears_at - self.now, call)
 
-    def _answered(self, host: Host, told: nodes.Input) -> None:
+    def _answered(self, host: LargeHost, told: nodes.Input) -> None:
         del host.asked[0]
         if host.asked:
             self._send(host.asked[0])
         self._tell(host, told)
 
-    def _register(self, host: Host) -> None:
+    def _register(self, host: LargeHost) -> None:
         host.lease = self.store.lease(TTL_S)
         self._answer(host, nodes.Registered())
 
-    def _follow(self, host: Host, everything: bool) -> None:
+    def _follow(self, host: LargeHost, everything: bool) -> None:
         prefix = nodes.EVERYTHING if everything else nodes.HEAD
         entries, revision = self.store.read(prefix)
         self.count.delivered_bytes += sum(len(e.key) + len(e.value) for e in entries)
         host.watch, host.everything = self.store.watch(prefix, revision + 1), everything
         self._answer(host, nodes.Read(tuple(entries)))
 
-    def _write(self, host: Host, write: nodes.Write) -> None:
+    def _write(self, host: LargeHost, write: nodes.Write) -> None:
         if host not in self.hosts:
             return
         puts = write.puts(host.lease)
@@ -325,7 +325,7 @@ class Cluster:
         self.count.write_bytes_max = max(self.count.write_bytes_max, size)
         if applied:
             self.count.written_bytes += size
-        self._answer(host, nodes.Wrote(write.number, revision) if applied else nodes.Refused(write.number))
+        self._answer(host, nodes.Wrote(write.number, revision) if applied else nodes.WriteRefused(write.number))
         if applied:
             self._pass_changes(head=any(put.key.startswith(nodes.HEAD) for put in puts))
 
@@ -367,7 +367,7 @@ def workers_max() -> int:
 
 def measure(workers: int, repeats: int) -> list[Cost]:
     """The median cost of each kind of failure in a job of this size."""
-    cluster = Cluster(workers)
+    cluster = LargeCluster(workers)
     costs = [_median([cluster.lose_worker() for _ in range(repeats)])]
     if len(cluster.hosts) > repeats + 1:
         costs.append(_median([cluster.lose_node() for _ in range(repeats)]))
@@ -406,7 +406,7 @@ def report(
     costs = sorted(itertools.chain(*by_failure.values()), key=lambda cost: (cost.workers, cost.failure))
     peace = []
     for workers in [size for size in sizes if size <= 1000]:
-        cluster = Cluster(workers)
+        cluster = LargeCluster(workers)
         for steps in (PEACE_STEPS, 10 * PEACE_STEPS):
             count = cluster.peace(PEACE_S, steps)
             peace.append({

@@ -13,8 +13,8 @@ from elastic_harness.comm.placement import deal
 from elastic_harness.membership import leader as core
 from elastic_harness.membership.types import Digest, Generation, LaneRanges, Report
 from elastic_harness.simulate.cluster import Cluster, Size, index_of
-from elastic_harness.simulate.world import Gradient, Message, Violation, Worker, World, canonical
-from elastic_harness.train.gate import Signals, Verdict, canaries_due, gate
+from elastic_harness.simulate.world import Gradient, Message, SimulatedWorker, Violation, World, canonical
+from elastic_harness.train.gate import GateVerdict, Signals, canaries_due, gate
 
 CHECKPOINTS_KEPT = 3
 
@@ -38,7 +38,7 @@ class Workers(Cluster):
 
     # ---- a step
 
-    def abilities(self, world: World, who: int, w: Worker) -> Iterator[tuple[Any, ...]]:
+    def abilities(self, world: World, who: int, w: SimulatedWorker) -> Iterator[tuple[Any, ...]]:
         if w.mode == "repair":
             if self.repair_message(world, who, w) is not None:
                 yield "repaired", self.repair
@@ -62,7 +62,7 @@ class Workers(Cluster):
                 if self.lacks(world, who, w, peer):
                     yield f"link to {self.name(peer)} fails", self.trouble, peer
 
-    def failing(self, world: World, who: int, w: Worker) -> list[int]:
+    def failing(self, world: World, who: int, w: SimulatedWorker) -> list[int]:
         """Peers to whom the connection is broken."""
         if not (world.links or self.size.resets):
             return []
@@ -70,7 +70,7 @@ class Workers(Cluster):
         dead = {m for m in w.members if self.size.resets and not world.workers[m].up}
         return sorted((broken | dead) & set(w.members))
 
-    def lacks(self, world: World, who: int, w: Worker, peer: int) -> bool:
+    def lacks(self, world: World, who: int, w: SimulatedWorker, peer: int) -> bool:
         """Whether anything is still due from `peer`."""
         if w.mode == "repair":
             return w.expect.endswith(f":{peer}") and self.repair_message(world, who, w) is None
@@ -78,7 +78,7 @@ class Workers(Cluster):
         owned = any(self.owner(w, b) == peer and ("R", peer) not in mail for b in range(self.size.blocks))
         return ("H", peer) not in mail or owned
 
-    def owner(self, w: Worker, block: int) -> int:
+    def owner(self, w: SimulatedWorker, block: int) -> int:
         return w.members[(w.version + block) % len(w.members)]
 
     def compute(self, world: World, who: int) -> World:
@@ -87,7 +87,7 @@ class Workers(Cluster):
         lanes = tuple(sorted((*w.lanes, (step, w.todo[0]))))
         return self.put(world, who, w._replace(todo=w.todo[1:], lanes=lanes))
 
-    def may_send(self, w: Worker) -> bool:
+    def may_send(self, w: SimulatedWorker) -> bool:
         return w.mode == "step" and not w.serve and not w.todo and not w.sent
 
     def send(self, world: World, who: int, to: tuple[int, ...] | None = None) -> World:
@@ -103,14 +103,14 @@ class Workers(Cluster):
                         world = self.mail(world, target, Message("P", w.gen, w.version, who, block, w.lanes))
         return world
 
-    def arrived(self, world: World, who: int, w: Worker, kind: str, block: int) -> dict[int, tuple[Any, ...]]:
+    def arrived(self, world: World, who: int, w: SimulatedWorker, kind: str, block: int) -> dict[int, tuple[Any, ...]]:
         return {
             m.source: m.body
             for m in world.mail[who]
             if m.kind == kind and m.generation == w.gen and m.step == w.version and m.block == block
         }
 
-    def reducible(self, world: World, who: int, w: Worker) -> list[tuple[int, Gradient]] | None:
+    def reducible(self, world: World, who: int, w: SimulatedWorker) -> list[tuple[int, Gradient]] | None:
         """The blocks this worker owns, summed, once everyone's part is there."""
         if w.mode != "step" or not w.sent or w.reduced:
             return None
@@ -136,7 +136,7 @@ class Workers(Cluster):
                     world = self.mail(world, target, Message("R", w.gen, w.version, who, block, gradient))
         return world
 
-    def committable(self, world: World, who: int, w: Worker) -> bool:
+    def committable(self, world: World, who: int, w: SimulatedWorker) -> bool:
         """Everything has been received: every member's header and every block."""
         if w.mode != "step" or not w.sent:
             return False
@@ -175,7 +175,7 @@ class Workers(Cluster):
             return self.at_boundary(world, who)
         return world
 
-    def signals(self, w: Worker, header: tuple[Any, ...]) -> Signals:
+    def signals(self, w: SimulatedWorker, header: tuple[Any, ...]) -> Signals:
         """A header as the gate knows it."""
         switch, canary, stop = header
         return Signals(w.gen, w.version, switch, stop, canary, samples=0, state=0)
@@ -186,18 +186,18 @@ class Workers(Cluster):
         if self.speaks(who, w.members):
             world = self.save(world, who)
         world = self.die(world, who)
-        left = Worker(up=False, stop=w.stop, mode="over", gen=w.gen, members=w.members, version=w.version)
+        left = SimulatedWorker(up=False, stop=w.stop, mode="over", gen=w.gen, members=w.members, version=w.version)
         world = self.put(world, who, left)
         self.check_stop(world, who)
         return world
 
-    def verdict(self, w: Worker, headers: dict[int, Signals]) -> Verdict:
+    def verdict(self, w: SimulatedWorker, headers: dict[int, Signals]) -> GateVerdict:
         return gate([headers[m] for m in w.members], self.canaries(w)[1])[0]
 
-    def canaries(self, w: Worker) -> tuple[frozenset[int], int | None]:
+    def canaries(self, w: SimulatedWorker) -> tuple[frozenset[int], int | None]:
         return canaries_due([rank for rank, m in enumerate(w.members) if m in w.due], len(w.members))
 
-    def canary(self, w: Worker, who: int) -> int:
+    def canary(self, w: SimulatedWorker, who: int) -> int:
         """The hash of what this member computes, if it is due."""
         if w.members.index(who) not in self.canaries(w)[0]:
             return 0
@@ -218,7 +218,7 @@ class Workers(Cluster):
             world = self.report_trouble(world, who, core.Trouble(self.name(who), w.reacted))
         return self.react(self.put(world, who, self.aborted(w)), who)
 
-    def applied(self, w: Worker, gradient: Gradient) -> Worker:
+    def applied(self, w: SimulatedWorker, gradient: Gradient) -> SimulatedWorker:
         """`apply`: the one thing that changes training state, never interrupted."""
         return w._replace(version=w.version + 1, value=(*w.value, gradient), record=(w.version, gradient))
 
@@ -237,7 +237,7 @@ class Workers(Cluster):
         """Whether a member tells of commits, and saves."""
         return who == members[0]
 
-    def enter(self, world: World, w: Worker, step: int) -> World:
+    def enter(self, world: World, w: SimulatedWorker, step: int) -> World:
         """Write a line of the ledger."""
         return world._replace(ledger=world.ledger | {(w.lineage, w.from_step, step)})
 
@@ -312,7 +312,7 @@ class Workers(Cluster):
             w = self.taken(w, message)
         return self.react(self.put(world, who, w), who)
 
-    def taken(self, w: Worker, message: tuple[Any, ...]) -> Worker:
+    def taken(self, w: SimulatedWorker, message: tuple[Any, ...]) -> SimulatedWorker:
         match message:
             case ("generation", Generation() as generation):
                 return w._replace(heard=w.heard.announced(generation))
@@ -342,16 +342,16 @@ class Workers(Cluster):
             return self.await_digest(world, who, generation)
         return self.accept(world, who, self.digests[w.digest]) if self.acceptable(w, who) else world
 
-    def acceptable(self, w: Worker, who: int) -> bool:
+    def acceptable(self, w: SimulatedWorker, who: int) -> bool:
         """Whether the digest is known that this worker waits for, and it is connected."""
         if w.mode != "wait" or w.digest < 0 or self.digests[w.digest].generation != w.target:
             return False
         return self.connected(w, who)
 
-    def connected(self, w: Worker, who: int) -> bool:
+    def connected(self, w: SimulatedWorker, who: int) -> bool:
         return True
 
-    def aborted(self, w: Worker) -> Worker:
+    def aborted(self, w: SimulatedWorker) -> SimulatedWorker:
         """Out of whatever it did; finished lanes stay."""
         return w._replace(
             mode="wait", digest=-1, target=0, successors=(), boundary=False,
@@ -432,7 +432,7 @@ class Workers(Cluster):
         world = self.put(world, who, w._replace(serve=w.serve[1:]))
         return self.mail(world, target, Message(kind, w.gen, w.version, who, 0, body))
 
-    def repair_message(self, world: World, who: int, w: Worker) -> Message | None:
+    def repair_message(self, world: World, who: int, w: SimulatedWorker) -> Message | None:
         for m in world.mail[who]:
             if m.generation == w.gen and f"{m.kind}:{m.source}" == w.expect:
                 return m

@@ -17,7 +17,7 @@ Value = tuple[Gradient, ...]
 """Training state after v steps is known by the v gradients that were applied."""
 
 
-class Worker(NamedTuple):
+class SimulatedWorker(NamedTuple):
     """One member. mode: idle (never told of a generation), wait (for a generation or a digest), repair (for state
     from a donor), step, fin (committed the last step), over (left in good order).
 
@@ -85,7 +85,7 @@ class World(NamedTuple):
     checkpoints: (version, lineage), newest first."""
 
     leader: int
-    workers: tuple[Worker, ...]
+    workers: tuple[SimulatedWorker, ...]
     mail: tuple[frozenset[Message], ...]
     down: tuple[tuple[tuple[object, ...], ...], ...]
     up: tuple[tuple[int, ...], ...]

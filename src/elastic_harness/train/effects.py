@@ -20,7 +20,7 @@ from elastic_harness.contract.messages import Commit, HandOver, LogEvent, Skippe
 from elastic_harness.errors import Diverged
 from elastic_harness.ledger import STATE
 from elastic_harness.train.apply import Metrics, Record
-from elastic_harness.train.gate import Verdict
+from elastic_harness.train.gate import GateVerdict
 from elastic_harness.train.link import Left
 from elastic_harness.train.nonfinite import NAMED_MAX
 from elastic_harness.train.parts import Parts
@@ -236,7 +236,7 @@ def stop_at_boundary(parts: Parts, progress: Progress) -> Left:
     return Left(request.reason)
 
 
-def report_unfit(parts: Parts, formed: Formed, verdict: Verdict, reason: str) -> None:
+def report_unfit(parts: Parts, formed: Formed, verdict: GateVerdict, reason: str) -> None:
     """Name the members whose samples or arithmetic differ; the lowest rank that fits does it."""
     fit = [rank for rank in range(formed.world) if rank not in verdict.unfit]
     if fit and fit[0] == formed.rank:

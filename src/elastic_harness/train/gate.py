@@ -32,7 +32,7 @@ class Signals:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GateVerdict:
     """commit: whether this step may be applied. unfit: ranks whose canary or state differs from the reference. switch:
     the generation everybody moves to after this step, or 0. stop: everybody leaves after this step. other_samples:
     those of the unfit whose samples differ already."""
@@ -44,7 +44,7 @@ class Verdict:
     other_samples: tuple[int, ...] = ()
 
 
-def gate(headers: Sequence[Signals], reference: int | None, compared: str = "state") -> tuple[Verdict, str]:
+def gate(headers: Sequence[Signals], reference: int | None, compared: str = "state") -> tuple[GateVerdict, str]:
     """Decide over one step from all its headers, in rank order. `reference`: the rank whose canary and state count, or
     None for the most frequent ones (the lowest rank's of equals). `compared`: the part of the state, in words."""
     first = headers[0]
@@ -61,13 +61,13 @@ def gate(headers: Sequence[Signals], reference: int | None, compared: str = "sta
         reason = f"the canary of ranks {unfit} differs from {expected:#x}"
         if other_samples:
             reason += f": ranks {other_samples} read other samples under the same numbers"
-        return Verdict(False, unfit, 0, False, other_samples), reason
+        return GateVerdict(False, unfit, 0, False, other_samples), reason
     unfit, expected = odd([h.state for h in headers], reference)
     if unfit:
-        return Verdict(False, unfit, 0, False), f"the {compared} of ranks {unfit} differs from {expected:#x}"
+        return GateVerdict(False, unfit, 0, False), f"the {compared} of ranks {unfit} differs from {expected:#x}"
     switch = min(h.switch for h in headers)
     stop = all(h.stop for h in headers)
-    return Verdict(True, (), switch if switch > first.generation else 0, stop), "all contributions agree"
+    return GateVerdict(True, (), switch if switch > first.generation else 0, stop), "all contributions agree"
 
 
 def odd(words: Sequence[int], reference: int | None) -> tuple[tuple[int, ...], int]:

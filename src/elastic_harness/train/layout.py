@@ -15,7 +15,7 @@ from elastic_harness.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Entry:
+class LayoutEntry:
     name: str
     shape: torch.Size
     dtype: torch.dtype
@@ -27,7 +27,7 @@ class Entry:
 class Layout:
     """The flat space of a model. `buffers` names those whose values after forward are averaged over the slots."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[LayoutEntry, ...]
     buffers: tuple[str, ...]
     dtype: torch.dtype
     elements: int
@@ -77,7 +77,7 @@ def make_layout(model: nn.Module, buffers: Mapping[str, Tensor], later: Collecti
         dtype = torch.promote_types(dtype, tensor.dtype)
     entries, offset = [], 0
     for name, member in [*trainable.items(), *buffers.items()]:
-        entries.append(Entry(name, member.shape, member.dtype, offset, offset + member.numel()))
+        entries.append(LayoutEntry(name, member.shape, member.dtype, offset, offset + member.numel()))
         offset += member.numel()
     return Layout(tuple(entries), tuple(buffers), dtype, offset)
 

@@ -21,7 +21,7 @@ from elastic_harness.train.partials import Partials, SlotTable
 from elastic_harness.train.saver import Saver
 from elastic_harness.train.slots import Shape, SlotComputer
 from elastic_harness.train.state import Registry
-from elastic_harness.train.watch import Watch
+from elastic_harness.train.watch import StateWatch
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Parts:
     layout: Layout
     slots: SlotComputer
     applier: Applier
-    watch: Watch
+    watch: StateWatch
     registry: Registry
     pool: Pool
     saver: Saver

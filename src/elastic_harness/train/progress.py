@@ -11,7 +11,7 @@ from elastic_harness.comm.exchange import Exchange
 from elastic_harness.comm.group import Group
 from elastic_harness.membership.types import Digest, Generation, node_of
 from elastic_harness.train.apply import Metrics, Record
-from elastic_harness.train.gate import Verdict
+from elastic_harness.train.gate import GateVerdict
 from elastic_harness.train.partials import Partials
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Progress:
     verified: bool = False
     sent: Sent | None = None
     serving: threading.Thread | None = None  # sends state that must not change: to be joined before the next commit
-    verdict: Verdict | None = None  # of the last commit, as long as it was not settled
+    verdict: GateVerdict | None = None  # of the last commit, as long as it was not settled
     announced: int = 0  # newest generation number this worker has reacted to
     committed_at: float = 0.0
 

@@ -68,7 +68,7 @@ from elastic_harness.train.recovery import recover
 from elastic_harness.train.saver import make_saver
 from elastic_harness.train.slots import Shape, SlotComputer
 from elastic_harness.train.state import Registry, Stateful, weights_sha256
-from elastic_harness.train.watch import Watch
+from elastic_harness.train.watch import StateWatch
 
 Connect = Callable[[KeyValue, int, int, Callable[[float], None]], Group]
 
@@ -369,7 +369,7 @@ def start(
     check_extra(extra or {}, given, config.elastic.exactness)
     registry = Registry(model, {k: v for k, v in given.items() if v is not None} | dict(extra or {}), averaged)
     registry.capture()  # refuses now what could not be saved later
-    watch = Watch(
+    watch = StateWatch(
         model,
         optimizer,
         [e.name for e in layout.entries[: layout.parameters]],

@@ -26,7 +26,7 @@ from elastic_harness.checkpoint.layout import Slice
 from elastic_harness.checkpoint.manifest import newest
 from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.policy import Policy, policy_of
-from elastic_harness.checkpoint.snapshot import Outcome, Slots, Snapshot
+from elastic_harness.checkpoint.snapshot import Slots, Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.tensors import slice_of
 from elastic_harness.checkpoint.tiers import POLL_S, Report, Tiers
 from elastic_harness.config import CheckpointConfig
@@ -127,7 +127,7 @@ class Saver:
                 while (snapshot := begin()) is None:
                     time.sleep(POLL_S)
                 self._tiers.join()
-            durable = self._tiers.wait(snapshot) == Outcome.DURABLE
+            durable = self._tiers.wait(snapshot) == SnapshotOutcome.DURABLE
         return durable
 
     def save_unless_saved(self, version: int, lineage: int, describe: Describe) -> None:

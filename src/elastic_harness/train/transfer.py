@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from elastic_harness.comm.exchange import TRANSFER, tag
-from elastic_harness.comm.group import Group, Work
+from elastic_harness.comm.group import Group, Pending
 from elastic_harness.errors import PeerFailed
 from elastic_harness.train.imprint import hash_of
 
@@ -51,11 +51,11 @@ def receive_payload(group: Group, rank: int, timeout_s: float) -> tuple[Payload,
     """Receive what the other side's `send_payload` sends, and the hash of every tensor, by which it was checked.
     Raises PeerFailed."""
 
-    def receive(number: int, elements: int, dtype: torch.dtype) -> Work:
+    def receive(number: int, elements: int, dtype: torch.dtype) -> Pending:
         buffer = torch.empty(elements, dtype=dtype, device=group.device)
         return group.receive(buffer, rank, tag(TRANSFER, 0, number))
 
-    def arrived(work: Work) -> Tensor:
+    def arrived(work: Pending) -> Tensor:
         group.flush()
         group.wait((work,), timeout_s)
         return work.tensor.cpu()
@@ -63,7 +63,7 @@ def receive_payload(group: Group, rank: int, timeout_s: float) -> tuple[Payload,
     length = int(arrived(receive(0, 1, torch.int64)))
     description = json.loads(bytes(arrived(receive(1, length, torch.uint8)).numpy()))
     tensors: dict[str, Tensor] = {}
-    works: dict[str, Work] = {}
+    works: dict[str, Pending] = {}
     for name, dtype, shape in description["tensors"]:
         tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
         if tensors[name].numel():

@@ -34,7 +34,7 @@ Piece = tuple[str, Tensor, int, int]
 READ_ONLY = "Between two commits training state may only be read"
 
 
-class Watch:
+class StateWatch:
     """Knows the state of `version` as the last commit, or a restore, has left it."""
 
     def __init__(
