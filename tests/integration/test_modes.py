@@ -137,6 +137,8 @@ def test_all_workers_at_once_begin_again_at_the_checkpoint(tmp_path: Path, alone
     assert finished(tmp_path / "run")["weights_sha256"] == alone["weights_sha256"]
     verdict = verify(tmp_path / "run")
     assert verdict.ok and verdict.lineage == 1, verdict
+    started = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "worker_started"]
+    assert len(started) == 4 and all(event["forked"] for event in started), "there is one blank, and soon another"
 
 
 @pytest.mark.parametrize("place", ["slot.backward", pytest.param("apply.finished", marks=pytest.mark.soak)])
