@@ -15,7 +15,7 @@ import pytest
 from elastic_harness.events import read_events
 from elastic_harness.verify import verify
 from integration.launch_tools import Job, processes_of
-from integration.script_tools import SCRIPTS, execute, failing, launch, one_message, python, said
+from integration.script_tools import SCRIPTS, execute, failing, forked, launch, one_message, python, said
 
 pytestmark = pytest.mark.slow
 OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
@@ -172,6 +172,6 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
         job.close()
     again = launch(tmp_path / "run", OWN_LOOP, *steps, options=("--nproc-per-node", 2))
     assert again.returncode == 0, said(again)
-    alone = python(OWN_LOOP, *steps, "--run-dir", tmp_path / "alone")
+    alone = forked(OWN_LOOP, *steps, "--run-dir", tmp_path / "alone")
     assert alone.returncode == 0, said(alone)
     assert finished(tmp_path / "run")["weights_sha256"] == finished(tmp_path / "alone")["weights_sha256"]
