@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,6 +17,7 @@ settings.register_profile(
 settings.load_profile("default")
 
 STRICT = os.environ.get("ELASTIC_HARNESS_CI") == "1"
+TOGETHER = ("[radosgw", "::test_a_habit_that_changes_nothing")  # parts of the names of tests, a group each
 MISSING_PROGRAM = "missing program"  # skip reasons for a system program that is not installed start so
 
 
@@ -34,6 +36,19 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} needs a program that is not installed: {report.longrepr[2]}"
     return report
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Has one process run all tests that share what takes long to set up. pytest-xdist 3.8 tells them by their
+    `xdist_group`, which it cannot any more under pytest 9.2."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Together(LoadGroupScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return next((part for part in TOGETHER if part in nodeid), nodeid)
+
+    return Together(config, log) if config.option.dist == "loadgroup" else None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,7 @@ from elastic_harness.contract.variables import FAILPOINTS
 from elastic_harness.events import read_events
 from elastic_harness.verify import verify
 from integration.launch_tools import environment
-from integration.script_tools import SCRIPTS, execute, launch, one_message, python, said
+from integration.script_tools import SCRIPTS, execute, forked, launch, one_message, python, said
 
 pytestmark = pytest.mark.slow
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -24,8 +24,7 @@ ODD, REFUSED = SCRIPTS / "odd.py", SCRIPTS / "refused.py"
 
 
 def trainer(*settings: object) -> subprocess.CompletedProcess[str]:
-    module = (sys.executable, "-m", "elastic_harness.train", "--config", CONFIGS / "small.yaml")
-    return execute([*module, "training.max_steps=6", *settings], {})
+    return forked("-m", "elastic_harness.train", "--config", CONFIGS / "small.yaml", "training.max_steps=6", *settings)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,7 @@ def test_what_cannot_be_exact_is_refused_under_the_launcher(tmp_path: Path, case
 def usual(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The weights when nobody is odd."""
     folder = tmp_path_factory.mktemp("usual")
-    ended = python(ODD, "none", 0, "--run-dir", folder)
+    ended = forked(ODD, "none", 0, "--run-dir", folder)
     assert ended.returncode == 0, said(ended)
     return weights(folder)
 

@@ -8,7 +8,7 @@ import pytest
 
 from elastic_harness.events import read_events
 from elastic_harness.verify import verify
-from integration.script_tools import SCRIPTS, failing, finals, launch, python, said
+from integration.script_tools import SCRIPTS, failing, finals, forked, launch, said
 
 pytestmark = pytest.mark.slow
 FEATURES = SCRIPTS / "features.py"
@@ -35,7 +35,7 @@ REJOIN_AT = 4
 def test_state_after_kills_and_joins_is_that_of_one_worker(
     tmp_path: Path, case: str, first: str, second: str
 ) -> None:
-    alone = python(FEATURES, case, "--run-dir", tmp_path / "alone")
+    alone = forked(FEATURES, case, "--run-dir", tmp_path / "alone")
     assert alone.returncode == 0, said(alone)
     expected = finals(alone.stdout)
     assert len(expected) == 2
@@ -67,7 +67,7 @@ def test_state_after_kills_and_joins_is_that_of_one_worker(
 @pytest.mark.parametrize("case", [pytest.param("convolution", marks=pytest.mark.soak), "mixed", "scaled"])
 def test_state_after_a_restored_checkpoint_is_that_of_one_worker(tmp_path: Path, case: str) -> None:
     """All die at once; what user code changed between the steps is in the checkpoint as well."""
-    alone = python(FEATURES, case, "--run-dir", tmp_path / "alone")
+    alone = forked(FEATURES, case, "--run-dir", tmp_path / "alone")
     ended = launch(
         tmp_path / "launched",
         FEATURES,

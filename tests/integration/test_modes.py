@@ -15,7 +15,7 @@ import pytest
 from elastic_harness.events import read_events
 from elastic_harness.verify import verify
 from integration.launch_tools import Job, processes_of
-from integration.script_tools import SCRIPTS, execute, failing, launch, one_message, python, said
+from integration.script_tools import SCRIPTS, execute, failing, forked, launch, one_message, python, said
 
 pytestmark = pytest.mark.slow
 OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
@@ -137,6 +137,8 @@ def test_all_workers_at_once_begin_again_at_the_checkpoint(tmp_path: Path, alone
     assert finished(tmp_path / "run")["weights_sha256"] == alone["weights_sha256"]
     verdict = verify(tmp_path / "run")
     assert verdict.ok and verdict.lineage == 1, verdict
+    started = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "worker_started"]
+    assert len(started) == 4 and all(event["forked"] for event in started), "there is one blank, and soon another"
 
 
 @pytest.mark.parametrize("place", ["slot.backward", pytest.param("apply.finished", marks=pytest.mark.soak)])
@@ -170,6 +172,6 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
         job.close()
     again = launch(tmp_path / "run", OWN_LOOP, *steps, options=("--nproc-per-node", 2))
     assert again.returncode == 0, said(again)
-    alone = python(OWN_LOOP, *steps, "--run-dir", tmp_path / "alone")
+    alone = forked(OWN_LOOP, *steps, "--run-dir", tmp_path / "alone")
     assert alone.returncode == 0, said(alone)
     assert finished(tmp_path / "run")["weights_sha256"] == finished(tmp_path / "alone")["weights_sha256"]

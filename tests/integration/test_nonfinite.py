@@ -11,7 +11,7 @@ from elastic_harness.checkpoint.manifest import newest
 from elastic_harness.errors import EXIT_USER_CODE
 from elastic_harness.events import read_events
 from elastic_harness.verify import verify
-from integration.script_tools import SCRIPTS, failing, finals, launch, one_message, python, said
+from integration.script_tools import SCRIPTS, failing, finals, forked, launch, one_message, python, said
 
 pytestmark = pytest.mark.slow
 SCRIPT = SCRIPTS / "nonfinite.py"
@@ -40,7 +40,7 @@ def skipped(run_dir: Path) -> list[int]:
     ],
 )  # fmt: skip
 def test_skipped_updates_are_alike_whoever_dies(tmp_path: Path, kind: str, steps: list[int], faults: str) -> None:
-    alone = python(SCRIPT, kind, "--run-dir", tmp_path / "alone")
+    alone = forked(SCRIPT, kind, "--run-dir", tmp_path / "alone")
     assert alone.returncode == 0, said(alone)
     run_dir = tmp_path / "launched"
     options = ("--nproc-per-node", 2, "--spares", 1)

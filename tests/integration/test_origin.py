@@ -11,7 +11,7 @@ import pytest
 
 from elastic_harness.events import read_events
 from elastic_harness.verify import verify
-from integration.script_tools import SCRIPTS, failing, launch, one_message, python, said
+from integration.script_tools import SCRIPTS, failing, forked, launch, one_message, said
 
 pytestmark = pytest.mark.slow
 SETTINGS = SCRIPTS / "settings.py"
@@ -29,13 +29,13 @@ def weights(run_dir: Path) -> str:
 def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Eight steps, with checkpoints of versions 3, 6 and 8."""
     folder = tmp_path_factory.mktemp("first") / "run"
-    ended = python(SETTINGS, "--run-dir", folder)
+    ended = forked(SETTINGS, "--run-dir", folder)
     assert ended.returncode == 0, said(ended)
     yield folder
 
 
 def test_the_same_settings_give_the_same_weights(first: Path, tmp_path: Path) -> None:
-    ended = python(SETTINGS, "--run-dir", tmp_path, "--resume-from", f"{first}@6")
+    ended = forked(SETTINGS, "--run-dir", tmp_path, "--resume-from", f"{first}@6")
     assert ended.returncode == 0, said(ended)
     assert weights(tmp_path) == weights(first)
 
@@ -45,7 +45,7 @@ def test_another_batch_and_rate_go_on_from_the_state_through_the_death_of_all(fi
     is the reference."""
     other = ("--steps", 10, "--lr", 0.05, "--batch", 12, "--every", 100)
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    ended = python(SETTINGS, *other, "--run-dir", undisturbed, "--resume-from", f"{first}@6")
+    ended = forked(SETTINGS, *other, "--run-dir", undisturbed, "--resume-from", f"{first}@6")
     assert ended.returncode == 0, said(ended)
     rules = "slot.backward member=w0-1 step=8 kill; slot.backward member=w1-1 step=8 kill"
     ended = launch(
@@ -65,7 +65,7 @@ def test_another_batch_and_rate_go_on_from_the_state_through_the_death_of_all(fi
 
 
 def test_weights_alone_begin_at_step_zero(first: Path, tmp_path: Path) -> None:
-    ended = python(SETTINGS, "--steps", 2, "--run-dir", tmp_path, "--resume-from", first, "--weights-only")
+    ended = forked(SETTINGS, "--steps", 2, "--run-dir", tmp_path, "--resume-from", first, "--weights-only")
     assert ended.returncode == 0, said(ended)
     losses = [event["loss"] for event in events(tmp_path, "step_committed")]
     beginning = [event["loss"] for event in events(first, "step_committed")][:2]
@@ -77,10 +77,10 @@ def test_weights_alone_begin_at_step_zero(first: Path, tmp_path: Path) -> None:
 def test_a_run_that_began_elsewhere_is_resumed_without_its_origin(first: Path, tmp_path: Path) -> None:
     origin, run = tmp_path / "origin", tmp_path / "run"
     shutil.copytree(first, origin)
-    ended = python(SETTINGS, "--run-dir", run, "--resume-from", f"{origin}@3", **failing("apply.finished step=7 kill"))
+    ended = forked(SETTINGS, "--run-dir", run, "--resume-from", f"{origin}@3", **failing("apply.finished step=7 kill"))
     assert ended.returncode == -9, said(ended)
     shutil.rmtree(origin)
-    ended = python(SETTINGS, "--run-dir", run)
+    ended = forked(SETTINGS, "--run-dir", run)
     assert ended.returncode == 0, said(ended)
     assert weights(run) == weights(first)
     verdict = verify(run)
@@ -90,20 +90,20 @@ def test_a_run_that_began_elsewhere_is_resumed_without_its_origin(first: Path, t
 def test_without_any_state_left_it_does_not_begin_with_random_weights(first: Path, tmp_path: Path) -> None:
     origin, run = tmp_path / "origin", tmp_path / "run"
     shutil.copytree(first, origin)
-    ended = python(SETTINGS, "--run-dir", run, "--resume-from", f"{origin}@3", **failing("slot.forward step=3 kill"))
+    ended = forked(SETTINGS, "--run-dir", run, "--resume-from", f"{origin}@3", **failing("slot.forward step=3 kill"))
     assert ended.returncode == -9, said(ended)
     shutil.rmtree(origin)
-    ended = python(SETTINGS, "--run-dir", run)
+    ended = forked(SETTINGS, "--run-dir", run)
     assert ended.returncode == 4
     assert "is not there any more" in one_message(ended)
 
 
 def test_what_cannot_be_begun_from_is_said(first: Path, tmp_path: Path) -> None:
-    ended = python(SETTINGS, "--run-dir", tmp_path / "a", "--resume-from", f"{first}@5")
+    ended = forked(SETTINGS, "--run-dir", tmp_path / "a", "--resume-from", f"{first}@5")
     assert ended.returncode == 2 and "no checkpoint of version 5; it has 3, 6, 8" in one_message(ended)
-    ended = python(SETTINGS, "--run-dir", first, "--resume-from", first)
+    ended = forked(SETTINGS, "--run-dir", first, "--resume-from", first)
     assert ended.returncode == 2 and "has trained already" in one_message(ended)
-    ended = python(SETTINGS, "--run-dir", first, "--lr", 0.2)
+    ended = forked(SETTINGS, "--run-dir", first, "--lr", 0.2)
     message = one_message(ended)
     assert ended.returncode == 2
     assert "optimizer.lr: the run has '0.1', this process '0.2'" in message and "resume_from=" in message

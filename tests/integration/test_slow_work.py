@@ -14,7 +14,7 @@ import pytest
 from elastic_harness.events import read_events
 from elastic_harness.verify import verify
 from integration.launch_tools import Job, workers
-from integration.script_tools import SCRIPTS, launch, python, said
+from integration.script_tools import SCRIPTS, forked, launch, said
 
 pytestmark = pytest.mark.slow
 SLOW = SCRIPTS / "slow.py"
@@ -27,7 +27,7 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["work", "compile"])
 def test_slow_work_is_finished_with_the_weights_of_an_undisturbed_run(tmp_path: Path, kind: str) -> None:
-    alone = python(SLOW, kind, "--run-dir", tmp_path / "alone")
+    alone = forked(SLOW, kind, "--run-dir", tmp_path / "alone")
     assert alone.returncode == 0, said(alone)
     ended = launch(tmp_path / "run", SLOW, kind, "--seconds", 2, options=workers(3))
     assert ended.returncode == 0, said(ended)

@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import s3_server
 
 _NUMBERS = itertools.count()
-ONE_PROCESS = pytest.mark.xdist_group("radosgw")  # a whole cluster, better started once; pytest 9.2 ignores it
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +46,7 @@ def radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     pytest.skip(f"radosgw did not come up: {why}")
 
 
-@pytest.fixture(params=["moto", pytest.param("radosgw", marks=(pytest.mark.slow, ONE_PROCESS))])
+@pytest.fixture(params=["moto", pytest.param("radosgw", marks=pytest.mark.slow)])
 def s3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL of an empty place on a server, with the environment set so that clients find it."""
     pytest.importorskip("obstore")

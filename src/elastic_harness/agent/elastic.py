@@ -555,31 +555,40 @@ class ElasticRun:
         )
 
     def _spawn_due(self) -> None:
+        """Start the workers that are due, each as soon as there is a blank for it, if there will be any."""
         if self._finishing:
             self._places.planned.clear()
         self.agent.forks.keep(max(BLANKS, len(self._places.planned)))
-        for index in [] if self.agent.forks.preparing else self._places.due(self.agent.records.committed):
-            environment = JobEnvironment(
-                run_id=self.agent.options.store_id or self.agent.folder.record["run_id"],
-                run_dir=self.agent.folder.path,
-                workers=self._places.target,
-                max_restarts=self.agent.options.api_restarts,
-                restart_count=len(self._places.endings.get(index, [])),
-                master_port=free_port(),
-                host=self.agent.options.host,
-            ).of(index)
-            spare = len(self._living()) >= self._places.target
-            try:
-                self.agent.spawn(index, environment, node=self.agreement.node, spare=spare, nice=spare and self._formed)
-            except OSError as error:
-                self._last_error = str(spawn_error(error))
-                self.agent.console.notice(self._last_error)
-                ending = Ending("spawn", self._last_error, 0.0)
-                delay_s, _ = self._places.ended(index, ending, born=self.agreement.born)
-                if delay_s is None:
-                    self._adapt_target()
-                self._refill(delay_s=delay_s or 0.0, after_loss=True)
-                self._check_hopeless()
+        while not self.agent.forks.preparing:
+            index = self._places.next_due(self.agent.records.committed)
+            if index is None or not self._spawn(index):
+                return
+
+    def _spawn(self, index: int) -> bool:
+        """Start a worker at this place; whether that could be done."""
+        environment = JobEnvironment(
+            run_id=self.agent.options.store_id or self.agent.folder.record["run_id"],
+            run_dir=self.agent.folder.path,
+            workers=self._places.target,
+            max_restarts=self.agent.options.api_restarts,
+            restart_count=len(self._places.endings.get(index, [])),
+            master_port=free_port(),
+            host=self.agent.options.host,
+        ).of(index)
+        spare = len(self._living()) >= self._places.target
+        try:
+            self.agent.spawn(index, environment, node=self.agreement.node, spare=spare, nice=spare and self._formed)
+        except OSError as error:
+            self._last_error = str(spawn_error(error))
+            self.agent.console.notice(self._last_error)
+            ending = Ending("spawn", self._last_error, 0.0)
+            delay_s, _ = self._places.ended(index, ending, born=self.agreement.born)
+            if delay_s is None:
+                self._adapt_target()
+            self._refill(delay_s=delay_s or 0.0, after_loss=True)
+            self._check_hopeless()
+            return False
+        return True
 
     def _adapt_target(self) -> None:
         """Do not let the membership wait for places that were given up."""

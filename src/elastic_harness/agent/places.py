@@ -80,17 +80,14 @@ class Places:
         for _ in range(missing):
             self.planned[next(free)] = Planned(time.monotonic() + wait_s, at_commit)
 
-    def due(self, committed: int) -> list[int]:
-        """The places to fill now; they are no longer planned."""
+    def next_due(self, committed: int) -> int | None:
+        """A place to fill now, if there is one; it is no longer planned."""
         now = time.monotonic()
-        indexes = [
-            index
-            for index, start in sorted(self.planned.items())
-            if start.at <= now or (start.after_commit is not None and committed > start.after_commit)
-        ]
-        for index in indexes:
-            del self.planned[index]
-        return indexes
+        for index, start in sorted(self.planned.items()):
+            if start.at <= now or (start.after_commit is not None and committed > start.after_commit):
+                del self.planned[index]
+                return index
+        return None
 
     def newest_causes(self) -> list[Cause]:
         """How the last worker at each place ended."""
