@@ -20,7 +20,7 @@ from typing import Any
 
 from elastic_harness import fork_server
 from elastic_harness.agent.forks import BASE
-from elastic_harness.contract.forking import Order
+from elastic_harness.contract.forking import BlankOrder
 
 MESSAGE_MAX = 1 << 17
 START_S = 120.0
@@ -88,7 +88,7 @@ def main() -> None:
     fork_server.become(*serve(line))
 
 
-def serve(line: socket.socket) -> tuple[Order, list[int]]:
+def serve(line: socket.socket) -> tuple[BlankOrder, list[int]]:
     """Run one script after the other; returns in a child with what it is to become."""
     while True:
         data, descriptors, _, _ = socket.recv_fds(line, MESSAGE_MAX, 2)
@@ -101,7 +101,7 @@ def serve(line: socket.socket) -> tuple[Order, list[int]]:
             line.close()
             os.chdir(wanted["folder"])
             keep_apart(errors)
-            return Order(tuple(wanted["command"]), wanted["environment"], {}, niceness=0), [output]
+            return BlankOrder(tuple(wanted["command"]), wanted["environment"], {}, niceness=0), [output]
         os.close(output)
         os.close(errors)
         line.send(json.dumps({"pid": pid}).encode())
