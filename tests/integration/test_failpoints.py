@@ -128,8 +128,10 @@ def test_a_second_kill_anywhere_in_a_recovery(train: Start, undisturbed: Callabl
 def test_a_joiner_and_its_donor_die_during_the_transfer(train: Start, undisturbed: Callable[[int], str]) -> None:
     job = train(2, steps=STEPS)
     job.fill()
-    job.fault(1, "slot.forward")
-    job.order_for_joiner("recovery.receiving")
+    job.advance(1)  # so that the first two are no joiners any more
+    job.order(1, "slot.forward")
+    job.order_for_joiner("recovery.receiving")  # before there is one: a forked worker comes at once
+    job.advance(2)
     job.fill()
     job.fault(0, "slot.forward")
     # rank 0 has the state that the next joiner waits for, and dies when it is to hand it over
