@@ -26,6 +26,17 @@ from elastic_harness.data import index_builder, readers
 readers.UNIT_BYTES = 20_000
 sys.exit(index_builder.main(sys.argv[1:]))
 """
+KILLED_IN_REMOVAL = """
+import os, pathlib, signal
+unlink, removed = pathlib.Path.unlink, []
+def counting(path, *more, **options):
+    if path.parent.name.endswith(".parts") and (path.parent.parent / "i.bin").exists():
+        if len(removed) == {after}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        removed.append(path)
+    unlink(path, *more, **options)
+pathlib.Path.unlink = counting
+"""
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +100,26 @@ def test_a_killed_build_goes_on_and_gives_the_same_bytes(
             assert output.read_bytes() == whole
             output.unlink()
     assert killed > 3
-    subprocess.run(command(corpus, output, processes), env=environment(), check=True, capture_output=True)
+    again = subprocess.run(command(corpus, output, processes), env=environment(), capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
     assert output.read_bytes() == whole
     assert not list(tmp_path.glob(".i.bin.parts"))
+
+
+@pytest.mark.parametrize("removed", range(0, 12, 3))
+def test_parts_whose_removal_was_interrupted_are_made_again(
+    corpus: Path, whole: bytes, tmp_path: Path, removed: int
+) -> None:
+    """The index is there, the process is killed while it removes the parts, and somebody removes the index."""
+    output = tmp_path / "i.bin"
+    _, c, script, *arguments = command(corpus, output, 1)
+    killed = KILLED_IN_REMOVAL.format(after=removed) + script
+    build = subprocess.run([sys.executable, c, killed, *arguments], env=environment(), capture_output=True)
+    assert build.returncode == -signal.SIGKILL and output.read_bytes() == whole
+    output.unlink()
+    again = subprocess.run(command(corpus, output, 1), env=environment(), capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert output.read_bytes() == whole and not list(tmp_path.glob(".i.bin.parts"))
 
 
 def test_ctrl_c_says_that_the_parts_are_kept(corpus: Path, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from elastic_harness.errors import EXIT_INTERRUPTED, ConfigError, HarnessError, 
 
 BATCH_BYTES = 256 << 10
 COPY_BYTES = 1 << 20
+PLAN = "plan.json"
 SHOWN_PROBLEMS = 10
 KEPT_PROBLEMS = 1000  # per unit; all are counted
 TRAIN_BYTES = 256 << 20  # a BPE is learned from the first so many bytes
@@ -153,8 +154,7 @@ def _build(
         raise InfrastructureError(
             f"The index {output} cannot be built: {error}; free space there and start again."
         ) from error
-    for entry in folder.iterdir():
-        entry.unlink()
+    _remove_parts(folder)
     tokens = sum(int(p.lengths.sum()) for p in parts)
     empty, seconds = sum(p.empty for p in parts), time.monotonic() - started
     return BuildReport(output, good, tokens, empty, bad, tuple(problems), seconds, sum(u.nbytes for u in units))
@@ -203,14 +203,21 @@ def _plan(paths: Sequence[Path], units: Sequence[Unit], tokenizer: Tokenizer, te
 
 
 def _prepare(folder: Path, plan: str) -> None:
-    known = folder / "plan.json"
+    known = folder / PLAN
     with contextlib.suppress(OSError):
         if known.read_text() == plan:
             return
-    for entry in folder.iterdir():
-        entry.unlink()
+    _remove_parts(folder)
     with durable_file.replacing(known) as temporary:
         temporary.write_text(plan)
+
+
+def _remove_parts(folder: Path) -> None:
+    """Remove everything, the plan first: parts without one are never taken for whole, wherever this is interrupted."""
+    (folder / PLAN).unlink(missing_ok=True)
+    durable_file.sync(folder)
+    for entry in folder.iterdir():
+        entry.unlink()
 
 
 def _finished(folder: Path, number: int) -> bool:
