@@ -39,7 +39,8 @@ class LedgerLine:
 
     `computed_by` holds (member, first lane, one past the last lane). `slot_samples` holds, per slot, the
     first eight bytes (hexadecimal) of sha256 over the little-endian int64 sample ids that were read for it.
-    `skipped`: why the step's update was not applied; empty, and left out of the file, if it was.
+    `skipped`: why the step's update was not applied; empty, and left out of the file, if it was. `decisions`: of
+    policies that did not simply let it through, as `contract.messages.PolicyDecision` has them; left out if empty.
     """
 
     lineage: int
@@ -57,6 +58,7 @@ class LedgerLine:
     slot_weight: tuple[float, ...]
     loss: float
     skipped: str = ""
+    decisions: tuple[dict[str, Any], ...] = ()
 
     @property
     def key(self) -> tuple[int, int]:
@@ -77,10 +79,11 @@ class LedgerLine:
                 slot_weight=_unpacked_runs(record["slot_weight"]),
                 loss=float("nan") if record["loss"] is None else float(record["loss"]),
                 skipped=str(record.get("skipped") or ""),
+                decisions=tuple(dict(decision) for decision in record.get("decisions", ())),
             )
         except (TypeError, ValueError, OverflowError) as error:
             raise LedgerError(
-                f"{where}: computed_by, slot_samples, slot_weight or loss has the wrong shape ({error})"
+                f"{where}: computed_by, slot_samples, slot_weight, loss or decisions has the wrong shape ({error})"
             ) from error
 
     def to_json(self) -> dict[str, Any]:
@@ -89,10 +92,11 @@ class LedgerLine:
         runs = [[weight, len(list(same))] for weight, same in itertools.groupby(self.slot_weight)]
         packed = base64.b64encode(bytes.fromhex("".join(self.slot_samples))).decode()
         line = {**asdict(self), "slot_samples": packed, "slot_weight": runs}
-        return {name: value for name, value in line.items() if name != "skipped" or value}
+        return {name: value for name, value in line.items() if name not in _OPTIONAL or value}
 
 
-_FIELD_NAMES = tuple(field.name for field in fields(LedgerLine) if field.name != "skipped")
+_OPTIONAL = ("skipped", "decisions")
+_FIELD_NAMES = tuple(field.name for field in fields(LedgerLine) if field.name not in _OPTIONAL)
 _INTEGERS = tuple(field.name for field in fields(LedgerLine) if field.type in (int, "int"))
 
 

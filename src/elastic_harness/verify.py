@@ -74,7 +74,8 @@ class Verdict:
     handovers: int = 0  # of the whole state, that count: joins and restores
     unproven: int = 0  # of these: one side's hash is not in the ledger
     torn_line: bool = False
-    skipped: int = 0  # steps whose update was not finite, and was not applied
+    skipped: int = 0  # steps whose update a policy has not applied
+    scaled: int = 0  # … has applied in part
     damaged: tuple[str, ...] = ()
     finished: bool = False
     weights_sha256: str | None = None
@@ -108,7 +109,9 @@ class Verdict:
         else:
             lines.append(f"  {self.epochs_complete} whole epochs of {self.n_samples:,} samples; {members}")
         if self.skipped:
-            lines.append(f"  {self.skipped} of them had an update that was not finite, which was not applied")
+            lines.append(f"  {self.skipped} of them had an update that a policy has skipped; the ledger says why")
+        if self.scaled:
+            lines.append(f"  {self.scaled} of them had an update that a policy has scaled; the ledger says why")
         if self.superseded:
             lines.append(f"  {self.superseded} steps of older lineages were superseded by a restore and don't count")
         if self.handovers:
@@ -196,7 +199,7 @@ def judge(
     violations += _told_twice(ledger)
     lines = ledger.followed()
     replay = _Replay(identity, lines)
-    samples, skipped, members = 0, 0, set[str]()
+    samples, skipped, scaled, members = 0, 0, 0, set[str]()
     for step, line in lines.items():
         if len(violations) >= max_violations:
             break
@@ -204,6 +207,7 @@ def judge(
         violations += [f"step {step}: {text}" for text in found]
         samples += line.count
         skipped += bool(line.skipped)
+        scaled += bool(line.decisions) and not line.skipped
         members.update(member for member, _, _ in line.computed_by)
     if len(violations) < max_violations:
         violations += replay.gaps(until) + replay.incomplete_epochs()
@@ -230,6 +234,7 @@ def judge(
         unproven=unproven,
         torn_line=ledger.torn,
         skipped=skipped,
+        scaled=scaled,
         damaged=ledger.damaged,
         finished=finished is not None or until is not None,
         weights_sha256=None if finished is None else finished.get("weights_sha256"),

@@ -53,7 +53,8 @@ def test_skipped_updates_are_alike_whoever_dies(tmp_path: Path, kind: str, steps
         assert verdict.ok and verdict.skipped == len(steps), verdict
         assert skipped(folder) == steps
     told = [event["what"] for event in events(run_dir, "incident") if "was skipped" in event["what"]]
-    assert told == [f"the update of step {step} was not finite and was skipped" for step in steps]
+    assert [what.partition(":")[0] for what in told] == [f"the update of step {step} was skipped" for step in steps]
+    assert all("not finite" in what for what in told)
     if kind != "gradient":
         assert "17" in str([event["bad_samples"] for event in events(run_dir, "step_committed") if "skipped" in event])
 

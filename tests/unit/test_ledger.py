@@ -84,7 +84,7 @@ def test_skipped_updates_are_counted_and_a_loss_that_is_nan_is_no_contradiction(
     nodes = [write_run(tmp_path / name, lines, version=6) for name in "ab"]
     verdict = verification.verify(*nodes)
     assert verdict.ok and verdict.skipped == 2, verdict.violations
-    assert "2 of them had an update that was not finite" in str(verdict)
+    assert "2 of them had an update that a policy has skipped" in str(verdict)
     with LedgerWriter(tmp_path / "again") as ledger:
         for line in lines:
             ledger.append(line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import warnings
@@ -16,52 +15,74 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from elastic_harness.contract.messages import decided
+from elastic_harness.policies import Apply, Halt, Skip, State, StepFacts, Verdict
 from elastic_harness.train.apply import Applier, Metrics, Record
 from elastic_harness.train.layout import averaged_buffers, make_layout
-from elastic_harness.train.nonfinite import Facts, History, Nonfinite, before_apply
+from elastic_harness.train.nonfinite import BEGIN, NAME, SkipNonfinite
 from elastic_harness.train.partials import SlotTable
+from elastic_harness.train.policies import Policies
 
-GOOD = Facts(7, 4, (), 1.0, True, False, ())
 NAN, INF = math.nan, math.inf
+POLICY = SkipNonfinite(10)
+
+
+def facts_of(
+    step: int = 7, slots: int = 4, bad: tuple[int, ...] = (), norm: float = 1.0, finite: bool = True,
+    scaler_skips: bool = False, buffers: tuple[str, ...] = (),
+) -> StepFacts:  # fmt: skip
+    losses = tuple(NAN if slot in bad else 1.0 for slot in range(slots))
+    mean = sum(losses) / slots
+    return StepFacts(step, mean, norm, 0.1, losses, (1.0,) * slots, finite, scaler_skips, buffers)
+
+
+def reason_of(metrics: Metrics) -> str:
+    reason: str = decided(metrics.decisions).get("skipped", "")
+    return reason
 
 
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        (Facts(7, 4, (2,), NAN, False, False, ()), r"the loss of 1 of 4 slots is not finite \(slot 2\)"),
-        (Facts(7, 20, tuple(range(20)), NAN, False, False, ("bn",)), r"of 20 of 20 .*0, 1, 2, 3, 4, 5, 6, 7, …\)"),
-        (Facts(7, 4, (2,), INF, False, True, ()), "the loss of 1 of 4"),
-        (Facts(7, 4, (), INF, False, False, ()), "the norm of the summed gradient is inf, though every loss"),
-        (Facts(7, 4, (), 1.0, True, False, ("bn.mean",)), r"buffers would become non-finite \(bn.mean\)"),
-        (Facts(7, 4, (), INF, False, True, ("bn.mean",)), "buffers would become"),
+        (facts_of(7, 4, (2,), NAN, False), r"the loss of 1 of 4 slots is not finite \(slot 2\)"),
+        (facts_of(7, 20, tuple(range(20)), NAN, False, False, ("bn",)), r"of 20 of 20 .*0, 1, 2, 3, 4, 5, 6, 7, …\)"),
+        (facts_of(7, 4, (2,), INF, False, True), "the loss of 1 of 4"),
+        (facts_of(7, 4, (), INF, False), "the norm of the summed gradient is inf, though every loss"),
+        (facts_of(7, 4, (), 1.0, True, False, ("bn.mean",)), r"buffers would become non-finite \(bn.mean\)"),
+        (facts_of(7, 4, (), INF, False, True, ("bn.mean",)), "buffers would become"),
     ],
 )
-def test_what_is_skipped_and_why(facts: Facts, reason: str) -> None:
-    history, verdict, said = before_apply(History(), facts)
-    assert (history, verdict) == (History(1, 7), "skip")
-    assert re.search(reason, said), said
+def test_what_is_skipped_and_why(facts: StepFacts, reason: str) -> None:
+    state, verdict = POLICY.before_apply(BEGIN, facts)
+    assert state == {"in_a_row": 1, "since": 7} and isinstance(verdict, Skip)
+    assert re.search(reason, verdict.reason), verdict
 
 
 def test_what_is_applied() -> None:
-    assert before_apply(History(3, 4), GOOD) == (History(0, 4), "apply", "")
-    by_the_scaler = Facts(7, 4, (), INF, False, True, ())
-    assert before_apply(History(), by_the_scaler) == (History(), "apply", ""), "its own skips are its own business"
+    assert POLICY.before_apply({"in_a_row": 3, "since": 4}, facts_of()) == ({"in_a_row": 0, "since": 4}, Apply())
+    by_the_scaler = facts_of(norm=INF, finite=False, scaler_skips=True)
+    assert POLICY.before_apply(BEGIN, by_the_scaler) == (BEGIN, Apply()), "its own skips are its own business"
+
+
+def test_after_so_many_in_a_row_the_run_stops() -> None:
+    state, verdicts = BEGIN, list[Verdict]()
+    for step in (3, 4, 5):
+        state, verdict = SkipNonfinite(2).before_apply(state, facts_of(step, bad=(0,)))
+        verdicts.append(verdict)
+    assert list(map(type, verdicts)) == [Skip, Halt, Halt], "also one step after a resume"
+    assert "of 3 steps in a row, 3 to 5, were not finite" in verdicts[2].reason
 
 
 @given(st.lists(st.booleans(), max_size=40))
 def test_the_history_is_the_length_and_the_start_of_the_last_row(bad: list[bool]) -> None:
-    history = History()
+    state: State = BEGIN
     for step, is_bad in enumerate(bad):
-        facts = Facts(step, 1, (0,) if is_bad else (), NAN if is_bad else 1.0, not is_bad, False, ())
-        history, verdict, _ = before_apply(history, facts)
-        assert (verdict == "skip") == is_bad
+        facts = facts_of(step, 1, (0,) if is_bad else (), NAN if is_bad else 1.0, not is_bad)
+        state, verdict = SkipNonfinite(50).before_apply(state, facts)
+        assert isinstance(verdict, Skip) == is_bad
     in_a_row = next((n for n, is_bad in enumerate(reversed(bad)) if not is_bad), len(bad))
     starts = [step for step, is_bad in enumerate(bad) if is_bad and (step == 0 or not bad[step - 1])]
-    assert history == History(in_a_row, starts[-1] if starts else -1)
-    there, back = Nonfinite(), Nonfinite()
-    there.history = history
-    back.load_state_dict(json.loads(json.dumps(there.state_dict())))
-    assert back.history == history
+    assert state == {"in_a_row": in_a_row, "since": starts[-1] if starts else -1}
 
 
 class Bench:
@@ -74,11 +95,12 @@ class Bench:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scaler else None
         self.ema = AveragedModel(self.model, use_buffers=True)
+        self.policies = Policies([POLICY])
         buffers = averaged_buffers(self.model, [])
         self.layout = make_layout(self.model, buffers)
         self.applier = Applier(
             self.model, self.optimizer, self.layout, buffers, seed=1, clip_norm=clip_norm, scheduler=self.scheduler,
-            scaler=self.scaler, ema=self.ema,
+            scaler=self.scaler, ema=self.ema, policies=self.policies,
         )  # fmt: skip
 
     def apply(self, step: int = 0, *, entry: str = "", value: float = NAN, loss: float = 1.0) -> Metrics:
@@ -113,42 +135,42 @@ def test_a_step_that_is_not_finite_leaves_everything_as_it_was(
     clip_norm: float | None, scaler: bool, bad: dict[str, Any]
 ) -> None:
     bench = Bench(clip_norm=clip_norm, scaler=scaler)
-    assert bench.apply(0).skipped == ""
+    assert reason_of(bench.apply(0)) == ""
     before, lr = bench.state(), bench.optimizer.param_groups[0]["lr"]
     metrics = bench.apply(1, **bad)
-    assert metrics.skipped and metrics.in_a_row == 1 and metrics.lr == lr
+    assert reason_of(metrics) and metrics.decisions[0].evidence["in_a_row"] == 1 and metrics.lr == lr
     assert metrics.bad_slots == ((1,) if "loss" in bad else ())
     assert all(torch.equal(a, b) for a, b in zip(bench.state(), before, strict=True))
     assert bench.optimizer.param_groups[0]["lr"] == 0.5 * lr, "the schedule goes on with the steps"
     if bench.scaler is not None:
         assert bench.scaler.get_scale() == (32.0 if bad.get("entry") == "0.weight" else 64.0)
     metrics = bench.apply(2)
-    assert (metrics.skipped, metrics.in_a_row) == ("", 0)
+    assert metrics.decisions == ()
     assert all(bool(tensor.isfinite().all()) for tensor in bench.state())
     assert not all(torch.equal(a, b) for a, b in zip(bench.state(), before, strict=True))
-    assert bench.applier.nonfinite.history == History(0, 1)
+    assert bench.policies.states[NAME].value == {"in_a_row": 0, "since": 1}
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_a_gradient_that_is_not_finite_is_skipped_by_us_or_by_the_scaler(value: float) -> None:
     for clip_norm in (1.0, None):
         bench, scaled = Bench(clip_norm=clip_norm), Bench(clip_norm=clip_norm, scaler=True)
-        assert "the norm of the summed gradient" in bench.apply(entry="2.bias", value=value).skipped
+        assert "the norm of the summed gradient" in reason_of(bench.apply(entry="2.bias", value=value))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # as ever with a scaler
-            assert scaled.apply(entry="2.bias", value=value).skipped == ""
+            assert scaled.apply(entry="2.bias", value=value).decisions == ()
         assert scaled.scaler is not None and scaled.scaler.get_scale() == 32.0
-        assert scaled.applier.nonfinite.history == History()
+        assert scaled.policies.states[NAME].value == BEGIN
 
 
 def test_a_norm_beyond_its_type_does_no_harm_where_nothing_is_clipped() -> None:
     huge = 3e38
-    assert Bench(clip_norm=None).apply(entry="0.weight", value=huge).skipped == ""
-    assert "norm of the summed gradient is inf" in Bench(clip_norm=1.0).apply(entry="0.weight", value=huge).skipped
+    assert Bench(clip_norm=None).apply(entry="0.weight", value=huge).decisions == ()
+    assert "norm of the summed gradient is inf" in reason_of(Bench(clip_norm=1.0).apply(entry="0.weight", value=huge))
 
 
 def test_a_buffer_that_was_infinite_before_may_stay_so() -> None:
     bench = Bench()
     with torch.no_grad():
         bench.model[1].running_mean[0] = -INF  # type: ignore[index,union-attr]
-    assert bench.apply(entry="1.running_mean", value=-INF).skipped == ""
+    assert bench.apply(entry="1.running_mean", value=-INF).decisions == ()

@@ -79,7 +79,9 @@ def test_frames_before_a_wrong_one_are_not_lost() -> None:
 st.register_type_strategy(int, st.integers(-(2**63), 2**63 - 1))
 st.register_type_strategy(float, st.floats(allow_nan=False))  # it is not equal to itself
 CODECS = (messages.TO_AGENT, messages.TO_WORKER, COMMANDS, TO_FORK_SERVER, FROM_FORK_SERVER, BLANK)
+DECISIONS = st.builds(messages.PolicyDecision, evidence=st.dictionaries(st.text(max_size=4), st.integers(0, 9)))
 PLAIN = {dict[str, Any]: st.dictionaries(st.text(max_size=4), st.booleans()), Any: st.integers(0, 9)}
+PLAIN[tuple[messages.PolicyDecision, ...]] = st.lists(DECISIONS, max_size=2).map(tuple)
 
 
 def written(codec: Codec, message: object) -> Any:

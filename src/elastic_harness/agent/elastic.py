@@ -32,11 +32,11 @@ from elastic_harness.contract.messages import (
     LinkTrouble,
     LogEvent,
     LoopLeft,
+    PolicyHalt,
     Refusal,
     ScriptError,
     SetValue,
     SlotError,
-    TooManySkipped,
     UnfitPeer,
     Value,
     Wait,
@@ -139,8 +139,7 @@ class ElasticRun:
                     self.agent.send(worker, Value(generation, key, known))
             case Commit():
                 if self.agent.records.commit(message):
-                    if message.skipped is not None:
-                        self.agent.report.skipped(message, message.skipped)
+                    self.agent.report.decided(message)
                     self._last_commit = message.metrics
                 self.agreement.tell(leader.Committed(message.step))
             case HandOver(line):
@@ -166,7 +165,7 @@ class ElasticRun:
                 self.agent.forks.learn(modules)
             case EndAsked():
                 self._on_end_asked(worker.member, message)
-            case TooManySkipped(reason) | LoopLeft(reason):
+            case PolicyHalt(reason) | LoopLeft(reason):
                 self.agent.finish(JobOutcome(EXIT_USER_CODE, "failed", reason), graceful=False)
             case WeightsNotSaved(error):
                 self.agent.finish(JobOutcome(EXIT_INFRASTRUCTURE, "failed", error), graceful=False)

@@ -4,12 +4,12 @@ the kernel's out-of-memory counter."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.contract.messages import Commit, SkippedUpdate
+from elastic_harness.contract.messages import Commit, PolicyDecision
 
 
 @dataclass(frozen=True)
@@ -114,19 +114,29 @@ def build(facts: Evidence, done: str, advice: str = "") -> Incident:
     return Incident(what, who, tuple(evidence), done, advice, facts.log)
 
 
-def skipped_update(commit: Commit, skip: SkippedUpdate, ledger: str) -> Incident:
-    """The block for a committed step whose update was not finite, from what a member said about it."""
-    evidence = [skip.reason, f"loss of the step {commit.loss}, norm of the gradient {commit.grad_norm}"]
-    evidence += [f"  slot {slot} read the samples {samples}" for slot, samples in skip.bad_samples.items()]
+def policy_decision(commit: Commit, decision: PolicyDecision, ledger: str) -> Incident:
+    """The block for a committed step whose update a policy has skipped or scaled."""
+    evidence = [f"loss of the step {commit.loss}, norm of the gradient {commit.grad_norm}"]
+    evidence += [in_words(decision.evidence)] if decision.evidence else []
+    evidence += [f"  slot {slot} read the samples {samples}" for slot, samples in commit.bad_samples.items()]
+    done = {
+        "scale": f"the gradient was multiplied by {decision.scale:g} before it was clipped",
+        "skip": "weights, optimizer, buffers and moving average stay as they were; data and learning rate go on",
+        "halt": "weights, optimizer, buffers and moving average stay as they were; the job stops",
+    }
     return Incident(
-        f"the update of step {commit.step} was not finite and was skipped",
-        "all members alike: it is decided from the summed gradient and the losses",
+        decision.in_words(commit.step),
+        f"all members alike: the policy {decision.policy} decides it from the summed gradient and the losses",
         tuple(evidence),
-        "weights, optimizer, buffers and moving average stay as they were; data and learning rate go on; the newest "
-        f"checkpoint from before is kept; after {skip.in_a_row_max} such steps in a row the job stops",
-        "look at these samples, or lower the learning rate, if it happens again",
+        done[decision.verdict],
+        "look at the data of this step and at the learning rate, if it happens again",
         ledger,
     )
+
+
+def in_words(evidence: Mapping[str, Any]) -> str:
+    """Names and values in a line."""
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in evidence.items())
 
 
 def _signal_evidence(number: int, oom_kills: int | None) -> str:

@@ -10,7 +10,7 @@ from elastic_harness.agent.console import Console
 from elastic_harness.agent.incident import Incident
 from elastic_harness.agent.records import Records
 from elastic_harness.agent.worker import Worker
-from elastic_harness.contract.messages import Commit, SkippedUpdate
+from elastic_harness.contract.messages import Commit
 
 
 class Reporter:
@@ -21,6 +21,7 @@ class Reporter:
         self._records = records
         self._console = console
         self._oom_kills = incident.oom_kill_counter()
+        self._decided: dict[str, int] = {}  # policy → the last step whose update it did not let through
 
     def failure(self, worker: Worker) -> None:
         """Write `failure_detected`, once per worker."""
@@ -73,15 +74,15 @@ class Reporter:
         )
         self._show(block)
 
-    def skipped(self, commit: Commit, skip: SkippedUpdate) -> None:
-        """Tell of a committed step whose update was skipped: one block for the first of a row, then a line each."""
-        if skip.in_a_row == 1:
-            self._show(incident.skipped_update(commit, skip, str(self._records.folder.path / "ledger.jsonl")))
-        else:
-            self._console.notice(
-                f"the update of step {commit.step} was skipped too: {skip.reason} ({skip.in_a_row} in a row, the job "
-                f"stops at {skip.in_a_row_max})"
-            )
+    def decided(self, commit: Commit) -> None:
+        """Tell what policies did to a committed step's update: one block for the first of a row, then a line each."""
+        for decision in commit.decisions:
+            if self._decided.get(decision.policy) == commit.step - 1:
+                self._console.notice(f"{decision.in_words(commit.step)} ({incident.in_words(decision.evidence)})")
+            else:
+                ledger = str(self._records.folder.path / "ledger.jsonl")
+                self._show(incident.policy_decision(commit, decision, ledger))
+            self._decided[decision.policy] = commit.step
 
     def _show(self, block: Incident) -> None:
         self._records.event("incident", **block.to_json())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
 from elastic_harness.contract.codec import Codec
 from elastic_harness.contract.wire import as_fields
 from elastic_harness.membership.types import Digest, Generation, Report
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 # ---- worker → agent
@@ -55,13 +56,27 @@ class GetValue:
 
 
 @dataclass(frozen=True)
-class SkippedUpdate:
-    """Why a step's update was skipped."""
+class PolicyDecision:
+    """An update policy did not let a step's update through as it was."""
 
+    policy: str
+    verdict: Literal["scale", "skip", "halt"]
     reason: str
-    in_a_row: int
-    in_a_row_max: int
-    bad_samples: dict[str, list[int]]  # slot → its samples, of the first slots whose loss is not finite
+    scale: float  # what the gradient was multiplied with; 0: nothing was applied
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    def in_words(self, step: int) -> str:
+        """Say it in a line."""
+        done = f"scaled by {self.scale:g}" if self.verdict == "scale" else "skipped"
+        return f"the update of step {step} was {done}: {self.reason}"
+
+
+def decided(decisions: Sequence[PolicyDecision]) -> dict[str, Any]:
+    """Return the fields that event and ledger have of decisions: none without any. `skipped`: why nothing was
+    applied."""
+    skipped = [each.reason for each in decisions if each.verdict != "scale"]
+    fields = {"decisions": [as_fields(each) for each in decisions], "skipped": "; ".join(skipped)}
+    return {name: value for name, value in fields.items() if value}
 
 
 @dataclass(frozen=True)
@@ -77,17 +92,16 @@ class Commit:
     lr: float | None = None
     grad_norm: float | None = None
     step_s: float | None = None
-    skipped: SkippedUpdate | None = None
+    decisions: tuple[PolicyDecision, ...] = ()
+    bad_samples: dict[str, list[int]] = field(default_factory=dict)  # by slot, where the loss is not finite
     ledger: dict[str, Any] | None = None
 
     @property
     def metrics(self) -> dict[str, Any]:
         """The fields of the event `step_committed`."""
-        told = {name: value for name, value in as_fields(self).items() if name not in ("skipped", "ledger")}
-        if self.skipped is None:
-            return told
-        skip = as_fields(self.skipped)
-        return {"skipped": skip.pop("reason"), **skip, **told}
+        left_out = ("decisions", "ledger", *(() if self.bad_samples else ("bad_samples",)))
+        told = {name: value for name, value in as_fields(self).items() if name not in left_out}
+        return told | decided(self.decisions)
 
 
 @dataclass(frozen=True)
@@ -141,8 +155,8 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class TooManySkipped:
-    """The updates of too many steps in a row were not finite. The job ends with exit code 1."""
+class PolicyHalt:
+    """An update policy ends the run after a step. The job ends with exit code 1."""
 
     reason: str
 
@@ -206,7 +220,7 @@ TO_AGENT = Codec(
         "error": ScriptError,
         "unfit": UnfitPeer,
         "leaving": LeftOut,
-        "diverged": TooManySkipped,
+        "policy_halt": PolicyHalt,
         "left_loop": LoopLeft,
         "stop_asked": EndAsked,
         "unsaved": WeightsNotSaved,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_harness.errors import ConfigError
+from elastic_harness.train.nonfinite import NAME as NONFINITE
 from elastic_harness.train.state import MODULE_STATE, is_extra_state
 
 
@@ -101,15 +102,21 @@ def check_hooks(parameters: Mapping[str, Tensor]) -> None:
             )
 
 
-def check_extra(extra: Collection[str], taken: Collection[str], exactness: str) -> None:
-    """Raise ConfigError for names of extra objects that would hide other state, and where they cannot be kept alike."""
-    taken = ["model", MODULE_STATE, *taken]
-    wrong = sorted(name for name in extra if name in taken or "." in name or "$" in name or not name)
-    if wrong:
-        raise ConfigError(
-            f"extra= has the names {wrong}, but {', '.join(map(repr, taken))} are taken and a name must not "
-            "contain a dot or a dollar sign; give them other names."
-        )
+def check_names(given: Mapping[str, Collection[str]], taken: Collection[str]) -> None:
+    """Raise ConfigError for names of state, by the argument that gives them, which would hide other state."""
+    taken = ["model", MODULE_STATE, NONFINITE, *taken]
+    for argument, names in given.items():
+        wrong = sorted(name for name in names if name in taken or "." in name or "$" in name or not name)
+        if wrong:
+            raise ConfigError(
+                f"{argument}= has the names {wrong}, but {', '.join(map(repr, taken))} are taken and a name must not "
+                "contain a dot or a dollar sign; give them other names."
+            )
+        taken += names
+
+
+def check_extra(extra: Collection[str], exactness: str) -> None:
+    """Raise ConfigError for extra objects where they cannot be kept alike."""
     if extra and exactness == "relaxed":
         raise ConfigError(
             "extra= cannot be combined with elastic.exactness=relaxed: a worker that falls behind takes a peer's state "

@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.hooks import RemovableHandle
 
+from elastic_harness.contract.messages import PolicyDecision
 from elastic_harness.errors import EXIT_USER_CODE, UserCodeError
 from elastic_harness.failpoints import failpoint
+from elastic_harness.policies import StepFacts
 from elastic_harness.train.layout import Layout
-from elastic_harness.train.nonfinite import Facts, Nonfinite, before_apply
 from elastic_harness.train.partials import SlotTable
+from elastic_harness.train.policies import Policies
 from elastic_harness.train.rng import seed_everything
 
 _owned: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
@@ -65,15 +67,29 @@ class Record:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Of a committed step: mean loss over its target tokens, gradient norm before clipping, learning rate. If its
-    update was skipped: why, the slots whose loss is not finite, and how many updates in a row were."""
+    """Of a committed step: mean loss over its target tokens, gradient norm before clipping, learning rate; what
+    policies decided about its update, and the slots whose loss is not finite."""
 
     loss: float
     grad_norm: float | None
     lr: float
-    skipped: str = ""
+    decisions: tuple[PolicyDecision, ...] = ()
     bad_slots: tuple[int, ...] = ()
-    in_a_row: int = 0
+
+    @property
+    def halted(self) -> str:
+        """Why a policy ends the run after this step; empty if none does."""
+        return next((each.reason for each in self.decisions if each.verdict == "halt"), "")
+
+
+class Decided(NamedTuple):
+    """What becomes of an update. scale: what its gradient is multiplied with; 0: it is skipped."""
+
+    scale: float
+    decisions: tuple[PolicyDecision, ...]
+    facts: StepFacts
+    norm: Tensor
+    buffers: dict[str, Tensor]
 
 
 class Applier:
@@ -91,7 +107,7 @@ class Applier:
         scheduler: Any = None,
         scaler: Any = None,
         ema: Any = None,
-        nonfinite: Nonfinite | None = None,
+        policies: Policies | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -104,7 +120,7 @@ class Applier:
         self._scheduler = scheduler
         self._scaler = scaler
         self._ema = ema
-        self.nonfinite = nonfinite or Nonfinite()
+        self._policies = policies or Policies(())
         self._applying = False
 
     def own(self) -> None:
@@ -133,9 +149,10 @@ class Applier:
                 f"Every slot of step {record.step} has weight 0, so there is nothing to learn from: give the dataset "
                 "samples with targets, or a larger global batch."
             )
+        scale, decisions, facts, norm, buffers = self._decide(record)
         self._applying = True
         try:
-            return self._apply(record)
+            lr = self._change(record, scale, norm, buffers)
         except BaseException:
             traceback.print_exc()
             print(
@@ -147,20 +164,26 @@ class Applier:
             os._exit(EXIT_USER_CODE)
         finally:
             self._applying = False
+        norm_told = facts.grad_norm if self._clip_norm is not None else None
+        return Metrics(facts.loss, norm_told, lr, decisions, facts.bad_slots)
 
-    def _apply(self, record: Record) -> Metrics:
+    def _decide(self, record: Record) -> Decided:
+        """Set the gradients, and ask the policies what becomes of them. Nothing else has changed if one raises."""
         seed_everything(self._seed, record.step, -1)
-        total = in_order(record.table.weight_N)
-        self._set_gradients(record, total)
+        self._set_gradients(record, in_order(record.table.weight_N))
         buffers = self._new_buffers(record)
         norm = self._norm()
         facts = self._facts(record, norm, buffers)
-        self.nonfinite.history, verdict, reason = before_apply(self.nonfinite.history, facts)
-        applies = verdict == "apply"
+        scale, decisions = self._policies.before_apply(facts)
+        return Decided(scale, decisions, facts, norm, buffers)
+
+    def _change(self, record: Record, scale: float, norm: Tensor, buffers: Mapping[str, Tensor]) -> float:
+        """Change the state, and give the learning rate that this was done with. `scale`: of the gradient; 0: none."""
+        applies = scale > 0
         if applies:
             self._set_buffers(buffers)
             failpoint("apply.gradients", record.step)
-            self._optimize(norm)
+            self._optimize(self._scaled(norm, scale))
             failpoint("apply.optimizer", record.step)
         else:
             failpoint("apply.skipped", record.step)
@@ -174,14 +197,7 @@ class Applier:
             parameter.grad = None
         if self._parameters[0].is_cuda:
             torch.cuda.synchronize()
-        return Metrics(
-            in_order(record.table.loss_N * record.table.weight_N) / total,
-            facts.norm if self._clip_norm is not None else None,
-            lr,
-            reason,
-            facts.bad_slots,
-            self.nonfinite.history.in_a_row,
-        )
+        return lr
 
     def _set_gradients(self, record: Record, total: float) -> None:
         """p.grad = sum / total weight, in new tensors: an optimizer may write into them, the record must stay."""
@@ -232,25 +248,32 @@ class Applier:
             self._scaler.unscale_(self._optimizer)
         return get_total_norm(self._gradients())
 
-    def _facts(self, record: Record, norm: Tensor, buffers: Mapping[str, Tensor]) -> Facts:
+    def _scaled(self, norm: Tensor, scale: float) -> Tensor:
+        """Multiply the gradients, and give the norm that they have then."""
+        if scale == 1.0:
+            return norm
+        torch._foreach_mul_(self._gradients(), scale)
+        return norm * scale
+
+    def _facts(self, record: Record, norm: Tensor, buffers: Mapping[str, Tensor]) -> StepFacts:
         """What the decision over this update needs. The norm tells of anything non-finite in the gradient; only if it
         does, is every element looked at: without clipping a norm that is too large for its type does no harm."""
         table, value = record.table, float(norm)
-        counting = table.weight_N > 0
-        bad_slots = np.flatnonzero(counting & ~np.isfinite(table.loss_N)).tolist()
         elements = math.isfinite(value) or all(bool(g.isfinite().all()) for g in self._gradients())
         finite = math.isfinite(value) or (elements and self._clip_norm is None)
         bad_buffers = [
             name for name, mean in buffers.items() if bool((self._buffers[name].isfinite() & ~mean.isfinite()).any())
         ]
-        return Facts(
-            record.step,
-            int(np.count_nonzero(counting)),
-            tuple(bad_slots),
-            value,
-            finite,
-            self._scales and not elements,
-            tuple(bad_buffers),
+        return StepFacts(
+            step=record.step,
+            loss=in_order(table.loss_N * table.weight_N) / in_order(table.weight_N),
+            grad_norm=value,
+            lr=float(self._optimizer.param_groups[0]["lr"]),
+            slot_losses=tuple(table.loss_N.tolist()),
+            slot_weights=tuple(table.weight_N.tolist()),
+            finite=finite,
+            scaler_skips=self._scales and not elements,
+            bad_buffers=tuple(bad_buffers),
         )
 
     def _optimize(self, norm: Tensor) -> None:

@@ -16,12 +16,13 @@ from typing import Any
 from elastic_harness import durable_file
 from elastic_harness.checkpoint.packages import packages
 from elastic_harness.contract.board import Phase
-from elastic_harness.contract.messages import Commit, HandOver, LogEvent, SkippedUpdate, TooManySkipped, UnfitPeer
+from elastic_harness.contract.messages import Commit, HandOver, LogEvent, PolicyHalt, UnfitPeer, decided
 from elastic_harness.errors import Diverged
 from elastic_harness.ledger import STATE
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.gate import GateVerdict
 from elastic_harness.train.link import Left
+from elastic_harness.train.nonfinite import NAME as NONFINITE
 from elastic_harness.train.nonfinite import NAMED_MAX
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Formed, Progress, Sent
@@ -48,6 +49,23 @@ def committed(parts: Parts, progress: Progress, record: Record, metrics: Metrics
     if progress.formed.speaks or parts.config.elastic.exactness == "relaxed":  # then nobody can repeat it from a record
         tell_commit(parts, progress, step_s)
     return progress
+
+
+def before_apply(parts: Parts, progress: Progress) -> None:
+    """Whatever reads the state of this version has to be through with it: a snapshot, and a joiner that receives it."""
+    finish_copy(parts, progress)
+    parts.deadlines.enter(Phase.APPLY, progress.version)
+    if progress.serving is not None:
+        progress.serving.join()
+
+
+def after_commit(parts: Parts, progress: Progress) -> None:
+    """What follows from the commit of the last step, once the user's code after it has run, and before the next step.
+    Raises Diverged or Left if training does not go on."""
+    halt_if_decided(parts, progress)
+    if progress.verdict is not None and progress.verdict.stop:
+        raise stop_at_boundary(parts, progress)
+    save_if_due(parts, progress)
 
 
 def save_if_due(parts: Parts, progress: Progress) -> None:
@@ -85,7 +103,7 @@ def describe(parts: Parts, progress: Progress) -> Callable[[], dict[str, Any]]:
         assert formed is not None
         span = parts.schedule.at(progress.version)
         values = {} if metrics is None else {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "lr": metrics.lr}
-        since = parts.applier.nonfinite.history.since
+        since = parts.policies.states[NONFINITE].value["since"]
         return {
             "generation": formed.generation.number,
             "world_size": formed.world,
@@ -107,7 +125,6 @@ def tell_commit(parts: Parts, progress: Progress, step_s: float | None) -> None:
     formed, record, metrics = progress.formed, progress.record, progress.metrics
     assert formed is not None and record is not None and metrics is not None
     span = parts.schedule.at(record.step)
-    skipped = {"skipped": metrics.skipped} if metrics.skipped else {}
     world = len({member for member, _, _ in record.computed_by})
     parts.link.send(
         Commit(
@@ -120,7 +137,8 @@ def tell_commit(parts: Parts, progress: Progress, step_s: float | None) -> None:
             lr=metrics.lr,
             grad_norm=metrics.grad_norm,
             step_s=step_s,
-            skipped=_told_of_skip(parts, record, metrics) if metrics.skipped else None,
+            decisions=metrics.decisions,
+            bad_samples={str(s): parts.slots.sample_ids(record.step, s) for s in metrics.bad_slots[:NAMED_MAX]},
             ledger={
                 "lineage": formed.digest.lineage,
                 "from_step": formed.digest.from_step,
@@ -136,7 +154,7 @@ def tell_commit(parts: Parts, progress: Progress, step_s: float | None) -> None:
                 "slot_samples": [f"{int(h):016x}" for h in record.table.samples_N],
                 "slot_weight": record.table.weight_N.tolist(),
                 "loss": metrics.loss,
-                **skipped,
+                **decided(metrics.decisions),
             },
         )
     )
@@ -159,30 +177,15 @@ def tell_state(
     parts.link.send(HandOver(line))
 
 
-def _told_of_skip(parts: Parts, record: Record, metrics: Metrics) -> SkippedUpdate:
-    """Why a step's update was skipped, and the samples of the first slots whose loss is not finite."""
-    slots = metrics.bad_slots[:NAMED_MAX]
-    bad_samples = {str(slot): parts.slots.sample_ids(record.step, slot) for slot in slots}
-    return SkippedUpdate(metrics.skipped, metrics.in_a_row, parts.config.training.nonfinite_steps_max, bad_samples)
-
-
-def stop_if_diverged(parts: Parts, progress: Progress) -> None:
-    """Raise Diverged if too many updates in a row were skipped; all members come to that after the same step."""
-    metrics, limit = progress.metrics, parts.config.training.nonfinite_steps_max
-    if metrics is None or metrics.in_a_row < limit:
+def halt_if_decided(parts: Parts, progress: Progress) -> None:
+    """Raise Diverged if a policy ends the run; all members come to that after the same step."""
+    if progress.metrics is None or not progress.metrics.halted:
         return
-    since = parts.applier.nonfinite.history.since
-    error = Diverged(
-        f"the updates of {metrics.in_a_row} steps in a row, {since} to {progress.version - 1}, were not finite and "
-        f"were skipped (training.nonfinite_steps_max={limit}). Of the last one, {metrics.skipped}. Look at the data "
-        f"and the learning rate. To go on from before, move the checkpoints after step-{since:08d} out of the run's "
-        "folder, and resume; if the weights themselves are no longer finite, that one as well"
-    )
     if progress.sent is not None:
         progress.sent.exchange.sent(parts.config.elastic.exchange_timeout_s)
     tell_commit(parts, progress, None)  # the member that speaks may have died before it could
-    parts.link.send(TooManySkipped(str(error)))
-    raise error
+    parts.link.send(PolicyHalt(progress.metrics.halted))
+    raise Diverged(progress.metrics.halted)
 
 
 def recovered(parts: Parts, progress: Progress, started_at: float, stages: dict[str, float], planned: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from elastic_harness.checkpoint.structure import Skeleton
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
 from elastic_harness.origin import Origin
 from elastic_harness.train.imprint import imprint, state_hash
-from elastic_harness.train.nonfinite import NAME as NONFINITE
 from elastic_harness.train.state import Registry
 
 OPTIMIZER, SCHEDULER = "optimizer", "scheduler"
@@ -23,11 +23,13 @@ class Inherited:
     """Made by `start` before the first step, when optimizer and scheduler are as the program has set them. What a run
     knows of its own past steps begins anew."""
 
-    def __init__(self, origin: Origin, registry: Registry) -> None:
+    def __init__(self, origin: Origin, registry: Registry, policies: Collection[str]) -> None:
+        """`policies`: their names; their states begin anew."""
         self.origin = origin
+        self._anew = {SCHEDULER, *policies}
         self._registry = registry
         skeleton, tensors = registry.capture()
-        self._skeleton = {name: skeleton[name] for name in (OPTIMIZER, SCHEDULER, NONFINITE) if name in skeleton}
+        self._skeleton = {name: skeleton[name] for name in (OPTIMIZER, *self._anew) if name in skeleton}
         self._tensors = {name: tensor.clone() for name, tensor in tensors.items() if _is_setting(name)}
 
     @property
@@ -89,8 +91,8 @@ class Inherited:
         return skeleton, tensors
 
     def _with_own_settings(self, skeleton: Skeleton, tensors: Tensors) -> tuple[Skeleton, Tensors]:
-        others = {name for name in skeleton if name not in (SCHEDULER, NONFINITE) and not name.startswith("$")}
-        own = {name for name in self._registry.parts if name not in (SCHEDULER, NONFINITE)}
+        others = {name for name in skeleton if name not in self._anew and not name.startswith("$")}
+        own = {name for name in self._registry.parts if name not in self._anew}
         if others != own:
             raise ConfigError(
                 f"{self.origin} has the state of {', '.join(sorted(others))}, this program registers "
@@ -98,7 +100,7 @@ class Inherited:
             )
         groups = self._own_groups(skeleton[OPTIMIZER]["param_groups"])
         made = {**skeleton, OPTIMIZER: {**skeleton[OPTIMIZER], "param_groups": groups}}
-        for name in (SCHEDULER, NONFINITE):
+        for name in self._anew:
             made.pop(name, None)
             if name in self._skeleton:
                 made[name] = self._skeleton[name]

@@ -18,14 +18,7 @@ from elastic_harness.comm.tree import Node
 from elastic_harness.contract.board import Phase
 from elastic_harness.errors import GenerationChanged, PeerFailed, Recoverable, UserCodeError
 from elastic_harness.failpoints import failpoint
-from elastic_harness.train.effects import (
-    committed,
-    finish_copy,
-    report_unfit,
-    save_if_due,
-    stop_at_boundary,
-    stop_if_diverged,
-)
+from elastic_harness.train.effects import after_commit, before_apply, committed, report_unfit
 from elastic_harness.train.gate import gate
 from elastic_harness.train.interrupts import interrupts_wait
 from elastic_harness.train.parts import Parts
@@ -121,10 +114,7 @@ def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress
         raise PeerFailed(reason)
     record = record_of(parts, formed, work, headers)
     failpoint("exchange.finished", record.step)
-    finish_copy(parts, progress)
-    parts.deadlines.enter(Phase.APPLY, record.step)
-    if progress.serving is not None:
-        progress.serving.join()
+    before_apply(parts, progress)
     with interrupts_wait():
         metrics = parts.applier.apply(record)
         if record.step == 0:
@@ -137,12 +127,9 @@ def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress
 
 def settle(parts: Parts, progress: Progress) -> Progress:
     """What the last commit left to be done once the user's code after it has run: save, stop, or move on to the
-    planned generation that all have heard of. Raises Diverged if training cannot go on."""
-    stop_if_diverged(parts, progress)
+    planned generation that all have heard of. Raises Diverged or Left if training does not go on."""
+    after_commit(parts, progress)
     verdict, progress = progress.verdict, replace(progress, verdict=None)
-    if verdict is not None and verdict.stop:
-        raise stop_at_boundary(parts, progress)
-    save_if_due(parts, progress)
     if verdict is not None and verdict.switch:
         progress = recover(parts, progress, None)
     return progress

@@ -1,57 +1,57 @@
-"""Whether the update of a step may be applied, where something in it is not finite. A pure decision from the step's
-record and from what was decided before, so all members come to the same, also when they replay.
+"""The first update policy: an update that is not finite is skipped.
 
-An update that is skipped leaves weights, optimizer, buffers and moving average as they are; the step still counts.
 After `training.nonfinite_steps_max` such steps in a row the job stops: then it is not the data of one step.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import ClassVar
 
-NAME = "nonfinite"  # of the registered state
+from elastic_harness.policies import Apply, Halt, Skip, State, StepFacts, Verdict
+
+NAME = "nonfinite"
+BEGIN: State = {"in_a_row": 0, "since": -1}
 NAMED_MAX = 8  # slots or buffers that a reason names
 
-Verdict = Literal["apply", "skip"]
-
 
 @dataclass(frozen=True)
-class History:
-    """What was decided up to now: it is training state."""
+class SkipNonfinite:
+    """Its state: how many of the last steps were skipped, one after the other (`in_a_row`), and the first step of the
+    newest such row (`since`, -1 if there was none)."""
 
-    in_a_row: int = 0  # how many of the last steps were skipped, one after the other
-    since: int = -1  # the first step of the newest such row; -1: there was none
+    steps_max: int
+    name: ClassVar[str] = NAME
+
+    def begin(self) -> State:
+        return BEGIN
+
+    def before_apply(self, state: State, facts: StepFacts) -> tuple[State, Verdict]:
+        """Decide over a step's update."""
+        reason = _reason(facts)
+        if not reason:
+            return {**state, "in_a_row": 0}, Apply()
+        in_a_row, since = state["in_a_row"] + 1, state["since"] if state["in_a_row"] else facts.step
+        evidence = {"in_a_row": in_a_row, "in_a_row_max": self.steps_max}
+        verdict: Verdict = Skip(reason, evidence)
+        if in_a_row >= self.steps_max:
+            verdict = Halt(
+                f"the updates of {in_a_row} steps in a row, {since} to {facts.step}, were not finite and were skipped "
+                f"(training.nonfinite_steps_max={self.steps_max}). Of the last one, {reason}. Look at the data and the "
+                f"learning rate. To go on from before, move the checkpoints after step-{since:08d} out of the run's "
+                "folder, and resume; if the weights themselves are no longer finite, that one as well",
+                evidence,
+            )
+        return {"in_a_row": in_a_row, "since": since}, verdict
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What is known of a step before its update is applied."""
-
-    step: int
-    slots: int  # that count, in all
-    bad_slots: tuple[int, ...]  # whose loss is not finite
-    norm: float  # of the summed gradient
-    finite: bool  # whether that gradient can be applied
-    scaler_skips: bool  # a GradScaler sees the infinity, skips the update by itself and lowers its scale
-    bad_buffers: tuple[str, ...]  # that would become non-finite where they are finite
-
-
-def before_apply(history: History, facts: Facts) -> tuple[History, Verdict, str]:
-    """Decide over a step's update. The reason is empty if it is applied."""
-    reason = _reason(facts)
-    if not reason:
-        return replace(history, in_a_row=0), "apply", ""
-    since = history.since if history.in_a_row else facts.step
-    return History(history.in_a_row + 1, since), "skip", reason
-
-
-def _reason(facts: Facts) -> str:
+def _reason(facts: StepFacts) -> str:
     if facts.bad_slots:
+        slots = sum(weight > 0 for weight in facts.slot_weights)
         which = f"slot{'s' * (len(facts.bad_slots) > 1)} {_some(facts.bad_slots)}"
-        return f"the loss of {len(facts.bad_slots)} of {facts.slots} slots is not finite ({which})"
+        return f"the loss of {len(facts.bad_slots)} of {slots} slots is not finite ({which})"
     if not facts.finite and not facts.scaler_skips:
-        return f"the norm of the summed gradient is {facts.norm}, though every loss is finite"
+        return f"the norm of the summed gradient is {facts.grad_norm}, though every loss is finite"
     if facts.bad_buffers:
         return f"buffers would become non-finite ({_some(facts.bad_buffers)}), though every loss is finite"
     return ""
@@ -59,16 +59,3 @@ def _reason(facts: Facts) -> str:
 
 def _some(values: tuple[object, ...]) -> str:
     return ", ".join(map(str, values[:NAMED_MAX])) + ", …" * (len(values) > NAMED_MAX)
-
-
-class Nonfinite:
-    """The history as registered state: a joiner, a replay and a restore go on with it."""
-
-    def __init__(self) -> None:
-        self.history = History()
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self.history)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.history = History(**state)

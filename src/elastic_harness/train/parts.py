@@ -18,6 +18,7 @@ from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.link import Link
 from elastic_harness.train.partials import Partials, SlotTable
+from elastic_harness.train.policies import Policies
 from elastic_harness.train.saver import Saver
 from elastic_harness.train.slots import Shape, SlotComputer
 from elastic_harness.train.state import Registry
@@ -40,6 +41,7 @@ class Parts:
     layout: Layout
     slots: SlotComputer
     applier: Applier
+    policies: Policies
     watch: StateWatch
     registry: Registry
     pool: Pool

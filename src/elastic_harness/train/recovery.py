@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from elastic_harness import shape
 from elastic_harness.comm.group import Group
 from elastic_harness.comm.placement import Ranges, merge_ranges
 from elastic_harness.contract.board import Phase
@@ -286,4 +287,4 @@ def _take_state(parts: Parts, progress: Progress, version: int, payload: Payload
         return progress.at(version, record=None, metrics=None)
     vectors = {n.removeprefix(RECORD): t for n, t in tensors.items() if n.startswith(RECORD)}
     record = Record.from_payload((meta["record"], vectors), parts.new_partials(0).table)
-    return progress.at(version, record=record, metrics=Metrics(**meta["metrics"]))
+    return progress.at(version, record=record, metrics=shape.build(Metrics, meta["metrics"]))

@@ -47,8 +47,9 @@ from elastic_harness.errors import (
     UserCodeError,
 )
 from elastic_harness.failpoints import failpoint
+from elastic_harness.policies import UpdatePolicy
 from elastic_harness.train import standalone
-from elastic_harness.train.accept import check_extra, check_model, check_state_dict, check_trainable
+from elastic_harness.train.accept import check_extra, check_model, check_names, check_state_dict, check_trainable
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.effects import describe
@@ -60,9 +61,10 @@ from elastic_harness.train.inherited import Inherited
 from elastic_harness.train.layout import averaged_buffers, make_layout, optimized, state_buffers
 from elastic_harness.train.link import AgentLink, Left, Link
 from elastic_harness.train.loop import commit_step, settle
-from elastic_harness.train.nonfinite import NAME as NONFINITE
-from elastic_harness.train.nonfinite import Nonfinite
+from elastic_harness.train.nonfinite import SkipNonfinite
 from elastic_harness.train.parts import Parts
+from elastic_harness.train.policies import Policies
+from elastic_harness.train.policies import settings as policy_settings
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
 from elastic_harness.train.saver import make_saver
@@ -315,6 +317,7 @@ def start(
     weights_only: bool = False,
     collate_fn: Any = None,
     before_step: Callable[[int], None] | None = None,
+    policies: Sequence[UpdatePolicy] = (),
 ) -> Run:
     """Join the run and return once this worker takes part in it, its state equal to everybody's.
 
@@ -326,7 +329,8 @@ def start(
     that forward changes and whose mean over the slots is the new value (batch-norm statistics are found by
     themselves). run_dir: where events, ledger and checkpoints go when there is no launcher to say so. before_step:
     called with the number of each step before it, on every worker: sets `requires_grad` and modules' modes as a
-    function of that number alone; with it, all parameters of the optimizer have a place in the gradient.
+    function of that number alone; with it, all parameters of the optimizer have a place in the gradient. policies:
+    what becomes of each step's update, see `elastic_harness.policies`.
     resume_from: RUN[@VERSION], another run whose whole state (or, with weights_only, whose weights) a new run begins
     with; a run that did begin there is resumed as ever.
 
@@ -362,12 +366,12 @@ def start(
             f"training.max_steps is {training.max_steps}, but the run begins from {origin}: give more steps than that"
         )
     schedule = Schedule(order.n_samples, training.global_batch_samples, *first)
-    nonfinite = Nonfinite()
-    given: dict[str, Stateful | None] = {
-        "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema, NONFINITE: nonfinite
-    }  # fmt: skip
-    check_extra(extra or {}, given, config.elastic.exactness)
-    registry = Registry(model, {k: v for k, v in given.items() if v is not None} | dict(extra or {}), averaged)
+    deciding = Policies([SkipNonfinite(training.nonfinite_steps_max), *policies])
+    given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
+    check_names({"policies": [policy.name for policy in policies], "extra": extra or {}}, given)
+    check_extra(extra or {}, config.elastic.exactness)
+    named = {k: v for k, v in given.items() if v is not None} | deciding.states | dict(extra or {})
+    registry = Registry(model, named, averaged)
     registry.capture()  # refuses now what could not be saved later
     watch = StateWatch(
         model,
@@ -377,6 +381,7 @@ def start(
         scheduler=scheduler,
         scaler=scaler,
         ema=ema,
+        policies=deciding,
     )
     deadlines = Deadlines(config.elastic, board)
 
@@ -412,8 +417,9 @@ def start(
             scheduler=scheduler,
             scaler=scaler,
             ema=ema,
-            nonfinite=nonfinite,
+            policies=deciding,
         ),
+        policies=deciding,
         watch=watch,
         registry=registry,
         pool=Pool(layout.dtype, wire_device, pin=cuda and wire_device.type == "cpu"),
@@ -422,7 +428,7 @@ def start(
             folder,
             registry,
             lambda event, fields: link.send(CheckpointEvent(event, fields)),
-            Inherited(origin, registry) if origin is not None else None,
+            Inherited(origin, registry, deciding.states) if origin is not None else None,
         ),
         canary=config.elastic.canary and config.elastic.exactness == "strict",
         connect=connect,
@@ -443,7 +449,7 @@ def start(
     )
     try:
         parts.applier.own()
-        own = fingerprint(config, model, optimizer, data["dataset"], layout, shape)
+        own = fingerprint(config, model, optimizer, data["dataset"], layout, shape) | policy_settings(policies)
         if origin is not None:
             own["run.origin"] = origin.identity
         link.hello(own, config.training.max_steps, config.elastic.progress_timeout_max_s)

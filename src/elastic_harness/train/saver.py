@@ -35,8 +35,8 @@ from elastic_harness.contract.checkpoint_event import ALARMING
 from elastic_harness.errors import ConfigError, HarnessError, InfrastructureError
 from elastic_harness.membership.types import node_of
 from elastic_harness.train.inherited import Inherited
+from elastic_harness.train.nonfinite import BEGIN
 from elastic_harness.train.nonfinite import NAME as NONFINITE
-from elastic_harness.train.nonfinite import Nonfinite
 from elastic_harness.train.standalone import busy
 from elastic_harness.train.state import Registry
 
@@ -204,7 +204,7 @@ class Saver:
             return self._inherited.restore()
         self._tiers.tell_passed_over()
         loaded = self._tiers.load(version)
-        ours = {NONFINITE: Nonfinite().state_dict()} if NONFINITE in self._registry.parts else {}
+        ours = {NONFINITE: BEGIN} if NONFINITE in self._registry.parts else {}
         return self._registry.restore({**ours, **loaded.skeleton}, loaded.tensors)  # older checkpoints are without
 
     def begin(self) -> None:

@@ -138,9 +138,8 @@ class StandaloneLink:
             case Commit():
                 if self._ledger.append(message.ledger or {}):
                     self._events.emit("step_committed", **message.metrics)
-                    if message.skipped is not None:
-                        skipped = f"the update of step {message.step} was skipped: {message.skipped.reason}"
-                        print(f"elastic-harness: {skipped}", file=sys.stderr, flush=True)
+                    for decision in message.decisions:
+                        print(f"elastic-harness: {decision.in_words(message.step)}", file=sys.stderr, flush=True)
             case LogEvent(event, fields) | CheckpointEvent(event, fields):
                 self._events.emit(event, **fields)
             case LastStepDone():

@@ -20,6 +20,7 @@ from elastic_harness.checkpoint.structure import encode
 from elastic_harness.checkpoint.tensors import content_of
 from elastic_harness.errors import UserCodeError
 from elastic_harness.train.accept import check_hooks
+from elastic_harness.train.policies import Policies
 
 PART_BYTES = 1 << 20
 """Of parameters, with their optimizer state on top, hashed in each step, unless PARTS_MAX asks for more."""
@@ -47,9 +48,11 @@ class StateWatch:
         scheduler: Any = None,
         scaler: Any = None,
         ema: Any = None,
+        policies: Policies | None = None,
     ) -> None:
         """trained: names of the parameters that have a place in the layout. buffers: those that are state."""
         self._optimizer = optimizer
+        self._policies = policies
         self._trained = set(trained)
         self._others = {name: part for name, part in (("scheduler", scheduler), ("scaler", scaler)) if part is not None}
         self._modules = dict(model.named_modules())
@@ -172,6 +175,8 @@ class StateWatch:
                 "inside the commit on every worker. If your code does nothing of the kind, check this machine's memory."
             )
         digest = xxhash.xxh3_64(bytes(self._requires_grad))
+        if self._policies is not None:
+            digest.update(f"{self._policies.word()}\n".encode())
         for name, value in now.items():
             digest.update(f"{name} {value}\n".encode())
         return digest.intdigest() >> 1 | 1
@@ -179,7 +184,7 @@ class StateWatch:
     def compared(self) -> str:
         """What the header's word is about, in words."""
         pieces = self._pieces[self.version % self.parts]
-        return f"state of version {self.version} ({pieces[0][0]} … {pieces[-1][0]})"
+        return f"state of version {self.version} ({pieces[0][0]} … {pieces[-1][0]}, states of policies)"
 
     # ---- looking
 

@@ -22,6 +22,7 @@ from elastic_harness.train.gate import canaries_due
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import Partials, SlotTable
 from elastic_harness.train.parts import Parts
+from elastic_harness.train.placing import PlacementFacts, handicap
 from elastic_harness.train.progress import Formed, Progress
 
 
@@ -64,9 +65,8 @@ def place(parts: Parts, progress: Progress) -> Work:
     unverified = formed.unverified(partials.step) if parts.canary else ()
     canaries, reference = canaries_due(unverified, formed.world)
     held = formed.digest.lanes if partials.step == formed.digest.version else {}
-    late = lateness(lanes, formed.world)
-    handicap = tuple((r in canaries) + late * (r in formed.late(partials.step)) for r in range(formed.world))
-    placed, plan = plan_step(members, lanes, tuple(sorted(held.items())), handicap, parts.layout.elements, formed.rank)
+    fewer = handicap(PlacementFacts(lanes, formed.world, canaries, formed.late(partials.step)))
+    placed, plan = plan_step(members, lanes, tuple(sorted(held.items())), fewer, parts.layout.elements, formed.rank)
     result = parts.pool.take(parts.layout.elements)
     exchange = Exchange(
         formed.group,
@@ -106,13 +106,6 @@ def plan_step(
     dealt = deal(lanes, together, finished, dict(zip(members, handicap, strict=True)))
     placed = {m: merge_ranges(finished.get(m, ()), dealt[m]) for m in members}
     return placed, make_plan(members, nodes, lanes, placed, elements, rank)
-
-
-def lateness(lanes: int, world: int) -> int:
-    """How many lanes the others are ahead of a member that has to receive the state first: a quarter of a fair share.
-    It took 0.18 s of a step of 0.69 s where this was measured (benchmarks/results/recovery.json); the time grows with
-    the model as the step's does."""
-    return -(-lanes // (4 * world))
 
 
 def finish_exchange(parts: Parts, progress: Progress, work: Work) -> list[Header]:

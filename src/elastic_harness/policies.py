@@ -1,0 +1,121 @@
+"""Decisions about a run that are yours: what becomes of a step's update.
+
+An update policy sees the facts of a step before its update is applied, the same facts on all workers, and says what
+shall be done: apply it, apply a part of it, skip it, or end the run. It is a pure function of its own state and these
+facts, so all workers come to the same, also one that replays the step after a failure. The harness keeps the state: it
+is part of the training state, so checkpoints hold it and workers that join receive it.
+
+    @dataclass(frozen=True)
+    class HalveSpikes:
+        times: float = 4.0            # the fields are the settings: a run is refused to go on with others
+        name: ClassVar[str] = "halve_spikes"
+
+        def begin(self):
+            return {"usual": None}
+
+        def before_apply(self, state, facts):
+            usual = state["usual"] or facts.grad_norm
+            if facts.grad_norm > self.times * usual:
+                return state, Apply(0.5, f"the gradient's norm is {facts.grad_norm:.3g}, usual is {usual:.3g}")
+            return {"usual": 0.9 * usual + 0.1 * facts.grad_norm}, Apply()
+
+    run = elastic_harness.start(model, optimizer, dataset, config, policies=[HalveSpikes()])
+
+docs/policies.md tells more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from elastic_harness.errors import UserCodeError
+
+State = dict[str, Any]
+"""Of a policy: names and plain values (numbers, texts, None, lists, tuples, dicts). Never changed in place."""
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known of a step before its update is applied: the same to the bit on all workers."""
+
+    step: int
+    loss: float  # mean over the step's target tokens
+    grad_norm: float  # of the mean gradient, before clipping; may be infinite where `scaler_skips`
+    lr: float  # of the first parameter group
+    slot_losses: tuple[float, ...]  # (N,) mean loss of each slot; 0 where its weight is
+    slot_weights: tuple[float, ...]  # (N,) 1: a full micro-batch
+    finite: bool = True  # whether the gradient can be applied
+    scaler_skips: bool = False  # a GradScaler sees the infinity, skips the update by itself and lowers its scale
+    bad_buffers: tuple[str, ...] = ()  # that would become non-finite where they are finite
+
+    @property
+    def bad_slots(self) -> tuple[int, ...]:
+        """The slots that count and whose loss is not finite."""
+        losses = zip(self.slot_losses, self.slot_weights, strict=True)
+        return tuple(slot for slot, (loss, weight) in enumerate(losses) if weight > 0 and not math.isfinite(loss))
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Apply the update, with its gradient multiplied by `scale` before it is clipped."""
+
+    scale: float = 1.0
+    reason: str = ""  # needed if scale is not 1
+    evidence: Mapping[str, Any] = field(default_factory=dict)  # for the event, beside the reason
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise UserCodeError(f"Apply({self.scale}): the scale must be finite and above 0; to apply nothing, Skip")
+        if self.scale != 1.0:
+            _need_reason(self, self.reason)
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Leave weights, optimizer, buffers and moving average as they are. The step counts: its samples are used up, and
+    the learning rate moves on."""
+
+    reason: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _need_reason(self, self.reason)
+
+
+@dataclass(frozen=True)
+class Halt:
+    """Skip the update, and end the job after this step: it fails with this reason."""
+
+    reason: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _need_reason(self, self.reason)
+
+
+Verdict = Apply | Skip | Halt
+
+
+class UpdatePolicy(Protocol):
+    """A frozen dataclass whose fields are its settings. Give `start(policies=[…])` those of your own; the same on all
+    workers. Policies are asked in the order in which they are given, after the harness's own (`nonfinite`). The first
+    that skips or halts decides, and the others are not asked about that step; scales are multiplied."""
+
+    @property
+    def name(self) -> str:
+        """Names the policy in checkpoints, ledger and events."""
+
+    def begin(self) -> State:
+        """Return the state before step 0."""
+
+    def before_apply(self, state: State, facts: StepFacts) -> tuple[State, Verdict]:
+        """Decide about a step: return the state after it, and what shall be done. Pure: no clock, no random numbers, no
+        rank, nothing that is kept elsewhere. It is called twice for each step, which notices some of that."""
+
+
+def _need_reason(verdict: Verdict, reason: str) -> None:
+    if not isinstance(reason, str) or not reason:
+        raise UserCodeError(f"{type(verdict).__name__} was given the reason {reason!r}; say in words why")

@@ -1,0 +1,190 @@
+"""Update policies of a user's own: what is asked, what becomes of the answers, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_harness.errors import ConfigError, HarnessError, UserCodeError
+from elastic_harness.policies import Apply, Halt, Skip, State, StepFacts, Verdict
+from elastic_harness.train.accept import check_names
+from elastic_harness.train.apply import Applier, Record
+from elastic_harness.train.layout import make_layout
+from elastic_harness.train.partials import SlotTable
+from elastic_harness.train.policies import Policies, settings
+from elastic_harness.train.watch import StateWatch
+
+FACTS = StepFacts(3, 1.5, 2.0, 0.1, (1.0, 2.0), (1.0, 1.0))
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Counts the steps about which it was asked, and answers the same ever."""
+
+    answer: Verdict = field(default_factory=Apply)
+    name: str = "counting"
+
+    def begin(self) -> State:
+        return {"asked": 0, "steps": (1, [2.0, None])}
+
+    def before_apply(self, state: State, facts: StepFacts) -> tuple[State, Verdict]:
+        return {**state, "asked": state["asked"] + 1}, self.answer
+
+
+def test_scales_are_multiplied_and_who_skips_is_the_last_to_be_asked() -> None:
+    half, third = Apply(0.5, "too large"), Apply(0.25, "much", {"times": 4})
+    skip, halt = Skip("no"), Halt("never")
+    for answers, scale, verdicts in [
+        ((Apply(), Apply()), 1.0, []),
+        ((half, Apply(), third), 0.125, ["scale", "scale"]),
+        ((half, skip, third), 0.0, ["scale", "skip"]),
+        ((halt, skip), 0.0, ["halt"]),
+    ]:
+        policies = Policies([Counting(answer, f"p{place}") for place, answer in enumerate(answers)])
+        found, decisions = policies.before_apply(FACTS)
+        assert (found, [decision.verdict for decision in decisions]) == (scale, verdicts)
+        ended = next((i for i, a in enumerate(answers) if isinstance(a, Skip | Halt)), len(answers))
+        asked = [policies.states[f"p{place}"].value["asked"] for place in range(len(answers))]
+        assert asked == [int(place <= ended) for place in range(len(answers))]
+    assert policies.states["p1"].value["steps"] == (1, [2.0, None]), "values keep their types"
+
+
+def test_a_scaled_update_is_the_update_of_the_scaled_gradient() -> None:
+    """Before it is clipped, to the bit; the metrics tell of the norm before."""
+
+    def trained(gradient: float, *policies: Counting, clip_norm: float | None = None) -> tuple[torch.Tensor, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        layout = make_layout(model, {})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        applier = Applier(model, optimizer, layout, {}, seed=1, clip_norm=clip_norm, policies=Policies(policies))
+        table = SlotTable.empty(1, 1, len(layout.entries))
+        table.weight_N[:], table.loss_N[:] = 1.0, 1.0
+        table.presence[:] = 3
+        metrics = applier.apply(Record(0, 1, torch.full((layout.elements,), gradient), table, ()))
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), metrics
+
+    half = Counting(Apply(0.5, "too large"))
+    for clip_norm in (None, 0.7, 100.0):
+        scaled, metrics = trained(2.0, half, clip_norm=clip_norm)
+        assert torch.equal(scaled, trained(1.0, clip_norm=clip_norm)[0])
+        assert metrics.decisions[0].reason == "too large"
+    assert not torch.equal(trained(2.0, half)[0], trained(2.0)[0])
+    untouched = trained(2.0, Counting(Skip("no")))[0]
+    assert torch.equal(untouched, trained(0.0)[0])
+
+
+@dataclass(frozen=True)
+class Impure:
+    """Its answer hangs on something else."""
+
+    kind: str
+    name: ClassVar[str] = "impure"
+    count: Any = field(default_factory=itertools.count)
+
+    def begin(self) -> State:
+        return {"seen": []}
+
+    def before_apply(self, state: State, facts: StepFacts) -> Any:
+        if self.kind == "counter":
+            return {"seen": next(self.count)}, Apply()
+        if self.kind == "verdict":
+            return state, Apply(1.0 + next(self.count), "more and more")
+        if self.kind == "tensor":
+            return {"seen": torch.zeros(2)}, Apply()
+        if self.kind == "object":
+            return {"seen": object()}, Apply()
+        if self.kind == "no state":
+            return None, Apply()
+        if self.kind == "evidence":
+            return state, Skip("no", {"why": object()})
+        if self.kind == "word":
+            return state, "skip"
+        if self.kind == "no reason":
+            return state, Skip("")
+        return state, Apply(float(self.kind), "x")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("counter", "asked twice about step 3 and gave two answers"),
+        ("verdict", "asked twice about step 3 and gave two answers"),
+        ("tensor", "has tensors"),
+        ("object", "cannot be kept"),
+        ("no state", "is a NoneType; it must be a dict"),
+        ("evidence", "evidence of the policy impure cannot be kept"),
+        ("word", "returns its state and one of Apply"),
+        ("no reason", "Skip was given the reason ''"),
+        ("nan", "must be finite and above 0"),
+        ("0", "must be finite and above 0"),
+        ("-1", "must be finite and above 0"),
+    ],
+)
+def test_what_is_no_pure_function_is_noticed_and_changes_no_state(kind: str, said: str) -> None:
+    policies = Policies([Counting(), Impure(kind)])
+    with pytest.raises(UserCodeError, match=said):
+        policies.before_apply(FACTS)
+    assert policies.states["counting"].value["asked"] == 0
+
+
+def test_a_state_that_is_changed_in_place_is_only_a_copy() -> None:
+    @dataclass(frozen=True)
+    class InPlace:
+        name: ClassVar[str] = "in_place"
+
+        def begin(self) -> State:
+            return {"losses": []}
+
+        def before_apply(self, state: State, facts: StepFacts) -> tuple[State, Verdict]:
+            state["losses"].append(facts.loss)
+            return state, Apply()
+
+    policies = Policies([InPlace()])
+    for steps in (1, 2):
+        policies.before_apply(FACTS)
+        assert policies.states["in_place"].value == {"losses": [1.5] * steps}
+
+
+def test_what_is_no_policy_is_refused() -> None:
+    @dataclass
+    class NotFrozen:
+        name = "plain"
+
+        def begin(self) -> State:
+            return {}
+
+        def before_apply(self, state: State, facts: StepFacts) -> tuple[State, Verdict]:
+            return state, Apply()
+
+    for policies, said in [
+        ([NotFrozen()], "no frozen dataclass"),
+        ([object()], "lacks name, begin, before_apply"),
+        ([Counting(), Counting()], "one name twice"),
+    ]:
+        with pytest.raises(HarnessError, match=said):
+            Policies(policies)  # type: ignore[arg-type]
+    for given in ({"policies": ["nonfinite"]}, {"policies": ["ours"], "extra": ["ours"]}, {"policies": ["a.b"]}):
+        with pytest.raises(ConfigError, match="has the names"):
+            check_names(given, ["optimizer"])
+
+
+def test_settings_are_part_of_what_workers_compare() -> None:
+    found = settings([Counting(Apply(), "a"), Counting(Skip("no"), "b")])
+    assert found["policy.a"].startswith("0: ") and found["policy.b"].startswith("1: ")
+    assert found["policy.b.answer"] == repr(Skip("no"))
+
+
+def test_states_of_policies_are_compared_between_replicas() -> None:
+    model = nn.Linear(2, 2)
+    policies = Policies([Counting()])
+    watch = StateWatch(model, torch.optim.SGD(model.parameters()), [], {}, policies=policies)
+    before = watch.word("here")
+    assert watch.word("here") == before
+    policies.before_apply(FACTS)
+    assert watch.word("here") != before
