@@ -187,15 +187,15 @@ class Member:
             for lane in range(lo, hi):
                 own: Gradients = [g if g is None else g.clone() for g in gradients[lane]]
                 self.partials.add((lane, lane + 1), own, {lane: Contribution(1.0, 1.0, lane)})
-        self.result = torch.full((layout.elements,), float("nan"))
 
     def post(self, group: Group | None, plan: Plan, rank: int) -> None:
         words = FIXED_WORDS + SlotTable.size(self.lanes, self.lanes, len(self.layout.entries))
-        self.exchange = Exchange(group, plan, self.lanes, STEP, rank, self.result, words, self.pool)
+        self.exchange = Exchange(group, plan, self.lanes, STEP, rank, self.layout.elements, words, self.pool)
+        self.result = self.exchange.result.fill_(float("nan"))
 
     def send(self) -> None:
         for node, gradients in random.sample(sorted(self.partials.nodes.items()), len(self.partials.nodes)):
-            flat = self.result if self.exchange.alone else torch.empty(self.layout.elements)
+            flat = self.exchange.lend_vector()
             self.layout.flatten(gradients, flat)
             self.exchange.send_partial(node, flat)
 
@@ -290,8 +290,8 @@ def test_any_placement_on_any_nodes_gives_the_bits_of_the_tree(
     expected = in_one_place(layout, gradients)
     for member in members:
         assert same_bits(layout, member.result, expected)
-        member.exchange.sent(PATIENCE_S)
-        assert not member.pool.lent, "every received vector is given back"
+        member.exchange.retire(PATIENCE_S)
+        assert not member.pool.lent, "every vector is given back"
     assert not mail.waiting, "sent, but nobody asked for it"
 
 
@@ -307,7 +307,9 @@ def test_one_node_or_one_member_per_node_waits_three_times(nodes: str) -> None:
     members = [Member(layout, 8, placed[name], gradients) for name in names]
     in_threads([partial(m.run, groups[rank], plan, rank) for rank, m in enumerate(members)])
     assert [group.waits for group in groups if isinstance(group, Tagged)] == [3] * 4
-    assert not any(member.pool.lent for member in members), "nothing is kept until it has been sent"
+    for member in members:
+        own = {vector.data_ptr() for vector in (member.result, *member.exchange._own.values())}
+        assert member.pool.lent == own, "what was received is not kept until the next step"
 
 
 NODES = ("a", "a", "b", "b")
@@ -382,9 +384,9 @@ def test_tcp_gives_the_same_bits_on_two_nodes_as_on_one() -> None:
         members = [Member(layout, 12, placed[name], gradients) for name in NAMES]
         in_threads([partial(m.run, groups[rank], plan, rank) for rank, m in enumerate(members)])
         for member, group in zip(members, groups, strict=True):
-            member.exchange.sent(PATIENCE_S)
-            assert not member.pool.lent
             results.append(member.result)
+            member.exchange.retire(PATIENCE_S)
+            assert not member.pool.lent
             group.close()
     assert plan.join and plan.reduce and plan.gather and plan.spread
     expected = in_one_place(layout, gradients)

@@ -6,6 +6,9 @@ no wait. Whoever waits has first sent all that follows from what it has received
 Messages are keyed by (kind, step, tree node or owner), never by their position in a plan. Receives are posted when the
 step begins, so that a partial sum travels the moment it is finished. Received bytes go into vectors of their own: they
 never touch a cached partial sum.
+
+An exchange owns all vectors of its step: it takes them from the pool, lends them out, and gives each back when nobody
+can use it any more. After a failure none goes back.
 """
 
 from __future__ import annotations
@@ -39,8 +42,8 @@ def tag(kind: int, step: int, number: int) -> int:
 class Exchange:
     """One step's exchange for one member. Local object; `finish` is the collective part.
 
-    result: where the finished sum goes. header_words: the length of a header, equal for all members. pool: lends the
-    vectors that partial sums are received into.
+    elements: of a whole vector. header_words: the length of a header, equal for all members. `result` is where the
+    finished sum goes.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Exchange:
         lanes: int,
         step: int,
         rank: int,
-        result: torch.Tensor,
+        elements: int,
         header_words: int,
         pool: Pool,
     ) -> None:
@@ -59,8 +62,9 @@ class Exchange:
         self._lanes = lanes
         self._step = step
         self._rank = rank
-        self._result = result
         self._pool = pool
+        self.result = result = pool.take(elements)
+        self._partials: list[torch.Tensor] = []  # lent for this member's own partial sums
         self._sends: list[Pending] = []
         self._own: dict[Node, torch.Tensor] = {}
         self._received: dict[Node, tuple[torch.Tensor, int]] = {}  # a vector and the element it begins at
@@ -89,13 +93,15 @@ class Exchange:
                     self._incoming[kind].append(group.receive(into, t.source, self._tag(kind, t)))
         failpoint("exchange.posted", step)
 
-    @property
-    def alone(self) -> bool:
-        """A world of one: its only partial sum is the result, and is to be put there."""
-        return self._group is None
+    def lend_vector(self) -> torch.Tensor:
+        """A vector for one of this member's partial sums. In a world of one that is the result itself."""
+        if self._group is None:
+            return self.result
+        self._partials.append(self._pool.take(self.result.numel()))
+        return self._partials[-1]
 
     def send_partial(self, node: Node, flat: torch.Tensor) -> None:
-        """Hand over a finished partial sum of the plan's cover; it must not change until the next step's end."""
+        """Hand over a finished partial sum of the plan's cover, in a vector that was lent for it."""
         self._own[node] = flat
         if self._group is None:
             return
@@ -134,13 +140,13 @@ class Exchange:
         for kind in (GATHER, SPREAD):
             for t in self._outgoing[kind]:
                 if self._owners[t.lo] == self._rank:
-                    self._send(kind, t, self._result[lo:hi])
+                    self._send(kind, t, self.result[lo:hi])
                     failpoint("exchange.gathered_sent", self._step)
         self._group.flush(below=SPREAD)
         self._wait(self._incoming[GATHER], deadline)
         for t in self._outgoing[SPREAD]:
             if self._owners[t.lo] != self._rank:
-                self._send(SPREAD, t, self._result[t.lo : t.hi])
+                self._send(SPREAD, t, self.result[t.lo : t.hi])
                 failpoint("exchange.spread_sent", self._step)
         self._group.flush()
         self._wait(self._incoming[SPREAD], deadline)
@@ -168,7 +174,7 @@ class Exchange:
 
     def _reduce(self, lo: int, hi: int, add: Add) -> None:
         """Finish the tree for the owned elements."""
-        result = self._result[lo:hi]
+        result = self.result[lo:hi]
         total, _ = self._value((0, self._lanes), lo, hi, add, result)
         if total is not result:
             result.copy_(total)
@@ -235,3 +241,10 @@ class Exchange:
         self._sends.clear()
         self._pool.give_back(*self._joined)
         self._joined.clear()
+
+    def retire(self, timeout_s: float) -> None:
+        """Give all vectors back, the result too: the next step is committed, so nobody asks for this one any more.
+        Waits until every send has left its buffer."""
+        self.sent(timeout_s)
+        self._pool.give_back(*self._partials, self.result)
+        self._partials.clear()

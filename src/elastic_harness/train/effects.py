@@ -25,23 +25,20 @@ from elastic_harness.train.link import Left
 from elastic_harness.train.nonfinite import NAME as NONFINITE
 from elastic_harness.train.nonfinite import NAMED_MAX
 from elastic_harness.train.parts import Parts
-from elastic_harness.train.progress import Formed, Progress, Sent
+from elastic_harness.train.progress import Formed, Progress
 from elastic_harness.train.work import Work
 
 
 def committed(parts: Parts, progress: Progress, record: Record, metrics: Metrics, work: Work) -> Progress:
-    """The progress after a commit; the buffers of the step before are free now, and rank 0 tells the world."""
+    """The progress after a commit; the vectors of the step before are free now, and rank 0 tells the world."""
     assert progress.formed is not None
-    if progress.sent is not None:
-        progress.sent.exchange.sent(parts.config.elastic.exchange_timeout_s)
-        parts.pool.give_back(*progress.sent.buffers)
-    retired = (progress.record.flat,) if progress.record is not None and progress.sent is not None else ()
-    parts.pool.give_back(*retired)
+    if progress.exchange is not None:
+        progress.exchange.retire(parts.config.elastic.exchange_timeout_s)
     now = time.time()
     step_s = now - progress.committed_at if progress.committed_at else None
     progress = replace(
         progress.at(record.step + 1, record=record, metrics=metrics),
-        sent=Sent(work.exchange, tuple(work.buffers)),
+        exchange=work.exchange,
         verified=True,
         committed_at=now,
     )
@@ -181,8 +178,8 @@ def halt_if_decided(parts: Parts, progress: Progress) -> None:
     """Raise Diverged if a policy ends the run; all members come to that after the same step."""
     if progress.metrics is None or not progress.metrics.halted:
         return
-    if progress.sent is not None:
-        progress.sent.exchange.sent(parts.config.elastic.exchange_timeout_s)
+    if progress.exchange is not None:
+        progress.exchange.sent(parts.config.elastic.exchange_timeout_s)
     tell_commit(parts, progress, None)  # the member that speaks may have died before it could
     parts.link.send(PolicyHalt(progress.metrics.halted))
     raise Diverged(progress.metrics.halted)
@@ -229,13 +226,13 @@ def stop_at_boundary(parts: Parts, progress: Progress) -> Left:
     """All members have agreed to stop after the step just committed: on each node the first one saves first, if that
     was asked for."""
     request, formed = parts.link.stop_requested, progress.formed
-    assert request is not None and formed is not None and progress.sent is not None
+    assert request is not None and formed is not None and progress.exchange is not None
     if request.checkpoint and formed.speaks:
         parts.board.show(Phase.CHECKPOINT, progress.version, deadline_s=parts.config.elastic.exchange_timeout_s)
         parts.saver.save(
             progress.version, formed.digest.lineage, describe(parts, progress), uploads=formed.rank == 0
         )
-    progress.sent.exchange.sent(parts.config.elastic.exchange_timeout_s)
+    progress.exchange.sent(parts.config.elastic.exchange_timeout_s)
     return Left(request.reason)
 
 

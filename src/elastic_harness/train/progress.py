@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from elastic_harness.comm.exchange import Exchange
 from elastic_harness.comm.group import Group
@@ -13,9 +12,6 @@ from elastic_harness.membership.types import Digest, Generation, node_of
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.gate import GateVerdict
 from elastic_harness.train.partials import Partials
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -59,14 +55,6 @@ class Formed:
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What the last exchange still had in flight: free for reuse once everyone has committed its step."""
-
-    exchange: Exchange
-    buffers: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
 class Progress:
     """How far this worker is. version: committed steps, -1 without state. partials: finished lanes of the running
     step. record: of the last committed step, kept until everyone has it. verified: the canary was compared. lineage: in
@@ -79,7 +67,7 @@ class Progress:
     metrics: Metrics | None = None
     formed: Formed | None = None
     verified: bool = False
-    sent: Sent | None = None
+    exchange: Exchange | None = None  # of the last commit: owns the record's vector, and may still be sending
     serving: threading.Thread | None = None  # sends state that must not change: to be joined before the next commit
     verdict: GateVerdict | None = None  # of the last commit, as long as it was not settled
     announced: int = 0  # newest generation number this worker has reacted to

@@ -95,7 +95,7 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
                     progress.serving.join()
                 parts.pool.clear()
             failpoint("recovery.released", progress.version)
-            progress = replace(progress, formed=formed, sent=None, serving=None)
+            progress = replace(progress, formed=formed, exchange=None, serving=None)
             parts.deadlines.heed(formed.digest.overdue)
             failpoint("recovery.reconciled", progress.version)
             with stages.timed("repair"):

@@ -209,13 +209,13 @@ class Run:
 
     def _disconnect(self) -> None:
         """Let go of the connections to the other workers."""
-        formed, sent = self._progress.formed, self._progress.sent
-        if sent is not None:
-            sent.exchange.sent(self._parts.config.elastic.exchange_timeout_s)
+        formed, exchange = self._progress.formed, self._progress.exchange
+        if exchange is not None:
+            exchange.sent(self._parts.config.elastic.exchange_timeout_s)
         if formed is not None and formed.group is not None:
             self._parts.link.wake = lambda: None
             formed.group.close()
-        self._progress = replace(self._progress, formed=None, sent=None)
+        self._progress = replace(self._progress, formed=None, exchange=None)
 
     def _leave(self, left: Left) -> NoReturn:
         """End the process: this worker is not needed any more, and what follows the loop is for those who finished."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -35,23 +35,18 @@ class Work:
     placed: dict[str, Ranges]
     plan: Plan
     exchange: Exchange
-    result: Tensor
     layout: Layout
-    parts: Parts
     rank: int
     lineage: int
     canary_due: bool = False
     reference: int | None = None
     canary: int = 0
     samples: int = 0
-    buffers: list[Tensor] = field(default_factory=list)
 
     def send_if_finished(self, node: Node, partials: Partials) -> None:
         """If `node` is one of this member's partial sums on the wire, flatten it and let it go."""
         if (node, self.rank) in self.plan.cover:
-            flat = self.result if self.exchange.alone else self.parts.pool.take(self.layout.elements)
-            if flat is not self.result:
-                self.buffers.append(flat)
+            flat = self.exchange.lend_vector()
             self.layout.flatten(partials.nodes[node], flat)
             self.exchange.send_partial(node, flat)
 
@@ -67,20 +62,19 @@ def place(parts: Parts, progress: Progress) -> Work:
     held = formed.digest.lanes if partials.step == formed.digest.version else {}
     fewer = handicap(PlacementFacts(lanes, formed.world, canaries, formed.late(partials.step)))
     placed, plan = plan_step(members, lanes, tuple(sorted(held.items())), fewer, parts.layout.elements, formed.rank)
-    result = parts.pool.take(parts.layout.elements)
     exchange = Exchange(
         formed.group,
         plan,
         lanes,
         partials.step,
         formed.rank,
-        result,
+        parts.layout.elements,
         FIXED_WORDS + SlotTable.size(parts.shape.slots, lanes, len(parts.layout.entries)),
         parts.pool,
     )
     done = {lane for lo, hi in partials.held() for lane in range(lo, hi)}
     own = [lane for lo, hi in placed[members[formed.rank]] for lane in range(lo, hi) if lane not in done]
-    work = Work(tuple(own), placed, plan, exchange, result, parts.layout, parts, formed.rank, formed.digest.lineage)
+    work = Work(tuple(own), placed, plan, exchange, parts.layout, formed.rank, formed.digest.lineage)
     work.reference = reference
     alone = formed.world == 1 and not progress.verified and parts.canary
     work.canary_due = formed.rank in canaries or alone
@@ -146,8 +140,8 @@ def finish_exchange(parts: Parts, progress: Progress, work: Work) -> list[Header
 def record_of(parts: Parts, formed: Formed, work: Work, headers: list[Header]) -> Record:
     """The outcome of the completed exchange."""
     computed_by = tuple((member, lo, hi) for member in formed.generation.members for lo, hi in work.placed[member])
-    last = any(header.ends for header in headers)
-    return Record(headers[0].version, formed.generation.number, work.result, combine(headers), computed_by, last)
+    last, flat = any(header.ends for header in headers), work.exchange.result
+    return Record(headers[0].version, formed.generation.number, flat, combine(headers), computed_by, last)
 
 
 class Adder:
