@@ -16,7 +16,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     work = Workload(args.config, args.overrides)
-    run = elastic_harness.start(work.model, work.optimizer, work.dataset, work.config)
+    config = elastic_harness.Config(work.config.seed, work.config.training, work.config.elastic, work.config.checkpoint)
+    run = elastic_harness.start(work.model, work.optimizer, work.dataset, config)
     gate = Gate("ours", work.parameters, work.global_batch * work.config.data.seq_length)
     left = gate.wait()
     for step in run.steps():

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import yaml
 
+from elastic_harness import own_loop
 from elastic_harness.config_file import apply_override, build, check_keys, read_yaml
 from elastic_harness.typed import Section, nearest_multiple, plain, setting_error
 
@@ -32,22 +33,13 @@ class TrainingConfig(Section):
     micro_batch_samples: int = 1  # samples in one slot
     clip_norm: float | None = 1.0  # of the global gradient; null: no clipping
     nonfinite_steps_max: int = 10  # so many updates in a row are skipped for being non-finite before the job stops
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     lanes: int | None = None  # leaves of the gradient tree; null: min(slots, 8 * elastic.max_workers)
     threads: int = 1  # compute threads per worker: part of what exactness depends on
-    device: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["tcp", "nccl"] = "tcp"  # of the exchange; nccl needs a GPU for each worker
-    compile: bool = False
-    eval_interval_steps: int = 0  # 0: no validation loss
-    eval_batches: int = 8
-    log_interval_steps: int = 1
-    ema_decay: float | None = None  # null: no moving average of the weights
 
     def check(self) -> None:
         self._at_least(1, "max_steps", "global_batch_samples", "micro_batch_samples", "threads")
-        self._at_least(1, "nonfinite_steps_max")
-        self._at_least(1, "eval_batches", "log_interval_steps", "lanes")
-        self._at_least(0, "eval_interval_steps")
+        self._at_least(1, "nonfinite_steps_max", "lanes")
         self._positive("clip_norm")
         self._require(
             self.global_batch_samples % self.micro_batch_samples == 0,
@@ -62,7 +54,6 @@ class TrainingConfig(Section):
             f"must be at most the number of slots, {slots} (global_batch_samples / micro_batch_samples)",
             "leave it out to have it chosen",
         )
-        self._require(self.ema_decay is None or 0 < self.ema_decay < 1, "ema_decay", "must lie between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -160,7 +151,10 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True)
 class Config(Section):
-    """All that the harness itself needs to know; enough for a script with its own model and data."""
+    """All that the harness itself needs to know; enough for a script with its own model and data.
+
+    A program with settings of its own may hold them in sections of a subclass; `config.yaml` records them too.
+    """
 
     seed: int = 1337
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -180,6 +174,14 @@ class Config(Section):
         """The number of leaves of the gradient tree."""
         return self.training.lanes or min(self.slots, 8 * self.elastic.max_workers)
 
+    def unread(self) -> list[str]:
+        """Return what is set here and has no effect in a loop of one's own, each with what to do there instead."""
+        return []
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what the bits of a step depend on and `start` cannot see: entries of the run's fingerprint."""
+        return {}
+
     def to_dict(self) -> dict[str, Any]:
         """The whole configuration as plain values that YAML and JSON can hold."""
         return plain(dataclasses.asdict(self))
@@ -192,6 +194,26 @@ class Config(Section):
     def from_dict(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
         """The configuration that these plain values describe; what they leave out has its default."""
         return build(cls, values, "")
+
+
+@dataclass(frozen=True)
+class LoopConfig(Section):
+    """The built-in trainer's loop: where and how it computes, and what it says between the steps."""
+
+    section: ClassVar[str] = "trainer"
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    compile: bool = False
+    eval_interval_steps: int = 0  # 0: no validation loss
+    eval_batches: int = 8
+    log_interval_steps: int = 1
+    ema_decay: float | None = None  # null: no moving average of the weights
+
+    def check(self) -> None:
+        self._at_least(1, "eval_batches", "log_interval_steps")
+        self._at_least(0, "eval_interval_steps")
+        self._require(self.ema_decay is None or 0 < self.ema_decay < 1, "ema_decay", "must lie between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -291,8 +313,9 @@ class SchedulerConfig(Section):
 
 @dataclass(frozen=True)
 class TrainerConfig(Config):
-    """All that the built-in trainer needs to know."""
+    """All that the built-in trainer needs to know. A loop of one's own may load it, but not set its sections."""
 
+    trainer: LoopConfig = field(default_factory=LoopConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -323,6 +346,15 @@ class TrainerConfig(Config):
                 f"must not exceed training.max_steps={self.training.max_steps}",
                 "lower the one or raise the other",
             )
+
+    def unread(self) -> list[str]:
+        unset = TrainerConfig(self.seed, self.training, self.elastic, self.checkpoint)
+        return [
+            own_loop.refusal(f"{section}.{name}", value)
+            for section in own_loop.SECTIONS
+            for name, value in vars(getattr(self, section)).items()
+            if value != getattr(getattr(unset, section), name)
+        ]
 
 
 def load_config(cls: type[ConfigT], path: str | Path | None, overrides: Sequence[str] = ()) -> ConfigT:

@@ -9,27 +9,34 @@ from typing import Any, TypeVar
 
 import yaml
 
+from elastic_harness import own_loop
 from elastic_harness.errors import ConfigError
 from elastic_harness.typed import Section, field_types, fit, section_class
 
 SectionT = TypeVar("SectionT", bound=Section)
 
 
-def _unknown(key: str, name: str, allowed: Sequence[str]) -> ConfigError:
+def _unknown(prefix: str, name: str, values: Mapping[str, Any], allowed: Sequence[str]) -> ConfigError:
+    """The error for a key that is no field of its section; `values` holds all such keys."""
+    if trainers := own_loop.refusals(prefix, values):
+        return ConfigError(" ".join(trainers))
+    key = f"{prefix}{name}"
     close = difflib.get_close_matches(name, allowed, n=1)
-    hint = f" Did you mean {key[: len(key) - len(name)]}{close[0]}?" if close else ""
+    hint = f" Did you mean {prefix}{close[0]}?" if close else ""
     return ConfigError(f"Unknown configuration key {key}.{hint} Allowed here: {', '.join(allowed)}.")
 
 
 def check_keys(cls: type[Any], values: Any, prefix: str) -> None:
-    """Raises ConfigError for the first key that is no field of its section, with the closest one that is."""
+    """Raises ConfigError for the first key that is no field of its section, with the closest one that is, or for all
+    keys that are the built-in trainer's."""
     if not isinstance(values, Mapping):
         name = prefix.rstrip(".") or "the configuration"
         raise ConfigError(f"{name} is {values!r}, but must be a mapping of keys to values.")
     hints = field_types(cls)
+    unknown = {str(name): value for name, value in values.items() if name not in hints}
+    if unknown:
+        raise _unknown(prefix, next(iter(unknown)), unknown, list(hints))
     for name, value in values.items():
-        if name not in hints:
-            raise _unknown(f"{prefix}{name}", str(name), list(hints))
         section = section_class(hints[name])
         if section is not None and not isinstance(value, section) and value is not None:
             check_keys(section, value, f"{prefix}{name}.")
@@ -63,16 +70,22 @@ def apply_override(cls: type[Any], values: dict[str, Any], override: str) -> Non
     for part in sections:
         section = section_class(hints.get(part))
         if section is None:
-            raise _unknown(f"{prefix}{part}", part, list(hints))
+            raise _unknown(prefix, part, _nested(key.removeprefix(prefix), text), list(hints))
         inner = target.get(part)
         target[part] = inner = dict(inner) if isinstance(inner, Mapping) else {}
         target, hints, prefix = inner, field_types(section), f"{prefix}{part}."
     if name not in hints:
-        raise _unknown(key, name, list(hints))
+        raise _unknown(prefix, name, {name: text}, list(hints))
     if section_class(hints[name]) is not None:
         first = next(iter(field_types(hints[name])))
         raise ConfigError(f"{key} is a section; name a key in it, for example {key}.{first}={text or '…'}.")
     target[name] = _override_value(key, text, hints[name])
+
+
+def _nested(key: str, text: str) -> dict[str, Any]:
+    """The mapping in which a file would hold one setting."""
+    name, _, rest = key.partition(".")
+    return {name: {rest: text} if rest else text}
 
 
 def _override_value(key: str, text: str, hint: Any) -> Any:

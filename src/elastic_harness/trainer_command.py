@@ -35,7 +35,7 @@ def check(argv: Sequence[str]) -> None:
     """Raise ConfigError if no worker with this command line can train on this machine."""
     config, _ = read(argv)
     _check_data(config.data)
-    if config.training.device == "cuda" and not any(glob.glob(pattern) for pattern in GPU_FILES):
+    if config.trainer.device == "cuda" and not any(glob.glob(pattern) for pattern in GPU_FILES):
         raise no_gpu("this machine has none of " + ", ".join(GPU_FILES))
 
 
@@ -51,5 +51,5 @@ def _check_data(data: DataConfig) -> None:
 
 
 def no_gpu(why: str) -> ConfigError:
-    """What to say where `training.device` asks for a GPU that is not there."""
-    return ConfigError(f"training.device is 'cuda', but {why}; use training.device=auto, or cpu")
+    """What to say where `trainer.device` asks for a GPU that is not there."""
+    return ConfigError(f"trainer.device is 'cuda', but {why}; use trainer.device=auto, or cpu")

@@ -67,7 +67,8 @@ def test_a_wrong_command_line_is_exit_2(tmp_path: Path, arguments: tuple, named:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (["training.device=cuda"], "training.device is 'cuda', but this machine has none of /dev/nvidia"),
+        (["training.precision=bf16"], "only the built-in trainer reads it, as trainer.precision"),
+        (["trainer.device=cuda"], "trainer.device is 'cuda', but this machine has none of /dev/nvidia"),
         (["scheduler.warmup_steps=300", "training.max_steps=60"], "scheduler.warmup_steps is 300"),
         (["training.global_batch_samples=7", "training.micro_batch_samples=2"], "training.global_batch_samples is 7"),
         (["--config", "missing.yaml"], "missing.yaml does not exist"),

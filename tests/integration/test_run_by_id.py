@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -27,3 +28,18 @@ def test_generate_and_verify_while_a_run_trains_and_after_a_stop(tmp_path: Path,
     stopped = run("generate", "first", "--tokens", 5, cwd=tmp_path)
     assert stopped.returncode == 0 and stopped.stdout.startswith("def "), stopped.stderr
     assert run("verify", "first", cwd=tmp_path).returncode == 0
+
+
+def test_a_run_that_an_earlier_version_recorded_is_resumed(tmp_path: Path, cache_home: Path) -> None:
+    """When the trainer's settings were in the section `training`."""
+    words = (*TINY, "training.max_steps=3", "trainer.precision=bf16")
+    launched = run("launch", "--run-dir", "runs/first", "-m", "elastic_harness.train", *words, cwd=tmp_path)
+    assert launched.returncode == 0, launched.stdout + launched.stderr
+    record = tmp_path / "runs" / "first" / "run.json"
+    record.write_text(record.read_text().replace("trainer.", "training."))
+    resumed = run("resume", "first", "training.max_steps=5", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    noted = json.loads(record.read_text())
+    assert "trainer.precision=bf16" in noted["argv"] and noted["fingerprint"]["run.precision"] == "bf16"
+    verified = run("verify", "first", "--json", cwd=tmp_path)
+    assert verified.returncode == 0 and json.loads(verified.stdout)["steps"] == 5, verified.stdout

@@ -283,6 +283,20 @@ def test_generate_is_repeatable_and_works_from_export_and_checkpoint(
     assert capsys.readouterr().out != from_checkpoint
 
 
+def test_generate_reads_the_configuration_of_an_earlier_version(tmp_path: Path) -> None:
+    import yaml
+    from safetensors.torch import save_file
+
+    from elastic_harness.train import generate
+
+    model = _tiny_run(tmp_path)
+    save_file({name: tensor.detach() for name, tensor in model.named_parameters()}, tmp_path / "weights.safetensors")
+    earlier = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    earlier["training"] |= {**earlier.pop("trainer"), "precision": "bf16"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(earlier))
+    assert generate.load_model(tmp_path).config == model.config
+
+
 def test_generate_takes_the_newest_checkpoint_of_a_run_that_went_on_after_its_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

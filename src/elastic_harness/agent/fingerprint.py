@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic_harness.fingerprints import fits
+
 HARDWARE_KEYS = frozenset(
     {"cpu", "cpu_capability", "onednn_max_isa", "mkl_cbwr", "device", "torch", "threads", "compile"}
 )
@@ -28,7 +30,7 @@ def difference(run: Mapping[str, Any], worker: Mapping[str, Any]) -> str:
     if not run or not worker:
         return ""
     relaxed = run.get("exactness") == "relaxed" == worker.get("exactness")
-    keys = sorted(k for k in run.keys() | worker.keys() if run.get(k) != worker.get(k))
+    keys = sorted(k for k in run.keys() | worker.keys() if not fits(k, run.get(k), worker.get(k)))
     keys = [k for k in keys if not (relaxed and k in HARDWARE_KEYS)]
     if not keys:
         return ""

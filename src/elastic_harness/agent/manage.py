@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from elastic_harness import own_loop
 from elastic_harness.agent import folder as folders
 from elastic_harness.agent.control import request
 from elastic_harness.agent.records import EVENTS
 from elastic_harness.contract.commands import GetStatus, KillWorker, ScaleRun, StopRun
 from elastic_harness.errors import EXIT_CONFIG, EXIT_SUCCESS, ConfigError, InfrastructureError
 from elastic_harness.events import newest_events, passed_over
+from elastic_harness.names import TRAINER
 
 _FOLLOW_S = 0.2
 
@@ -145,12 +147,20 @@ def resume(argv: Sequence[str]) -> int:
             f"the run was launched in {record['cwd']}, which cannot be entered ({error.strerror}); launch it there "
             f"or from another folder with --run-dir {path}"
         ) from error
-    argv = [*record["argv"], *given.overrides]
+    argv = [*_recorded(record["argv"]), *given.overrides]
     again = replace(parse(argv), run_dir=str(path), run_id=record.get("run_id"), fresh=False, origin=None)
     code = launch(again, argv)
     if code == EXIT_CONFIG and given.overrides:  # refused: the next resume is not to fail for them as well
         folders.RunFolder(path).update(argv=record["argv"], options=record["options"])
     return code
+
+
+def _recorded(argv: Sequence[str]) -> list[str]:
+    """The command line that a run was launched with; the built-in trainer's settings where they belong now."""
+    from elastic_harness.agent.options import parse
+
+    trains = tuple(parse(argv).options.command[1:3]) == ("-m", TRAINER)
+    return [own_loop.moved_override(word) if trains else word for word in argv]
 
 
 def scale(argv: Sequence[str]) -> int:

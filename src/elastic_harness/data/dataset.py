@@ -151,7 +151,7 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
         if windows < 1:
             raise ConfigError(
                 f"No document of {self.indexes[0].path} is held out, or none of seq_length + 1 = "
-                f"{self.seq_length + 1} tokens; raise data.validation_fraction, or set training.eval_interval_steps=0."
+                f"{self.seq_length + 1} tokens; raise data.validation_fraction, or set trainer.eval_interval_steps=0."
             )
         order = Permutation(windows, order_key(self.seed, 0, "validation"))
         return self._held_out.read(order((np.arange(batch) + index * batch) % windows))

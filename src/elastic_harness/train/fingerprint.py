@@ -40,18 +40,15 @@ def fingerprint(
         "model.class": f"{type(model).__module__}.{type(model).__qualname__}",
         "model.optimizer": type(optimizer).__name__,
         **{f"optimizer.{name}": value for name, value in _settings(optimizer).items()},
-        "run.precision": config.training.precision,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "compile": config.training.compile,
         "device": device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
         "cpu": cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "onednn_max_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
         "mkl_cbwr": os.environ.get("MKL_CBWR", ""),
     }
-    entries.update({f"data.{name}": value for name, value in dataset.items()})
-    return entries
+    return {**entries, **{f"data.{name}": value for name, value in dataset.items()}, **config.fingerprint()}
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

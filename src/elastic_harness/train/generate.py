@@ -12,7 +12,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from elastic_harness.config import TrainerConfig, load_config
+from elastic_harness import own_loop
+from elastic_harness.config import TrainerConfig
+from elastic_harness.config_file import read_yaml
 from elastic_harness.data.token_index import TokenIndexFile, is_token_index
 from elastic_harness.data.tokenizers import ByteTokenizer, Tokenizer, restore
 from elastic_harness.errors import EXIT_SUCCESS, CheckpointCorrupt, ConfigError, HarnessError
@@ -81,7 +83,7 @@ def _config(folder: Path) -> TrainerConfig:
             f"{folder} holds no {CONFIG_NAME}, which a run of the built-in trainer writes when its workers begin; give "
             "such a run, or wait until this one has begun"
         )
-    return load_config(TrainerConfig, str(path))
+    return TrainerConfig.from_dict(own_loop.moved(read_yaml(path)))
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -340,6 +340,8 @@ def start(
     """
     config = config or Config()
     link, folder, board = _coordinator(run_dir)
+    if unread := config.unread():
+        raise ConfigError(" ".join(unread))
     if folder.resolve() in _open:
         _open[folder.resolve()].close()
     if torch.get_num_threads() != config.training.threads:

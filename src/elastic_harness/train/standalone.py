@@ -21,6 +21,7 @@ from elastic_harness.contract.messages import Commit, EndAsked, HandOver, LastSt
 from elastic_harness.contract.wire import as_fields
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.events import SCHEMA, EventLog
+from elastic_harness.fingerprints import fits
 from elastic_harness.ledger import FILE_NAME, LedgerWriter, Reached, reached
 from elastic_harness.membership.reconcile import reconcile
 from elastic_harness.membership.types import Digest, Generation, Report
@@ -183,7 +184,8 @@ class _Values(dict[str, Any]):
 
 
 def _same(known: dict[str, Any], own: dict[str, Any], run_dir: Path) -> None:
-    differing = sorted(k for k in known.keys() | own.keys() if known.get(k) != json.loads(json.dumps(own.get(k))))
+    own = json.loads(json.dumps(own))
+    differing = sorted(k for k in known.keys() | own.keys() if not fits(k, known.get(k), own.get(k)))
     if differing:
         shown = "; ".join(f"{k}: the run has {known.get(k)!r}, this process {own.get(k)!r}" for k in differing)
         raise ConfigError(

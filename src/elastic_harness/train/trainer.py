@@ -28,23 +28,23 @@ from elastic_harness.train.run import start
 def train(config: TrainerConfig, run_dir: str | None = None) -> None:
     """Train until `training.max_steps`; returns when all workers are done."""
     seed_all(config.seed)
-    device = choose_device(config.training.device)
+    device = choose_device(config.trainer.device)
     dataset, origin = open_dataset(config)
     model = GPT(config.model, seed=config.seed).to(device)
     optimizer = make_optimizer(config, model)
     scheduler = make_scheduler(config, optimizer)
-    decay = config.training.ema_decay
+    decay = config.trainer.ema_decay
     run = start(
         model,
         optimizer,
         dataset,
-        config,
+        _Obeyed(**vars(config)),
         scheduler=scheduler,
-        scaler=torch.amp.GradScaler(device.type) if config.training.precision == "fp16" else None,
+        scaler=torch.amp.GradScaler(device.type) if config.trainer.precision == "fp16" else None,
         ema=averaged(model, decay) if decay else None,
         run_dir=run_dir,
     )
-    forward = torch.compile(model) if config.training.compile else model
+    forward = torch.compile(model) if config.trainer.compile else model
     if run.rank == 0:
         print(
             f"{model.num_parameters():,} parameters, {len(dataset):,} samples of {config.data.seq_length} tokens from "
@@ -57,11 +57,21 @@ def train(config: TrainerConfig, run_dir: str | None = None) -> None:
             with autocast(config, device):
                 loss, labels = cross_entropy(forward, batch, device)
             step.backward(loss, weight=labels / (config.training.micro_batch_samples * config.data.seq_length))
-        if run.rank == 0 and run.step % config.training.log_interval_steps == 0:
+        if run.rank == 0 and run.step % config.trainer.log_interval_steps == 0:
             print(f"step {step.index + 1:>5}  loss {step.loss:.4f}  workers {run.world_size}", flush=True)
-        every = config.training.eval_interval_steps
+        every = config.trainer.eval_interval_steps
         if every and run.step % every == 0 and run.rank == 0:
             run.log("validation", step=run.step, loss=validate(config, forward, dataset, device))
+
+
+class _Obeyed(TrainerConfig):
+    """The configuration as `start` gets it: this program does what its sections say."""
+
+    def unread(self) -> list[str]:
+        return []
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"run.precision": self.trainer.precision, "compile": self.trainer.compile}
 
 
 def open_dataset(config: TrainerConfig) -> tuple[ResumableDataset, str]:
@@ -123,7 +133,7 @@ def validate(config: TrainerConfig, model: Any, dataset: ResumableDataset, devic
     """Mean loss over the first held-out batches, in evaluation mode."""
     model.eval()
     losses, labels = [], 0
-    for index in range(config.training.eval_batches):
+    for index in range(config.trainer.eval_batches):
         batch = dataset.validation_batch(index, config.training.micro_batch_samples)
         with autocast(config, device):
             loss, count = cross_entropy(model, batch, device)
@@ -173,9 +183,9 @@ def averaged(model: nn.Module, decay: float) -> torch.optim.swa_utils.AveragedMo
 
 
 def autocast(config: TrainerConfig, device: torch.device) -> AbstractContextManager[Any]:
-    if config.training.precision == "fp32":
+    if config.trainer.precision == "fp32":
         return nullcontext()
-    dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float16
+    dtype = torch.bfloat16 if config.trainer.precision == "bf16" else torch.float16
     return torch.autocast(device.type, dtype)
 
 
