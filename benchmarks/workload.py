@@ -23,7 +23,7 @@ from elastic_harness.data.corpus import Corpus
 from elastic_harness.data.dataset import ResumableDataset
 from elastic_harness.data.order import epoch_order
 from elastic_harness.data.schedule import Schedule
-from elastic_harness.models.gpt import GPT
+from elastic_harness.gpt.model import GPT
 
 
 class Workload:

@@ -27,7 +27,7 @@ COMMANDS = {
     "simulate": ("elastic_harness.simulate.cli", "main", "run the recovery protocol of many nodes under random faults"),
     "doctor": ("elastic_harness.doctor", "main", "check this machine before a run"),
     "etcd": ("elastic_harness.etcd.server", "main", "start, show or stop an etcd for development"),
-    "generate": ("elastic_harness.train.generate", "main", "sample text from a trained run"),
+    "generate": ("elastic_harness.gpt.generate", "main", "sample text from a trained run"),
 }
 
 

@@ -6,6 +6,11 @@ OF_THE_TRAINER = ("run.precision", "compile")
 """Settings of the built-in trainer. Earlier versions recorded them for every program, in which they did nothing."""
 
 
+MOVED_CLASSES = {"elastic_harness.models.gpt.GPT": "elastic_harness.gpt.model.GPT"}
+
+
 def fits(name: str, run: object, own: object) -> bool:
     """Return whether a program may go on with a run, as far as one entry says. None: it is not named."""
+    if name == "model.class":
+        return MOVED_CLASSES.get(str(run), run) == MOVED_CLASSES.get(str(own), own)
     return run == own or (own is None and name in OF_THE_TRAINER)

@@ -12,9 +12,9 @@ from typing import Any
 import observed_trainer
 import torch
 
-from elastic_harness import trainer_command
 from elastic_harness.comm import exchange, tree
 from elastic_harness.config import TrainerConfig
+from elastic_harness.gpt import command_line
 from elastic_harness.train import apply, gate, loop, recovery, slots
 from elastic_harness.train.state import Registry
 
@@ -36,13 +36,13 @@ def order_of_additions_depends_on_the_number_of_workers() -> None:
 def two_threads() -> None:
     """The second worker computes with two threads."""
     if IS_SECOND:
-        load = trainer_command.load_config
+        load = command_line.load_config
 
         def loaded(*arguments: Any) -> TrainerConfig:
             config = load(*arguments)
             return dataclasses.replace(config, training=dataclasses.replace(config.training, threads=2))
 
-        trainer_command.load_config = loaded
+        command_line.load_config = loaded
 
 
 def _wrong_arithmetic() -> None:

@@ -26,7 +26,8 @@ from typing import Any
 
 from elastic_harness import failpoints
 from elastic_harness.contract.wire import as_fields
-from elastic_harness.train import trainer, work
+from elastic_harness.gpt import trainer
+from elastic_harness.train import work
 from elastic_harness.train.link import AgentLink
 from elastic_harness.train.partials import Partials
 from elastic_harness.train.run import Run, Step

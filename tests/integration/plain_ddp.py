@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_harness.config import ModelConfig
-from elastic_harness.models.gpt import GPT
+from elastic_harness.gpt.model import GPT
 from elastic_harness.train.state import weights_sha256
 
 SAMPLES, STEPS = 12, 6

@@ -111,7 +111,7 @@ def test_a_missing_script_is_exit_2(start: Start, tmp_path: Path) -> None:
         ((), "missing.py", 2, "there is no script"),
         (("-m",), "missing_module", 2, "there is no module 'missing_module'"),
         (("-m",), "elastic_harness.missing", 2, "there is no module 'elastic_harness.missing'"),
-        (("-m",), "elastic_harness.models", 2, "a package without a __main__ module"),
+        (("-m",), "elastic_harness.gpt", 2, "a package without a __main__ module"),
         ((), "broken.py", 1, "line 2: invalid syntax"),
         ((), "zeros.py", 1, "null bytes"),
         ((), "missing_import.py", 1, "missing_import.py, line 3: there is no module 'not_there_at_all' in this Python"),

@@ -31,12 +31,14 @@ def test_generate_and_verify_while_a_run_trains_and_after_a_stop(tmp_path: Path,
 
 
 def test_a_run_that_an_earlier_version_recorded_is_resumed(tmp_path: Path, cache_home: Path) -> None:
-    """When the trainer's settings were in the section `training`."""
+    """When the trainer's settings were in the section `training`, and its model in another module."""
     words = (*TINY, "training.max_steps=3", "trainer.precision=bf16")
     launched = run("launch", "--run-dir", "runs/first", "-m", "elastic_harness.train", *words, cwd=tmp_path)
     assert launched.returncode == 0, launched.stdout + launched.stderr
     record = tmp_path / "runs" / "first" / "run.json"
-    record.write_text(record.read_text().replace("trainer.", "training."))
+    earlier = record.read_text().replace("trainer.", "training.").replace("gpt.model.GPT", "models.gpt.GPT")
+    assert earlier.count("training.precision=bf16") == 2 and earlier.count("models.gpt.GPT") == 1
+    record.write_text(earlier)
     resumed = run("resume", "first", "training.max_steps=5", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     noted = json.loads(record.read_text())

@@ -234,8 +234,8 @@ def test_a_fingerprint_that_fits() -> None:
 
 
 def test_hardware_keys_are_those_that_workers_send() -> None:
-    train = Path(fingerprint.__file__).parents[1] / "train"
-    text = (train / "fingerprint.py").read_text() + (train / "trainer.py").read_text()
+    package = Path(fingerprint.__file__).parents[1]
+    text = (package / "train" / "fingerprint.py").read_text() + (package / "gpt" / "trainer.py").read_text()
     assert all(f'"{key}": ' in text for key in fingerprint.HARDWARE_KEYS)
 
 

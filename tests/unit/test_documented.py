@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 import pytest
 
-from elastic_harness import trainer_command
 from elastic_harness.agent import options
 from elastic_harness.cli import COMMANDS
+from elastic_harness.gpt import command_line
 from elastic_harness.names import TRAINER
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ def launched(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     command = options.parse(arguments).options.command
     if command[1:3] == ("-m", TRAINER):
-        trainer_command.read(command[3:])
+        command_line.read(command[3:])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -142,6 +142,6 @@ def test_what_does_not_exist_is_noticed(parsers: None) -> None:
 
 
 def test_the_built_in_model_is_found_where_one_looks_for_it() -> None:
-    from elastic_harness import models
+    from elastic_harness import gpt
 
-    assert models.GPT.__module__ == "elastic_harness.models.gpt" and "GPT" in dir(models)
+    assert gpt.GPT.__module__ == "elastic_harness.gpt.model" and "GPT" in dir(gpt)

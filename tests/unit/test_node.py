@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -106,10 +106,10 @@ class Nodes:
                     self._do(name, made.take(said, self.now))
 
 
-def two(nodes: Nodes) -> None:
+def two(nodes: Nodes, about: Mapping[str, dict[str, Any]] = {}) -> None:
     """A job of two nodes, which has formed its first generations."""
     for name in "ab":
-        nodes.add(name)
+        nodes.add(name, about=about.get(name))
     nodes.tick(4.0)
     for name in "ab":
         nodes.ready(name, f"{name}/w0")
@@ -181,6 +181,15 @@ def test_a_node_that_differs_is_excluded_and_the_run_goes_on() -> None:
     assert excluded.reason == "seed is 2 on this node and 1 in the run"
     nodes.tick()
     assert set(members(nodes, "a")) == {"a/w0", "b/w0"}
+
+
+def test_a_node_that_knows_the_built_in_model_by_another_name_takes_part() -> None:
+    """One goes on with what an earlier version recorded, one is new: whichever was first."""
+    for first, second in (("models.gpt", "gpt.model"), ("gpt.model", "models.gpt")):
+        nodes = Nodes()
+        modules = {"a": first, "b": second}
+        two(nodes, {name: {"model.class": f"elastic_harness.{module}.GPT"} for name, module in modules.items()})
+        assert set(members(nodes, "a")) == {"a/w0", "b/w0"}
 
 
 def test_a_node_that_leaves_disturbs_nobody() -> None:

@@ -16,7 +16,7 @@ from elastic_harness import own_loop
 from elastic_harness.agent import fingerprint
 from elastic_harness.config import Config, LoopConfig, TrainerConfig, load_config
 from elastic_harness.errors import ConfigError
-from elastic_harness.train import trainer
+from elastic_harness.gpt import GPT, trainer
 
 SET: dict[str, Any] = {
     "trainer.precision": "bf16",
@@ -147,6 +147,14 @@ def test_a_run_whose_fingerprint_named_them_goes_on(tmp_path: Path) -> None:
     noted.write_text(json.dumps({**earlier, "threads": 99}))
     with pytest.raises(ConfigError, match="threads: the run has 99"):
         begin(tmp_path)
+
+
+def test_the_built_in_model_is_the_same_wherever_it_is_defined() -> None:
+    earlier = {"model.class": "elastic_harness.models.gpt.GPT"}
+    now = {"model.class": "elastic_harness.gpt.model.GPT"}
+    assert now["model.class"] == f"{GPT.__module__}.{GPT.__qualname__}"
+    assert fingerprint.difference(earlier, now) == fingerprint.difference(now, earlier) == ""
+    assert "model.class" in fingerprint.difference(earlier, {"model.class": "__main__.GPT"})
 
 
 def test_an_earlier_configuration_is_read_with_each_setting_in_its_section() -> None:

@@ -249,7 +249,7 @@ def test_sparkline_fits_its_width(values: list[float], width: int) -> None:
 
 def _tiny_run(folder: Path) -> Any:
     from elastic_harness.config import TrainerConfig, load_config
-    from elastic_harness.models.gpt import GPT
+    from elastic_harness.gpt.model import GPT
 
     config = load_config(TrainerConfig, None, ["model.n_layer=1", "model.d_model=16", "model.n_head=2"])
     folder.mkdir(exist_ok=True)
@@ -263,7 +263,7 @@ def test_generate_is_repeatable_and_works_from_export_and_checkpoint(
     from safetensors.torch import save_file
 
     from elastic_harness.checkpoint import local
-    from elastic_harness.train import generate
+    from elastic_harness.gpt import generate
 
     model = _tiny_run(tmp_path)
     stored = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}  # tied weights once
@@ -287,7 +287,7 @@ def test_generate_reads_the_configuration_of_an_earlier_version(tmp_path: Path) 
     import yaml
     from safetensors.torch import save_file
 
-    from elastic_harness.train import generate
+    from elastic_harness.gpt import generate
 
     model = _tiny_run(tmp_path)
     save_file({name: tensor.detach() for name, tensor in model.named_parameters()}, tmp_path / "weights.safetensors")
@@ -304,7 +304,7 @@ def test_generate_takes_the_newest_checkpoint_of_a_run_that_went_on_after_its_en
     from safetensors.torch import save_file
 
     from elastic_harness.checkpoint import local
-    from elastic_harness.train import generate
+    from elastic_harness.gpt import generate
 
     folder = tmp_path / "runs" / "first"
     folder.parent.mkdir()
@@ -324,7 +324,7 @@ def test_generate_says_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureF
     import torch
     from safetensors.torch import save_file
 
-    from elastic_harness.train import generate
+    from elastic_harness.gpt import generate
 
     assert generate.main([str(tmp_path)]) == 2
     assert "no config.yaml" in capsys.readouterr().err

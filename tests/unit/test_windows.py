@@ -17,7 +17,7 @@ from elastic_harness.data.index_cli import main as index_command
 from elastic_harness.data.packing import best_fit, pack
 from elastic_harness.data.windows import NO_LABEL
 from elastic_harness.errors import ConfigError
-from elastic_harness.models.gpt import GPT
+from elastic_harness.gpt.model import GPT
 from unit.test_dataset import S, make
 
 

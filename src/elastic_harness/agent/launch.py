@@ -90,9 +90,9 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
 def _check_trainer(command: Sequence[str]) -> None:
     """Say what is wrong with the built-in trainer's settings once, before any worker starts. Raises ConfigError."""
     if tuple(command[1:3]) == ("-m", TRAINER):
-        from elastic_harness import trainer_command
+        from elastic_harness.gpt import command_line
 
-        trainer_command.check(command[3:])
+        command_line.check(command[3:])
 
 
 def _for_several_nodes(request: LaunchRequest) -> LaunchRequest:

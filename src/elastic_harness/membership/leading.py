@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from elastic_harness.fingerprints import fits
 from elastic_harness.membership import leader
 from elastic_harness.membership.codec import decode, encode
 from elastic_harness.membership.records import Known, Values
@@ -124,7 +125,7 @@ class Leading:
     def _differs(self, key: str, about: Mapping[str, Any]) -> bool:
         for name, value in about.items():
             run = self._about.setdefault(name, value)
-            if value != run:
+            if not fits(name, run, value):
                 self._excluded[key] = f"{name} is {value!r} on this node and {run!r} in the run"
                 if name == HISTORY:
                     self._excluded[key] = "its run folder is that of another run, which was begun before or elsewhere"

@@ -1,1 +1,1 @@
-"""The training side: the loop, recovery, and the built-in trainer (`python -m elastic_harness.train`)."""
+"""The training side: the loop and recovery. `python -m elastic_harness.train` is the built-in trainer, of `gpt/`."""

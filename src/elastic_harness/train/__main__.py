@@ -6,7 +6,7 @@ import os
 import sys
 
 from elastic_harness.errors import HarnessError
-from elastic_harness.train.trainer import main
+from elastic_harness.gpt.trainer import main
 
 try:
     main()

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_harness import trainer_command
 from elastic_harness.config import TrainerConfig
 from elastic_harness.data.corpus import Corpus
 from elastic_harness.data.dataset import ResumableDataset
@@ -21,7 +20,8 @@ from elastic_harness.data.mixture import Mixture
 from elastic_harness.data.token_index import TokenIndexFile, is_token_index
 from elastic_harness.data.windows import NO_LABEL, Index
 from elastic_harness.errors import ConfigError
-from elastic_harness.models.gpt import GPT
+from elastic_harness.gpt import command_line
+from elastic_harness.gpt.model import GPT
 from elastic_harness.train.run import start
 
 
@@ -196,7 +196,7 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise trainer_command.no_gpu(f"torch {torch.__version__} sees no GPU here")
+        raise command_line.no_gpu(f"torch {torch.__version__} sees no GPU here")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
@@ -210,4 +210,4 @@ def seed_all(seed: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    train(*trainer_command.read(argv))
+    train(*command_line.read(argv))
