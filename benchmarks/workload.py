@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import emulated
-from elastic_harness.config import TrainerConfig, load_config
+from elastic_harness.config import load_config
 from elastic_harness.data.corpus import Corpus
 from elastic_harness.data.dataset import ResumableDataset
 from elastic_harness.data.order import epoch_order
 from elastic_harness.data.schedule import Schedule
+from elastic_harness.gpt.config import TrainerConfig
 from elastic_harness.gpt.model import GPT
 
 

@@ -16,10 +16,11 @@ from elastic_harness import lazy
 
 if TYPE_CHECKING:
     from elastic_harness.checkpoint.manager import CheckpointManager
-    from elastic_harness.config import CheckpointConfig, Config, TrainerConfig, load_config
+    from elastic_harness.config import CheckpointConfig, Config, load_config
     from elastic_harness.data.dataset import ResumableDataset, ResumableLoader
     from elastic_harness.data.mixture import Mixture
     from elastic_harness.errors import ConfigError, HarnessError
+    from elastic_harness.gpt.config import TrainerConfig
     from elastic_harness.launching import launch
     from elastic_harness.train.run import start
 
@@ -38,7 +39,7 @@ _HOMES = {
     "Mixture": "elastic_harness.data.mixture",
     "ResumableDataset": "elastic_harness.data.dataset",
     "ResumableLoader": "elastic_harness.data.dataset",
-    "TrainerConfig": "elastic_harness.config",
+    "TrainerConfig": "elastic_harness.gpt.config",
     "launch": "elastic_harness.launching",
     "load_config": "elastic_harness.config",
     "start": "elastic_harness.train.run",

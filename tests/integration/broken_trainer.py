@@ -13,8 +13,8 @@ import observed_trainer
 import torch
 
 from elastic_harness.comm import exchange, tree
-from elastic_harness.config import TrainerConfig
 from elastic_harness.gpt import command_line
+from elastic_harness.gpt.config import TrainerConfig
 from elastic_harness.train import apply, gate, loop, recovery, slots
 from elastic_harness.train.state import Registry
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic_harness.config import ModelConfig
+from elastic_harness.gpt.config import ModelConfig
 from elastic_harness.gpt.model import GPT
 from elastic_harness.train.state import weights_sha256
 

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness.config import Config, LoopConfig, TrainerConfig, TrainingConfig, load_config
+from elastic_harness.config import Config, TrainingConfig, load_config
 from elastic_harness.errors import ConfigError
+from elastic_harness.gpt.config import LoopConfig, TrainerConfig
 
 SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -194,7 +195,7 @@ def test_lanes_follow_the_slots_up_to_eight_per_worker() -> None:
 
 def test_neither_the_package_nor_its_settings_import_torch_or_numpy() -> None:
     code = (
-        "import sys, elastic_harness, elastic_harness.config; elastic_harness.Config; "
+        "import sys, elastic_harness, elastic_harness.config; elastic_harness.Config, elastic_harness.TrainerConfig; "
         "print([m for m in ('torch', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from elastic_harness.config import ModelConfig
+from elastic_harness.gpt.config import ModelConfig
 from elastic_harness.gpt.model import GPT
 
 SMALL = ModelConfig(n_layer=2, n_head=2, d_model=32, context_length=16)

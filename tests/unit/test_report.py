@@ -248,7 +248,8 @@ def test_sparkline_fits_its_width(values: list[float], width: int) -> None:
 
 
 def _tiny_run(folder: Path) -> Any:
-    from elastic_harness.config import TrainerConfig, load_config
+    from elastic_harness.config import load_config
+    from elastic_harness.gpt.config import TrainerConfig
     from elastic_harness.gpt.model import GPT
 
     config = load_config(TrainerConfig, None, ["model.n_layer=1", "model.d_model=16", "model.n_head=2"])

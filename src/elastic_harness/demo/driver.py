@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from elastic_harness.config import TrainerConfig, load_config
+from elastic_harness.config import load_config
 from elastic_harness.demo.job import Job, cli
 from elastic_harness.demo.keys import Keys
 from elastic_harness.demo.plan import Strike, choose_victims, plan_strikes
@@ -36,6 +36,7 @@ from elastic_harness.errors import (
     HarnessError,
     InfrastructureError,
 )
+from elastic_harness.gpt.config import TrainerConfig
 
 EXIT_VERDICT_FAILED = 1
 POLL_S = 0.02

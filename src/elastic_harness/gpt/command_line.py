@@ -7,8 +7,9 @@ import glob
 import os
 from collections.abc import Sequence
 
-from elastic_harness.config import DataConfig, TrainerConfig, load_config
+from elastic_harness.config import load_config
 from elastic_harness.errors import ConfigError
+from elastic_harness.gpt.config import DataConfig, TrainerConfig
 from elastic_harness.names import TRAINER
 from elastic_harness.object_store import is_remote
 

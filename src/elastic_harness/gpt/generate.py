@@ -13,11 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from elastic_harness import own_loop
-from elastic_harness.config import TrainerConfig
 from elastic_harness.config_file import read_yaml
 from elastic_harness.data.token_index import TokenIndexFile, is_token_index
 from elastic_harness.data.tokenizers import ByteTokenizer, Tokenizer, restore
 from elastic_harness.errors import EXIT_SUCCESS, CheckpointCorrupt, ConfigError, HarnessError
+from elastic_harness.gpt.config import TrainerConfig
 from elastic_harness.gpt.model import GPT
 from elastic_harness.run_folders import of_run
 

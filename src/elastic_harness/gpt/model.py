@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_harness.config import ModelConfig
+from elastic_harness.gpt.config import ModelConfig
 
 ROTARY_BASE = 10_000.0
 

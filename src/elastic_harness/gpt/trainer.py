@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_harness import ConfigError, Mixture, ResumableDataset, start
-from elastic_harness.config import TrainerConfig
 from elastic_harness.data.corpus import Corpus
 from elastic_harness.data.token_index import TokenIndexFile, is_token_index
 from elastic_harness.data.windows import NO_LABEL, Index
 from elastic_harness.gpt import command_line
+from elastic_harness.gpt.config import TrainerConfig
 from elastic_harness.gpt.model import GPT
 
 
