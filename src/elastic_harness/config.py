@@ -178,7 +178,8 @@ class Config(Section):
         return []
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what the bits of a step depend on and `start` cannot see: entries of the run's fingerprint."""
+        """Return what the bits of a step depend on and `start` cannot see: entries of the run's fingerprint, as plain
+        values."""
         return {}
 
     def to_dict(self) -> dict[str, Any]:

@@ -133,6 +133,19 @@ def test_of_a_loop_of_ones_own_the_fingerprint_does_not_name_them(tmp_path: Path
     assert not {"run.precision", "compile"} & json.loads((tmp_path / "fingerprint.json").read_text()).keys()
 
 
+class InHalf(Config):
+    """The settings of a loop of one's own that computes under autocast, and says so."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"loop.autocast": "bf16"}
+
+
+def test_a_loop_of_ones_own_may_name_what_its_bits_depend_on(tmp_path: Path) -> None:
+    begin(tmp_path, InHalf())
+    with pytest.raises(ConfigError, match=r"loop\.autocast: the run has 'bf16', this process None"):
+        begin(tmp_path)
+
+
 # ---- what an earlier version recorded
 
 
