@@ -196,6 +196,16 @@ class Hosts:
             assert job.process.returncode == code, self.shown()
             job.check_nothing_left()
 
+    def until_stopped(self, *numbers: int) -> None:
+        """Nodes that were asked to stop do so. Let them do a step now and then: who has not heard of it when there is
+        no step left waits in its script, until it is ended without a checkpoint."""
+        while any(self.jobs[number].alive for number in numbers):
+            if self.committed() >= self.limit:
+                self.allow()
+            assert self.limit < self.steps, f"they do not stop\n{self.shown()}"
+            time.sleep(0.5)
+        self.until_ended(*numbers, code=143)
+
     def finish(self, expected: str, *numbers: int) -> None:
         """These nodes finish, with these weights; the ledgers of all have every step once."""
         self.allow(FOREVER)
