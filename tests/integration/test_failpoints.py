@@ -180,6 +180,26 @@ def test_the_writer_dies_at_every_place(train: Start, undisturbed: Callable[[int
         local.check(checkpoint)
 
 
+def test_writers_stand_still_and_die_while_the_agent_waits_for_the_last_checkpoint(train: Start) -> None:
+    """The job fails, and what it had in memory alone comes to disk all the same."""
+    rules = "checkpoint.writing member=writer-1 stop; checkpoint.renaming member=writer-2 kill"
+    job = train(
+        2,
+        *("--min-workers", 2, "--max-restarts", 0),
+        steps=STEPS,
+        settings=["checkpoint.checkpoint_interval=0", "checkpoint.memory_snapshot_interval=3"],
+        variables={variables.FAILPOINTS: rules},
+    )
+    job.fill()
+    job.advance(8)
+    job.signal_rank(1)
+    assert job.wait() != 0
+    assert [checkpoint.step for checkpoint in newest(job.run_dir / "checkpoints")] == [6]
+    first, second = job.events("checkpoint_writer_died")
+    assert "was stopped" in first["error"] and first["exit_code"] == second["exit_code"] == -9
+    assert "checkpoint writer died" in job.output
+
+
 def test_kills_after_the_last_step(train: Start, undisturbed: Callable[[int], str]) -> None:
     """Rank 0 dies before it says that it has finished, another one right after."""
     job = train(4, steps=6)

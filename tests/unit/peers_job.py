@@ -34,8 +34,7 @@ def main(here: Here, rank: int, what: str, folder: Path, nodes: list[str], disk:
                 state = state_of(model, optimizer, "fsdp", 3 + 3 * turn)
                 hashed = digest(state)
                 manager.save_checkpoint(state, CheckpointTier(tier))
-                process = manager._writer._process
-                say(begun=state.step, writer=process.pid if process else 0)
+                say(begun=state.step, writer=next(iter(manager._writer.pids), 0))
                 try:
                     manager.wait()
                 except RuntimeError as error:

@@ -26,8 +26,7 @@ from elastic_harness.agent.options import LaunchOptions
 from elastic_harness.agent.records import Records
 from elastic_harness.agent.reporting import Reporter
 from elastic_harness.agent.worker import Why, Worker
-from elastic_harness.agent.writer import WriterProcess
-from elastic_harness.contract import variables, wire
+from elastic_harness.contract import memory_slots, variables, wire
 from elastic_harness.contract.checkpoint_event import ALARMING
 from elastic_harness.contract.codec import Unknown
 from elastic_harness.contract.messages import TO_AGENT, Leave
@@ -40,6 +39,7 @@ from elastic_harness.errors import (
 )
 from elastic_harness.events import SCHEMA, passed_over
 from elastic_harness.origin import versions_in
+from elastic_harness.writer_process import WriterCommand, WriterProcess
 
 TICK_S = 0.05
 POLL_S_MIN = 0.002
@@ -49,6 +49,7 @@ CPU_WINDOW_S = 1.0
 TERM_GRACE_S = 2.0
 LINK_LOST_GRACE_S = 2.0
 WRITER_NOTICE_S = 2.0
+WRITER_LOOK_S = 1.0
 ORPHANS_S = 1.0
 EXIT_HANGUP = 129
 
@@ -110,7 +111,11 @@ class Agent:
         self.report = Reporter(self.records, console)
         if not self.records.born:
             folder.record.pop("fingerprint", None)  # nothing was trained with it: a corrected configuration may follow
-        self.writer = WriterProcess(folder.path, slots, lock, self.on_checkpoint)
+        wake, log = memory_slots.wake_descriptor(), folder.logs / "checkpoint-writer.log"
+        self.writer = WriterProcess(
+            WriterCommand(folder.path / "checkpoints", slots, wake, lock, log), self.on_checkpoint
+        )
+        self._snapshots = [*slots, wake]  # what a worker needs to save
         self.forks = ForkServer(folder.path, self.listen, console.notice, self._on_blank)
         self.supervisor: Supervisor
         self._parent_pid = parent_pid
@@ -164,8 +169,10 @@ class Agent:
     def _finish_writer(self) -> None:
         """Everything is brought to disk, and what is being uploaded is waited for."""
         self.writer.finish()
+        if self.writer.restart_in_s is not None:  # it has just died
+            self._start_writer()
         self.after(WRITER_NOTICE_S, self._say_what_is_waited_for)
-        while self.writer.running:
+        while not self.writer.over:
             self._turn()
 
     def _say_what_is_waited_for(self) -> None:
@@ -206,7 +213,7 @@ class Agent:
             self.folder.update(status=outcome.status, exit_code=outcome.exit_code, agent_pid=None, control=None)
         self._control.close()
         self.supervisor.close()
-        self.writer.close()
+        os.close(self._snapshots[-1])
         self.records.close()
         self.console.notice(f"{outcome.status}: {outcome.message}" if outcome.message else outcome.status)
         signal.set_wakeup_fd(-1)
@@ -280,7 +287,7 @@ class Agent:
             log_path=self.folder.logs / f"worker-{index}-{name}.log",
             show=self.console.worker_line,
             nice=nice,
-            snapshots=self.writer.for_workers,
+            snapshots=self._snapshots,
         )
         try:
             worker = start(blank=blank)
@@ -308,29 +315,30 @@ class Agent:
 
     def start_writer(self) -> None:
         """Have snapshots taken to disk from now on."""
-        if self.writer.running or (self.outcome is not None and not any(w.running for w in self.workers.values())):
+        self._start_writer()
+        self.after(WRITER_LOOK_S, self._look_at_writer)
+
+    def _start_writer(self) -> None:
+        if self.writer.running or self.writer.over:
             return
-        try:
-            self.writer.start()
-        except OSError as error:
-            self.console.notice(f"the process that writes checkpoints cannot be started: {error.strerror or error}")
-            self.after(1.0, self.start_writer)
-            return
-        self._selector.register(self.writer.pidfd, selectors.EVENT_READ, lambda _: self._on_writer_gone())
-        self._selector.register(self.writer.output, selectors.EVENT_READ, lambda _: self._on_writer_output())
+        if self.writer.start():
+            self._selector.register(self.writer.output, selectors.EVENT_READ, lambda _: self._on_writer_output())
+        else:
+            self._start_writer_later()
 
     def _on_writer_output(self) -> None:
         if not self.writer.pump():
             self._selector.unregister(self.writer.output)
+            self.writer.reap()
+            self._start_writer_later()
 
-    def _on_writer_gone(self) -> None:
-        self._selector.unregister(self.writer.pidfd)
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(self.writer.output)
-        self.writer.pump()
-        delay_s = self.writer.reap()
-        if delay_s is not None:
-            self.after(delay_s, self.start_writer)
+    def _start_writer_later(self) -> None:
+        if self.writer.restart_in_s is not None:
+            self.after(self.writer.restart_in_s, self._start_writer)
+
+    def _look_at_writer(self) -> None:
+        self.after(WRITER_LOOK_S, self._look_at_writer)
+        self.writer.check_stopped()
 
     def on_checkpoint(self, event: str, fields: dict[str, Any]) -> None:
         """What the writer, or a worker that saves, says of checkpoints."""

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import subprocess
 import threading
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from elastic_harness.checkpoint.snapshot import Slots
 from elastic_harness.contract import memory_slots
-from elastic_harness.contract.checkpoint_event import CheckpointEvent
 from elastic_harness.errors import InfrastructureError
+from elastic_harness.writer_process import WriterCommand, WriterProcess
 
-DEATHS_MAX = 5  # in a row
 WORD_S = 5.0  # so long after a failure its reason may take to get here
+LOOK_S = 1.0
 
 
 class OwnWriter:
-    """Shared memory and a writer for it. `report(event, fields)` is called in a thread of its own. `lock`: a descriptor
-    that the writer holds until everything is on disk, longer than this process lives if need be. `keep`: the key under
-    which the memory is kept for the next job if this process dies. `copies`: for how many other ranks' snapshots there
-    are slots too, which the writer does not touch."""
+    """Shared memory and a writer for it, which a thread watches over. `report(event, fields)` is called in that thread.
+    `lock`: a descriptor that the writer holds until everything is on disk, longer than this process lives if need be.
+    `keep`: the key under which the memory is kept for the next job if this process dies. `copies`: for how many other
+    ranks' snapshots there are slots too, which the writer does not touch."""
 
     def __init__(
         self,
@@ -35,64 +34,68 @@ class OwnWriter:
         keep: str | None = None,
         copies: int = 0,
     ) -> None:
-        self._folder = folder
         self._report = report
-        self._lock = lock
-        self._descriptors = memory_slots.create()
-        self._wake = memory_slots.wake_descriptor()
-        self.slots = Slots(self._descriptors, self._wake)
-        self._keep = keep
-        self._of_copies = [memory_slots.create() for _ in range(copies)]
-        self.copies = [Slots(descriptors) for descriptors in self._of_copies]
-        self._process: subprocess.Popen[bytes] | None = None
-        self._reader: threading.Thread | None = None
-        self._deaths = 0
+        of_slots, of_copies = memory_slots.create(), [memory_slots.create() for _ in range(copies)]
+        wake, self._asked = memory_slots.wake_descriptor(), memory_slots.wake_descriptor()
+        flat = [descriptor for descriptors in of_copies for descriptor in descriptors]
+        self.slots = Slots(of_slots, wake)
+        self.copies = [Slots(descriptors) for descriptors in of_copies]
+        self._descriptors = [*of_slots, *flat, wake, self._asked, *([] if lock is None else [lock])]
+        self._process = WriterProcess(
+            WriterCommand(folder, of_slots, wake, lock, keep=keep, copies=flat), self._on_event
+        )
+        self._thread: threading.Thread | None = None
+        self._keep = False
         self._fatal: str | None = None
         self._failed: set[int] = set()  # steps whose failure was reported
         self._heard = threading.Condition()
+        self._pid: int | None = os.getpid()  # of the process whose thread this is; None once it is closed
         atexit.register(self.close, keep=True)
 
+    @property
+    def pids(self) -> set[int]:
+        return self._process.pids
+
     def keep_alive(self) -> None:
-        """Start the writer if it does not run. Raises InfrastructureError if it keeps dying."""
-        if self._process is not None and self._process.poll() is None:
-            return
-        if self._process is not None:
-            self._deaths += 1
-            self._let_go()
-        if self._deaths > DEATHS_MAX:
-            raise InfrastructureError(
-                f"The process that writes checkpoints died {self._deaths} times in a row; see what it said above, or "
-                "run `dmesg` for the kernel's reasons. Training state is unharmed."
-            )
-        name = f"writer-{self._deaths + 1}"
-        copies = [descriptor for descriptors in self._of_copies for descriptor in descriptors]
-        self._process = memory_slots.start_writer(
-            self._folder, self._descriptors, self._wake, self._lock, name, keep=self._keep, copies=copies
-        )
-        self._reader = threading.Thread(target=self._read, args=(self._process,), name="checkpoint-events", daemon=True)
-        self._reader.start()
+        """Have a writer run from now on. Raises InfrastructureError if it keeps dying."""
+        if self._thread is None:
+            self._process.start()  # not in the thread: who forks meanwhile would hold its pipes open
+            self._thread = threading.Thread(target=self._watch, name="checkpoint-writer", daemon=True)
+            self._thread.start()
+        if self._process.trouble:
+            raise InfrastructureError(self._process.trouble)
 
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            with contextlib.suppress(ValueError):
-                said = CheckpointEvent.from_line(line)
-                if said.event == "checkpoint_saved":
-                    self._deaths = 0
-                if said.fields.get("fatal"):
-                    self._fatal = str(said.fields.get("error"))
-                self._pass_on(said.event, said.fields)
-                if said.event == "checkpoint_failed" and said.fields.get("final"):
-                    with self._heard:
-                        self._failed.add(said.fields["step"])
-                        self._heard.notify_all()
+    def _watch(self) -> None:
+        """Watch over the writer until it was asked to end and has. From now on nobody else touches the process."""
+        process = self._process
+        while not process.over:
+            watched = [self._asked, process.output] if process.running else [self._asked]
+            ready = wait(watched, LOOK_S if process.running else process.restart_in_s)
+            if self._asked in ready:
+                os.eventfd_read(self._asked)
+                process.finish(keep=self._keep)
+            if not process.running:
+                process.start()
+            elif process.output in ready and not process.pump():
+                process.reap()
+            else:
+                process.check_stopped()
 
-    def _pass_on(self, event: str, fields: dict[str, Any]) -> None:
-        """Nobody sees an error of this thread, and the writer must be heard on: the next `check` raises it."""
+    def _on_event(self, event: str, fields: dict[str, Any]) -> None:
+        """Pass on what the writer says, and what becomes of it. Nobody would see an error of this thread, and the
+        writer must be heard on: the next `check` raises it."""
+        if fields.get("fatal"):
+            self._fatal = str(fields.get("error"))
         try:
             self._report(event, fields)
         except InfrastructureError as error:
             self._fatal = str(error)
+        except Exception as error:  # thread boundary
+            self._fatal = f"The report of {event} was answered with {type(error).__name__}: {error}"
+        if event == "checkpoint_failed" and fields.get("final"):
+            with self._heard:
+                self._failed.add(fields["step"])
+                self._heard.notify_all()
 
     def hear_why(self, step: int) -> None:
         """Block until it was reported why a checkpoint failed, at most WORD_S: memory tells sooner that it did."""
@@ -106,27 +109,19 @@ class OwnWriter:
             raise InfrastructureError(self._fatal)
 
     def close(self, *, keep: bool = False) -> None:
-        """Have the writer finish, and wait for it; blocks until what is newest is on disk and uploads are done. `keep`:
-        as if this process had died, what is in memory is kept for the next job."""
+        """Have the writer finish, and wait for it; blocks until what is newest is on disk and uploads are done. If that
+        is hopeless, it is reported. `keep`: as if this process had died, what is in memory is kept for the next job.
+        May be called again."""
+        if self._pid != os.getpid():  # it is closed, or this is a child that ends: the writer is its parent's
+            return
+        self._pid = None
         atexit.unregister(self.close)
-        if not keep and self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                os.write(self._process.stdin.fileno(), b"done\n")
-        self._let_go()
+        if self._thread is not None:
+            self._keep = keep
+            os.eventfd_write(self._asked, 1)
+            self._thread.join()
         for slots in (self.slots, *self.copies):
             slots.close()
-        of_copies = [descriptor for descriptors in self._of_copies for descriptor in descriptors]
-        for descriptor in (*self._descriptors, *of_copies, self._wake, *([] if self._lock is None else [self._lock])):
+        for descriptor in self._descriptors:
             os.close(descriptor)
-        self._of_copies, self.copies = [], []
-        self._descriptors, self._wake, self._lock = [], -1, None
-
-    def _let_go(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.close()
-            process.wait()
-            if self._reader is not None:
-                self._reader.join()
-            process.stdout.close()
+        self.copies = []

@@ -3,10 +3,10 @@ object storage, while training goes on.
 
     python -m elastic_harness.checkpoint.writer --slots 5,6 --wake 7 --folder RUN/checkpoints
 
-It ends when its standard input does: when whoever started it is done with it, or has died. Before that it brings the
-newest snapshot to disk that is not there, so that not even the end of all other processes loses it. With --keep, unless
-something was said on standard input before, a keeper then holds the slots for the next job. What it has to say are
-lines of JSON on standard output.
+It ends when its standard input has a line or ends: when whoever started it is done with it, or has died. Before that it
+brings the newest snapshot to disk that is not there, so that not even the end of all other processes loses it. With
+--keep, unless the line is "done", a keeper then holds the slots for the next job. What it has to say are lines of JSON
+on standard output.
 """
 
 from __future__ import annotations
@@ -236,11 +236,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         slots.provide()
         ready, _, _ = select.select([0, arguments.wake], [], [])
         if 0 in ready:
-            if not os.read(0, 1024):
-                break
-            if listening is not None:  # nobody will need what is here
+            if os.read(0, 1024) == b"done\n" and listening is not None:  # nobody will need what is here
                 listening.close()
                 listening = None
+            break
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(arguments.wake)
     writer.finish()

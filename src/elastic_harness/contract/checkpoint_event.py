@@ -14,6 +14,7 @@ ALARMING = frozenset(
         "checkpoint_failed",
         "checkpoint_corrupt",
         "checkpoint_passed_over",
+        "checkpoint_writer_died",
         "memory_passed_over",
         "upload_failed",
         "peer_copy_failed",
