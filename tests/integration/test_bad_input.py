@@ -104,6 +104,19 @@ def test_a_checkpoint_that_fails_ends_the_job_if_that_is_the_policy(
     assert failed and failed[0]["step"] == 2 and failed[0]["fatal"]
 
 
+@pytest.mark.parametrize("launched", [True, False], ids=["launched", "alone"])
+def test_the_last_checkpoint_that_fails_ends_the_job_if_that_is_the_policy(tmp_path: Path, launched: bool) -> None:
+    (tmp_path / "text.txt").write_text("a line of text\n" * 1000)
+    launcher = [*("-m", "elastic_harness", "launch", "--standalone"), "--run-dir", tmp_path / "run"] if launched else []
+    settings = ["training.max_steps=6", "model.n_layer=1", "checkpoint.checkpoint_interval=0", "training.threads=1"]
+    settings += ["checkpoint.async_save_policy=fail", f"data.path={tmp_path}/text.txt"]
+    trainer = ["-m", "elastic_harness.train", "--config", CONFIGS / "small.yaml"]
+    command = [sys.executable, *launcher, *trainer, "--run-dir", tmp_path / "run", *settings]
+    ended = execute(command, writer_fills_its_disk(tmp_path))
+    assert ended.returncode == 4, said(ended)
+    assert "async_save_policy is fail" in one_message(ended), said(ended)
+
+
 def test_a_full_disk_costs_checkpoints_first_and_the_job_last(tmp_path: Path) -> None:
     """The process that writes checkpoints may only write small files; the weights have something in their way."""
     more = writer_fills_its_disk(tmp_path)

@@ -28,9 +28,11 @@ from elastic_harness.checkpoint import (
     capture_rng,
     load_optimizer,
     restore_rng,
+    tiers,
     transfer,
 )
 from elastic_harness.checkpoint.manifest import newest
+from elastic_harness.contract.variables import FAILPOINTS
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.object_store import ObjectStore
 
@@ -432,6 +434,57 @@ def test_what_fails_is_reported_or_ends_the_job_as_the_policy_says(tmp_path: Pat
         else:
             with pytest.raises(InfrastructureError, match="policy is fail"):
                 manager.save_checkpoint(state)
+
+
+@pytest.mark.parametrize("policy", ["warn", "fail"])
+def test_a_copy_that_fails_beside_training_is_what_the_policy_says(
+    tmp_path: Path, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`optimizer.step()`, which waits for the copy, goes on, or ends the job."""
+    told: list[str] = []
+    training = Training("sgd")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no device any more")
+
+    settings = config(tmp_path, async_save_policy=policy)
+    with CheckpointManager(settings, lambda event, fields: told.append(event)) as manager:
+        manager.attach(training.optimizer)
+        training.run(1)
+        with monkeypatch.context() as broken:
+            broken.setattr(tiers, "copy", fail)
+            manager.save_checkpoint(training.state())
+            if policy == "warn":
+                training.run(1)
+            else:
+                with pytest.raises(InfrastructureError, match=r"no device any more.*policy is fail"):
+                    training.run(1)
+        assert told.count("checkpoint_failed") == 1
+        with pytest.raises(InfrastructureError, match="could not be written"):
+            manager.wait()
+        manager.save_checkpoint(training.state(), wait=True)
+
+
+def test_who_waits_is_told_that_a_snapshot_was_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the writer does with one whose memory was changed."""
+    monkeypatch.setenv(FAILPOINTS, "checkpoint.sealed step=2 pause:2.0")
+    with CheckpointManager(config(tmp_path), silent) as manager:
+        manager.save_checkpoint(CheckpointState(1, {"x": torch.ones(3)}), wait=True)
+        manager.save_checkpoint(CheckpointState(2, {"x": torch.ones(3)}))
+        assert manager._snapshot is not None
+        manager._snapshot.drop()
+        with pytest.raises(InfrastructureError, match="could not be written"):
+            manager.wait()
+
+
+def test_a_state_loaded_from_memory_need_not_be_saved_at_once(tmp_path: Path) -> None:
+    """As for a run, the interval counts from the step that was loaded, whichever tier had it."""
+    settings = config(tmp_path, checkpoint_interval=5, memory_snapshot_interval=0)
+    with CheckpointManager(settings, silent) as manager:
+        manager.save_checkpoint(CheckpointState(7, {"x": torch.ones(3)}), CheckpointTier.MEMORY)
+        loaded = manager.load_checkpoint()
+        assert loaded is not None and loaded.tier == CheckpointTier.MEMORY
+        assert [step for step in range(8, 16) if manager.due(step)] == [10, 15]
 
 
 SCRIPT = """

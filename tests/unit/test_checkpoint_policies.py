@@ -18,13 +18,15 @@ from elastic_harness.checkpoint import interval, local, retention
 from elastic_harness.checkpoint.interval import Costs, LastSaved, Timing, daly_interval_s, mtbf_s
 from elastic_harness.checkpoint.manager import CheckpointManager
 from elastic_harness.checkpoint.manifest import newest
+from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.policy import Policy, Upload, policy_of
 from elastic_harness.checkpoint.retention import Retention
+from elastic_harness.checkpoint.saver import Saver
 from elastic_harness.checkpoint.snapshot import Slots
 from elastic_harness.checkpoint.tiers import Tiers
 from elastic_harness.config import CheckpointConfig
 from elastic_harness.errors import ConfigError
-from elastic_harness.train.saver import Saver
+from elastic_harness.train.saver import RunSaver
 from elastic_harness.train.state import Registry
 
 # ---- how often
@@ -102,14 +104,15 @@ def savings(folder: Path, asked: Sequence[int], *, lineage: int = 0, from_step: 
     control = SimpleNamespace(version=before, began_at=0.0, lineage=0, disk_version=before, disk_began_at=0.0)
     tiers = Tiers(Slots([]), folder, None, lambda *_: None)
     tiers.newest = lambda: SimpleNamespace(control=control)  # type: ignore[assignment,method-assign,return-value]
-    saver = Saver(tiers, Registry(Linear(1, 1), {}), settings, Policy(), lambda *_: None)
+    shared = Saver(tiers, settings, Policy(), lambda *_: None)
+    saver = RunSaver(shared, Registry(Linear(1, 1), {}))
 
     def begin(version: int, *_: Any, **__: Any) -> None:
         saved.append(version)
         control.version = control.disk_version = version
         control.lineage = lineage
 
-    saver._begin = begin  # type: ignore[assignment,method-assign]
+    shared.begin = begin  # type: ignore[assignment,method-assign]
     for step in asked:
         saver.save_if_due(step, lineage, from_step, 1, dict)
     return saved
@@ -129,6 +132,22 @@ def test_what_another_lineage_has_saved_does_not_count(tmp_path: Path) -> None:
     """Everybody died after step 20 was saved, and only step 5 could be restored."""
     assert savings(tmp_path, range(6, 17), lineage=1, from_step=5, before=20) == [10, 15]
     assert savings(tmp_path, range(21, 27), lineage=0, from_step=0, before=20) == [25]
+
+
+@pytest.mark.slow
+def test_a_state_that_could_not_be_written_is_saved_again(tmp_path: Path) -> None:
+    """At the end of a run, when there is space again."""
+    folder = tmp_path / "checkpoints"
+    folder.write_text("no folder")
+    own = OwnWriter(folder, lambda *_: None)
+    tiers = Tiers(own.slots, folder, own)
+    saver = RunSaver(Saver(tiers, CheckpointConfig(), Policy(), lambda *_: None, own), Registry(Linear(1, 1), {}))
+    assert not saver.save(7, 0, dict)
+    folder.unlink()
+    assert saver.save(7, 0, dict) and [checkpoint.step for checkpoint in newest(folder)] == [7]
+    began = tiers.newest()
+    assert saver.save(7, 0, dict) and tiers.newest().control == began.control, "it is there"  # type: ignore[union-attr]
+    saver.wait()
 
 
 def test_what_the_configuration_allows() -> None:

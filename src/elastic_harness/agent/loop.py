@@ -27,7 +27,7 @@ from elastic_harness.agent.records import Records
 from elastic_harness.agent.reporting import Reporter
 from elastic_harness.agent.worker import Why, Worker
 from elastic_harness.contract import memory_slots, variables, wire
-from elastic_harness.contract.checkpoint_event import ALARMING
+from elastic_harness.contract.checkpoint_event import alarm
 from elastic_harness.contract.codec import Unknown
 from elastic_harness.contract.messages import TO_AGENT, Leave
 from elastic_harness.errors import (
@@ -348,8 +348,8 @@ class Agent:
         if event in ("checkpoint_saved", "checkpoint_uploaded"):
             self.checkpoints[event.removeprefix("checkpoint_")] = fields["step"]
         self.records.event(event, **fields)
-        if event in ALARMING:
-            self.console.notice(f"{event.replace('_', ' ')}: {fields.get('error')}")
+        if said := alarm(event, fields):
+            self.console.notice(said)
         if fields.get("fatal"):
             self.finish(JobOutcome(EXIT_INFRASTRUCTURE, "failed", str(fields.get("error"))), graceful=False)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from elastic_harness import file_lock
 from elastic_harness.checkpoint import keeper, local, parts, ring, sharding
-from elastic_harness.checkpoint.interval import LastSaved, Timing
+from elastic_harness.checkpoint.interval import LastSaved
 from elastic_harness.checkpoint.layout import Slice
 from elastic_harness.checkpoint.manifest import newest
 from elastic_harness.checkpoint.own_writer import OwnWriter
@@ -33,14 +33,15 @@ from elastic_harness.checkpoint.parts import Part
 from elastic_harness.checkpoint.peers import Peers, this_machine
 from elastic_harness.checkpoint.policy import policy_of
 from elastic_harness.checkpoint.ranks import Ranks
-from elastic_harness.checkpoint.snapshot import Snapshot, SnapshotOutcome
+from elastic_harness.checkpoint.saver import Saver
+from elastic_harness.checkpoint.snapshot import Snapshot
 from elastic_harness.checkpoint.state import STATES, CheckpointState
 from elastic_harness.checkpoint.structure import decode, encode
 from elastic_harness.checkpoint.tensors import content_of
-from elastic_harness.checkpoint.tiers import POLL_S, CheckpointTier, Loaded, Report, Stored, Tiers
+from elastic_harness.checkpoint.tiers import CheckpointTier, Loaded, Report, Stored, Tiers
 from elastic_harness.config import CheckpointConfig
-from elastic_harness.contract.checkpoint_event import ALARMING
-from elastic_harness.errors import CheckpointCorrupt, ConfigError, HarnessError, InfrastructureError
+from elastic_harness.contract.checkpoint_event import print_alarm
+from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
 
 DEFAULT_FOLDER = Path("checkpoints")
 _META = ["epoch", "tokens", "generation", "world_size", "metrics", "config"]
@@ -59,11 +60,9 @@ class CheckpointManager:
     def __init__(self, config: CheckpointConfig | None = None, report: Report | None = None) -> None:
         self.config = config or CheckpointConfig()
         self.folder = Path(self.config.nvme_path or DEFAULT_FOLDER).expanduser().absolute()
-        self._tell = report or _print_failures
+        self._tell = report or print_alarm
         self._ranks = Ranks()
-        self._policy = policy_of(self.config, self.config.upload_url)
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._timing = Timing(self.config)
         self._saves = 0
         self._last = {CheckpointTier.NVME: LastSaved(), CheckpointTier.MEMORY: LastSaved()}
         self._snapshot: Snapshot | None = None
@@ -80,6 +79,8 @@ class CheckpointManager:
         copies = sum(to == rank for _, to in links)
         self._writer = OwnWriter(self.folder, self._tell, lock, keep=key if links else None, copies=copies)
         self._tiers = Tiers(self._writer.slots, self.folder, self._writer, self._tell)
+        policy = policy_of(self.config, self.config.upload_url)
+        self._saver = Saver(self._tiers, self.config, policy, self._tell, self._writer)
         self._peers = None
         if links or self._ranks.greatest(len(kept)):
             self._peers = Peers(self._ranks, nodes, links, kept, self._writer, self._tiers, self._tell)
@@ -96,7 +97,7 @@ class CheckpointManager:
 
     def _close(self, *, needed: bool) -> None:
         with contextlib.suppress(BaseException):
-            self._tiers.join()
+            self._join()
         if self._peers is not None:
             self._peers.close(needed=needed)
         if self._previous is not None:
@@ -109,7 +110,7 @@ class CheckpointManager:
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Let copies of this optimizer's parameters and state run beside forward and backward: `save_checkpoint` then
         returns at once, and `optimizer.step()` waits for the copy. Everything else is copied before it returns."""
-        optimizer.register_step_pre_hook(lambda *_: self._tiers.join())
+        optimizer.register_step_pre_hook(lambda *_: self._join())
         self._optimizers.append(optimizer)
 
     def due(self, step: int) -> CheckpointTier | None:
@@ -117,19 +118,16 @@ class CheckpointManager:
         is about to be preempted. An interval of N steps asks as soon as a multiple of N was passed since it last did,
         and not at step 0, at the step that was loaded or at one that was saved. Call it once per step; in a process
         group on all ranks, for with "auto" intervals or `watch_preemption` it is collective."""
-        self._timing.stepped(writing=self._tiers.busy())
+        tier = self._saver.due(step, self._last[CheckpointTier.NVME], self._last[CheckpointTier.MEMORY])
+        if "auto" in (self.config.checkpoint_interval, self.config.memory_snapshot_interval):
+            tier = self._as_rank_0(tier)
         if self._previous is not None:
             self.preempted = bool(self._ranks.greatest(int(self.preempted)))
         if self.preempted:
             return CheckpointTier.NVME
-        for tier, interval in (
-            (CheckpointTier.NVME, self.config.checkpoint_interval),
-            (CheckpointTier.MEMORY, self.config.memory_snapshot_interval),
-        ):
-            if self._is_due(step, tier, auto=interval == "auto"):
-                self._note(step, on_disk=tier == CheckpointTier.NVME)  # what is asked for once is not asked for again
-                return tier
-        return None
+        if tier is not None:
+            self._note(step, on_disk=tier == CheckpointTier.NVME)  # what is asked for once is not asked for again
+        return tier
 
     def save_checkpoint(
         self, state: CheckpointState, tier: CheckpointTier = CheckpointTier.NVME, *, wait: bool = False
@@ -137,14 +135,17 @@ class CheckpointManager:
         """Copy a state to shared memory, from where it is taken on: with NVME to local disk, with S3 to object storage
         as well. Returns once it is copied (see `attach`), or with `wait` once it is on disk and, in a process group,
         all parts of it are. Blocks while two earlier ones still wait for the disk, and while the last one is still on
-        its way to another node. Collective in a process group. Raises ConfigError for what cannot be stored,
-        InfrastructureError if that failed, also for an earlier one if async_save_policy is fail."""
-        self._writer.check()
-        if tier == CheckpointTier.S3 and self._policy.upload is None:
-            raise ConfigError("tier is S3, but s3_bucket is not set; name a bucket in the CheckpointConfig.")
-        policy = self._policy.uploading_next() if tier == CheckpointTier.S3 else self._policy
+        its way to another node. Collective in a process group. What goes wrong is reported. Raises ConfigError for what
+        cannot be stored, InfrastructureError if that failed and is waited for, or if async_save_policy is fail, also
+        for an earlier one."""
+        self._saver.check()
+        policy = self._saver.policy
+        if tier == CheckpointTier.S3:
+            if policy.upload is None:
+                raise ConfigError("tier is S3, but s3_bucket is not set; name a bucket in the CheckpointConfig.")
+            policy = policy.uploading_next()
         began = time.perf_counter()
-        self._tiers.join()
+        self._join()
         if self._peers is not None:
             self._peers.join()
         tensors: dict[str, Tensor] = {}
@@ -160,56 +161,47 @@ class CheckpointManager:
         if self._ranks.world > 1:
             part = Part(self._ranks.rank, self._ranks.world, f"{self._token:016x}-{self._saves}")
         self._saves += 1
-        while True:
-            snapshot = self._tiers.begin(
-                state.step,
-                skeleton if self._ranks.rank == 0 else {},
-                mine,
-                meta,
-                policy,
-                to_disk=tier != CheckpointTier.MEMORY,
-                part=part,
-            )
-            if snapshot is not None:
-                break
-            time.sleep(POLL_S)
-            self._writer.check()
-        if not owned:
-            self._tiers.join()
-        self._snapshot = snapshot
-        if self._peers is not None:
-            self._peers.begin(snapshot)
         to_disk = tier != CheckpointTier.MEMORY
-        self._timing.saved(to_disk=to_disk)
+        whole = skeleton if self._ranks.rank == 0 else {}
+        self._snapshot = None
+        with self._saver.reported(state.step, needed=wait or self._peers is not None):  # peers would wait for this one
+            snapshot = self._saver.begin_when_free(state.step, whole, mine, meta, policy, to_disk=to_disk, part=part)
+            if not owned:
+                self._tiers.join()
+            self._snapshot = snapshot
         self._note(state.step, on_disk=to_disk)
-        self._tell(
-            "snapshot_taken", {"step": state.step, "tier": tier.value, "stall_ms": 1e3 * (time.perf_counter() - began)}
-        )
+        if self._snapshot is not None:
+            if self._peers is not None:
+                self._peers.begin(self._snapshot)
+            stall_ms = 1e3 * (time.perf_counter() - began)
+            self._tell("snapshot_taken", {"step": state.step, "tier": tier.value, "stall_ms": stall_ms})
         if wait:
             self.wait()
 
     def wait(self) -> None:
         """Block until the last state is copied to other nodes and, if it was to go there, on disk. Raises
-        InfrastructureError if the disk failed. Collective in a process group."""
-        outcome, failed = SnapshotOutcome.DURABLE, None
+        InfrastructureError if that failed. Collective in a process group."""
+        done, failed = True, None
         try:
-            self._tiers.join()
+            self._join(needed=True)
             if self._peers is not None:
                 self._peers.join()
-            if self._snapshot is not None and self._snapshot.control.to_disk:
-                outcome = self._tiers.wait(self._snapshot)
-        except (HarnessError, RuntimeError) as error:
+            if self._snapshot is not None:
+                done = self._saver.wait(self._snapshot)
+            self._saver.check()
+        except InfrastructureError as error:
             failed = error
         self._ranks.barrier()
         if failed is not None:
             raise failed
-        if outcome == SnapshotOutcome.FAILED and self._snapshot is not None:
-            self._writer.hear_why(self._snapshot.version)
-        self._writer.check()
-        if outcome == SnapshotOutcome.FAILED:
+        if not done:
             raise InfrastructureError(
                 f"The checkpoint could not be written to {self.folder}; what went wrong was reported. Free space there."
             )
+
+    def _join(self, *, needed: bool = False) -> None:
+        """Block until the state may change."""
+        self._saver.join(-1 if self._snapshot is None else self._snapshot.version, needed=needed)
 
     def watch_preemption(self) -> None:
         """On SIGTERM set `preempted`, upon which `due` asks for a checkpoint; save it with `wait=True` and leave within
@@ -238,7 +230,7 @@ class CheckpointManager:
         place, wherever they are and however they are sharded, and are what is returned. Collective in a process group:
         all ranks load the same step. Raises ConfigError if the step that was asked for is not there or `into`
         differs."""
-        self._tiers.join()
+        self._join()
         if self._peers is not None:
             target = None if into is None else _Target(into)
             on_disk = self._agree(step)
@@ -276,7 +268,7 @@ class CheckpointManager:
             tensors = target.filled()
         states = {name: decode(skeleton[name], tensors, layouts=target is None) for name in STATES}
         others = {name: meta[name] for name in _META if name in meta}
-        self._note(version, on_disk=tier == CheckpointTier.NVME)
+        self._note(version, on_disk=True)
         path = str(self.folder / f"step-{version:08d}") if tier == CheckpointTier.NVME else None
         return CheckpointState(
             version, **states, **others, tier=tier, path=path, packages=dict(meta.get("packages", {}))
@@ -289,7 +281,7 @@ class CheckpointManager:
 
     def _fetch(self) -> None:
         """From object storage, if nothing is here."""
-        upload = self._policy.upload
+        upload = self._saver.policy.upload
         if upload is not None and self._ranks.rank == 0:
             self._tiers.fetch(upload.url)
         self._ranks.barrier()
@@ -345,10 +337,10 @@ class CheckpointManager:
                     found |= {_storage(t) for t in tensors if isinstance(t, Tensor)}
         return found
 
-    def _is_due(self, step: int, tier: CheckpointTier, *, auto: bool) -> bool:
-        """With "auto" the clock of rank 0 decides for all."""
-        due = self._timing.is_due(step, self._last[tier], to_disk=tier == CheckpointTier.NVME)
-        return bool(self._ranks.greatest(int(due and self._ranks.rank == 0))) if auto else due
+    def _as_rank_0(self, tier: CheckpointTier | None) -> CheckpointTier | None:
+        """What rank 0 has decided, by its clock, for all. Collective."""
+        choices = (None, CheckpointTier.MEMORY, CheckpointTier.NVME)
+        return choices[self._ranks.greatest(choices.index(tier) if self._ranks.rank == 0 else 0)]
 
 
 class _Target:
@@ -387,8 +379,3 @@ def _storage(tensor: Tensor) -> int:
     """Where the memory that this tensor looks into begins."""
     held = tensor.to_local() if sharding.is_distributed(tensor) else tensor  # type: ignore[attr-defined]
     return int(held.untyped_storage().data_ptr())
-
-
-def _print_failures(event: str, told: dict[str, Any]) -> None:
-    if event in ALARMING or event == "checkpoint_repaired":
-        print(f"elastic-harness: {event}: {told.get('error') or told.get('repaired')}", flush=True)

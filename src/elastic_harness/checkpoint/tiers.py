@@ -171,8 +171,9 @@ class Tiers:
         return next(iter(self._slots.complete()), None)
 
     def wait(self, snapshot: Snapshot) -> SnapshotOutcome:
-        """Block until it is settled on disk, or until there is no more hope for that."""
-        while snapshot.here and snapshot.outcome == SnapshotOutcome.OPEN:
+        """Block until it is settled on disk, or until there is no more hope for that. It is complete, or nobody but
+        this process copies it."""
+        while snapshot.here and snapshot.outcome == SnapshotOutcome.OPEN and (self.copying or snapshot.complete):
             if self._writer is not None:
                 self._writer.keep_alive()
             time.sleep(POLL_S)

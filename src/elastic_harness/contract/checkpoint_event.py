@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ ALARMING = frozenset(
         "checkpoint_failed",
         "checkpoint_corrupt",
         "checkpoint_passed_over",
+        "checkpoint_repaired",
         "checkpoint_writer_died",
         "memory_passed_over",
         "upload_failed",
@@ -21,7 +23,20 @@ ALARMING = frozenset(
         "keeper_failed",
     }
 )
-"""Events that a user is to see at once; `error` says what happened."""
+"""Events that a user is to see at once."""
+
+
+def alarm(event: str, fields: dict[str, Any]) -> str:
+    """Return what a user is to see of an event; empty if that is nothing."""
+    if event not in ALARMING:
+        return ""
+    return f"{event.replace('_', ' ')}: {fields.get('error') or fields.get('repaired')}"
+
+
+def print_alarm(event: str, fields: dict[str, Any]) -> None:
+    """Print what a user is to see of an event, where no agent does it."""
+    if said := alarm(event, fields):
+        print(f"elastic-harness: {said}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

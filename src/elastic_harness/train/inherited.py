@@ -42,7 +42,7 @@ class Inherited:
     def restore(self) -> tuple[str, str]:
         """Take the other run's whole state, but keep the optimizer's settings and the schedule as this program has
         them: the schedule is brought to the version by stepping it. Return the hash of the state that this gives, as
-        `Saver.restore` does. Raises CheckpointCorrupt or ConfigError."""
+        `RunSaver.restore` does. Raises CheckpointCorrupt or ConfigError."""
         skeleton, tensors = self._load()
         self._registry.restore(*self._with_own_settings(skeleton, tensors))
         self._step_schedule()

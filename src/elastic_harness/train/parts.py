@@ -19,7 +19,7 @@ from elastic_harness.train.layout import Layout
 from elastic_harness.train.link import Link
 from elastic_harness.train.partials import Partials, SlotTable
 from elastic_harness.train.policies import Policies
-from elastic_harness.train.saver import Saver
+from elastic_harness.train.saver import RunSaver
 from elastic_harness.train.slots import Shape, SlotComputer
 from elastic_harness.train.state import Registry
 from elastic_harness.train.watch import StateWatch
@@ -45,7 +45,7 @@ class Parts:
     watch: StateWatch
     registry: Registry
     pool: Pool
-    saver: Saver
+    saver: RunSaver
     canary: bool
     connect: Callable[[KeyValue, int, int, Callable[[float], None]], Group]
     configured: dict[str, Any]

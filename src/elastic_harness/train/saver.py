@@ -9,30 +9,28 @@ from __future__ import annotations
 
 import fcntl
 import os
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from elastic_harness import file_lock
-from elastic_harness.checkpoint.interval import LastSaved, Timing
+from elastic_harness.checkpoint.interval import LastSaved
 from elastic_harness.checkpoint.layout import Slice
 from elastic_harness.checkpoint.manifest import newest
 from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.policy import Policy, policy_of
+from elastic_harness.checkpoint.saver import Saver
 from elastic_harness.checkpoint.snapshot import Slots, Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.tensors import slice_of
-from elastic_harness.checkpoint.tiers import POLL_S, Report, Tiers
+from elastic_harness.checkpoint.tiers import CheckpointTier, Report, Tiers
 from elastic_harness.config import CheckpointConfig
 from elastic_harness.contract import memory_slots, variables
-from elastic_harness.contract.checkpoint_event import ALARMING
-from elastic_harness.errors import ConfigError, HarnessError, InfrastructureError
+from elastic_harness.contract.checkpoint_event import print_alarm
+from elastic_harness.errors import ConfigError
 from elastic_harness.membership.types import node_of
 from elastic_harness.train.inherited import Inherited
 from elastic_harness.train.nonfinite import BEGIN
@@ -43,28 +41,14 @@ from elastic_harness.train.state import Registry
 Describe = Callable[[], dict[str, Any]]
 
 
-class Saver:
-    """`report(event, fields)` tells what happened. `own`: the writer, if there is no agent that has one. `inherited`:
-    the state of the run that this one began from."""
+class RunSaver:
+    """A worker's saving and restoring. `inherited`: the state of the run that this one began from."""
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        registry: Registry,
-        config: CheckpointConfig,
-        policy: Policy,
-        report: Report,
-        own: OwnWriter | None = None,
-        inherited: Inherited | None = None,
-    ) -> None:
-        self._tiers = tiers
+    def __init__(self, saver: Saver, registry: Registry, inherited: Inherited | None = None) -> None:
+        self._saver = saver
+        self._tiers = saver.tiers
         self._registry = registry
-        self._config = config
-        self._policy = policy
-        self._report = report
-        self._own = own
         self._inherited = inherited
-        self._timing = Timing(config)
 
     # ---- saving
 
@@ -74,18 +58,16 @@ class Saver:
         """As the first worker: begin a snapshot if one is due and a slot is free. `from_step`: where this lineage
         began. `world`: how many workers copy a share. `uploads`: whether it may go to object storage. Must be followed
         by `join` before the state changes. Does not block."""
-        self._check()
-        if "auto" in (self._config.checkpoint_interval, self._config.memory_snapshot_interval):
-            self._timing.stepped(writing=self._tiers.busy())
-        on_disk, in_memory = self._last_saved(lineage, from_step)
-        to_disk = self._timing.is_due(version, on_disk, to_disk=True)
-        if not to_disk and not self._timing.is_due(version, in_memory, to_disk=False):
-            return
-        shares = 1 if self._own is not None else world  # no other process has our memory
-        with self._reported(version):
-            begun = self._begin(version, lineage, describe, shares=shares, to_disk=to_disk, uploads=uploads)
-            if begun is not None:
-                self._timing.saved(to_disk=to_disk)
+        self._saver.check()
+        tier = self._saver.due(version, *self._last_saved(lineage, from_step))
+        if tier is not None:
+            shares = 1 if self.alone else world  # no other process has our memory
+            with self._saver.reported(version):
+                self._saver.begin(
+                    *self._state(version, lineage, describe, uploads),
+                    to_disk=tier == CheckpointTier.NVME,
+                    shares=shares,
+                )
 
     def follow(self, version: int, rank: int, world: int) -> None:
         """As another worker: start copying this one's share if the first has begun a snapshot of this version. Costs
@@ -94,17 +76,17 @@ class Saver:
             return
         awaited = self._tiers.awaited(version, world)
         if awaited is not None:
-            with self._reported(version):
+            with self._saver.reported(version):
                 self._tiers.follow(awaited, self._capture()[1], rank)
 
     def failed(self) -> None:
         """Note that a worker was lost: it counts for intervals that follow the failure rate."""
-        self._timing.failures += 1
+        self._saver.timing.failures += 1
 
     @property
     def alone(self) -> bool:
         """Whether this process has a writer of its own, so that nobody else saves the run."""
-        return self._own is not None
+        return self._saver.alone
 
     @property
     def copying(self) -> bool:
@@ -112,22 +94,24 @@ class Saver:
 
     def join(self, version: int) -> None:
         """Block until the state may change."""
-        with self._reported(version):
-            self._tiers.join()
+        self._saver.join(version)
 
     def save(self, version: int, lineage: int, describe: Describe, *, uploads: bool = True) -> bool:
         """Save the state, which is that of a step boundary, unless that is done already; blocks until it is on disk,
-        and gives whether it is."""
-        self._check()
+        and gives whether it is. Raises InfrastructureError if it is not, the policy is to fail, and there is no agent
+        to end the job."""
+        self._saver.check()
         self.join(version)
-        snapshot, durable, wanted = self._tiers.newest(), False, (version, lineage, True)
-        with self._reported(version):
-            if snapshot is None or (snapshot.version, snapshot.control.lineage, snapshot.control.to_disk) != wanted:
-                begin = partial(self._begin, version, lineage, describe, shares=1, to_disk=True, uploads=uploads)
-                while (snapshot := begin()) is None:
-                    time.sleep(POLL_S)
+        durable = False
+        with self._saver.reported(version):
+            snapshot = self._tiers.newest()
+            if snapshot is None or not _is_saved(snapshot, version, lineage):
+                snapshot = self._saver.begin_when_free(
+                    *self._state(version, lineage, describe, uploads), to_disk=True
+                )
                 self._tiers.join()
-            durable = self._tiers.wait(snapshot) == SnapshotOutcome.DURABLE
+            durable = self._saver.wait(snapshot)
+        self._saver.check()
         return durable
 
     def save_unless_saved(self, version: int, lineage: int, describe: Describe) -> None:
@@ -137,23 +121,16 @@ class Saver:
             if version not in [checkpoint.step for checkpoint in newest(self._tiers.folder)]:
                 self.save(version, lineage, describe)
 
-    def _check(self) -> None:
-        if self._own is not None:
-            self._own.check()
-
     def wait(self) -> None:
         """Let go of the tiers: a writer of our own finishes first, and ends."""
-        if self._own is not None:
-            self._own.close()
-            self._own = None
+        self._saver.close()
 
-    def _begin(
-        self, version: int, lineage: int, describe: Describe, *, shares: int, to_disk: bool, uploads: bool
-    ) -> Snapshot | None:
-        skeleton, tensors = self._capture()
-        meta = {"lineage": lineage, "version": version, **describe()}
-        policy = self._policy if uploads else replace(self._policy, upload=None)
-        return self._tiers.begin(version, skeleton, tensors, meta, policy, shares=shares, to_disk=to_disk)
+    def _state(
+        self, version: int, lineage: int, describe: Describe, uploads: bool
+    ) -> tuple[int, dict[str, Any], dict[Slice, Tensor], dict[str, Any], Policy]:
+        """What `Saver.begin` needs to know of the state."""
+        policy = self._saver.policy if uploads else replace(self._saver.policy, upload=None)
+        return version, *self._capture(), {"lineage": lineage, "version": version, **describe()}, policy
 
     def _capture(self) -> tuple[dict[str, Any], dict[Slice, Tensor]]:
         skeleton, tensors = self._registry.capture()
@@ -168,27 +145,15 @@ class Saver:
         on_disk = LastSaved(control.disk_version, control.disk_began_at)
         return max(began, on_disk), max(began, LastSaved(control.version, control.began_at))
 
-    @contextmanager
-    def _reported(self, version: int) -> Iterator[None]:
-        """What goes wrong in saving is told, and training goes on; unless the policy is to fail: then an agent ends the
-        job, or, where there is none, this raises."""
-        try:
-            yield
-        except (HarnessError, OSError, RuntimeError) as error:
-            failure = self._policy.failure(version, error)
-            self._report("checkpoint_failed", failure)
-            if failure["fatal"] and self._own is not None:
-                raise InfrastructureError(failure["error"]) from error
-
     # ---- restoring
 
     def restorable(self) -> dict[int, int]:
         """Versions that could be restored, newest first, and their lineages; without those found corrupt. If there are
         none here, the newest in object storage is fetched. Raises InfrastructureError if that fails."""
         found = self._tiers.stored()
-        if not found and self._policy.upload is not None:
+        if not found and self._saver.policy.upload is not None:
             with self._folder_locked():
-                self._tiers.fetch(self._policy.upload.url)
+                self._tiers.fetch(self._saver.policy.upload.url)
             found = self._tiers.stored()
         restorable: dict[int, int] = {}
         for stored in found:
@@ -226,7 +191,7 @@ class Saver:
 
 def make_saver(
     config: CheckpointConfig, run_dir: Path, registry: Registry, report: Report, inherited: Inherited | None = None
-) -> Saver:
+) -> RunSaver:
     """The saver of a worker: with the agent's shared memory and writer, or without an agent those of rank 0 itself."""
     folder = run_dir / "checkpoints"
     own_name = Path(os.path.abspath(run_dir)).name
@@ -248,15 +213,21 @@ def make_saver(
         slots = own.slots
     else:
         slots, own = Slots([]), None
-    return Saver(Tiers(slots, folder, own, report), registry, config, policy, report, own, inherited)
+    return RunSaver(Saver(Tiers(slots, folder, own, report), config, policy, report, own), registry, inherited)
+
+
+def _is_saved(snapshot: Snapshot, version: int, lineage: int) -> bool:
+    """Whether this snapshot is of that state, and is on disk or on its way there."""
+    control = snapshot.control
+    asked = (control.version, control.lineage, bool(control.to_disk)) == (version, lineage, True)
+    return asked and snapshot.outcome != SnapshotOutcome.FAILED
 
 
 def _printing(report: Report) -> Report:
     """Failures are printed as well: there is no agent to do it."""
 
     def told(event: str, fields: dict[str, Any]) -> None:
-        if event in ALARMING:
-            print(f"elastic-harness: {fields.get('error')}", file=sys.stderr, flush=True)
+        print_alarm(event, fields)
         report(event, fields)
 
     return told

@@ -1,0 +1,111 @@
+"""How any process saves: a worker of a run, and a script with a `CheckpointManager`. Both decide here when a state is
+due, begin its copy here, and do here what the policy says about a failure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from elastic_harness.checkpoint.interval import LastSaved, Timing
+from elastic_harness.checkpoint.layout import Slice
+from elastic_harness.checkpoint.own_writer import OwnWriter
+from elastic_harness.checkpoint.parts import Part
+from elastic_harness.checkpoint.policy import Policy
+from elastic_harness.checkpoint.snapshot import Snapshot, SnapshotOutcome
+from elastic_harness.checkpoint.tiers import POLL_S, CheckpointTier, Report, Tiers
+from elastic_harness.config import CheckpointConfig
+from elastic_harness.errors import HarnessError, InfrastructureError
+
+
+class Saver:
+    """One process's saving. `report(event, fields)` tells what went wrong. `own`: the writer, if there is no agent that
+    has one."""
+
+    def __init__(
+        self, tiers: Tiers, config: CheckpointConfig, policy: Policy, report: Report, own: OwnWriter | None = None
+    ) -> None:
+        self.tiers = tiers
+        self.policy = policy
+        self.timing = Timing(config)
+        self._report = report
+        self._own = own
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process has a writer of its own, which is not closed."""
+        return self._own is not None
+
+    def check(self) -> None:
+        """Raise InfrastructureError if a failure has to end the job, and no agent is there to do it."""
+        if self._own is not None:
+            self._own.check()
+
+    def due(self, version: int, on_disk: LastSaved, in_memory: LastSaved) -> CheckpointTier | None:
+        """Return where the state after `version` steps is to be saved now. To be asked once per step."""
+        self.timing.stepped(writing=self.tiers.busy())
+        if self.timing.is_due(version, on_disk, to_disk=True):
+            return CheckpointTier.NVME
+        return CheckpointTier.MEMORY if self.timing.is_due(version, in_memory, to_disk=False) else None
+
+    def begin(
+        self,
+        version: int,
+        skeleton: Mapping[str, Any],
+        tensors: Mapping[Slice, Tensor],
+        meta: Mapping[str, Any],
+        policy: Policy,
+        *,
+        to_disk: bool,
+        shares: int = 1,
+        part: Part | None = None,
+    ) -> Snapshot | None:
+        """Start copying a state to shared memory, as `Tiers.begin`; None if no place is free there now."""
+        snapshot = self.tiers.begin(
+            version, skeleton, tensors, meta, policy, shares=shares, to_disk=to_disk, part=part
+        )
+        if snapshot is not None:
+            self.timing.saved(to_disk=to_disk)
+        return snapshot
+
+    def begin_when_free(self, *state: Any, **how: Any) -> Snapshot:
+        """Do as `begin`; block while no place is free."""
+        while (snapshot := self.begin(*state, **how)) is None:
+            time.sleep(POLL_S)
+        return snapshot
+
+    def join(self, version: int, *, needed: bool = False) -> None:
+        """Block until the state may change. `needed`: as for `reported`."""
+        with self.reported(version, needed=needed):
+            self.tiers.join()
+
+    def wait(self, snapshot: Snapshot) -> bool:
+        """Block until a snapshot is where it was to go, in memory or on disk, or until that is hopeless; return whether
+        it is. The reason why not has been reported then."""
+        if not snapshot.control.to_disk:
+            return snapshot.complete
+        outcome = self.tiers.wait(snapshot)
+        if outcome == SnapshotOutcome.FAILED and self._own is not None:
+            self._own.hear_why(snapshot.version)
+        return outcome == SnapshotOutcome.DURABLE
+
+    @contextmanager
+    def reported(self, version: int, *, needed: bool = False) -> Iterator[None]:
+        """Report what goes wrong in saving, and let training go on. If the policy is to fail, an agent ends the job on
+        that report; without an agent, or if the caller has to know (`needed`), raise InfrastructureError."""
+        try:
+            yield
+        except (HarnessError, OSError, RuntimeError) as error:
+            failure = self.policy.failure(version, error)
+            self._report("checkpoint_failed", failure)
+            if needed or (failure["fatal"] and self._own is not None):
+                raise InfrastructureError(failure["error"]) from error
+
+    def close(self) -> None:
+        """Have a writer of our own finish, and wait for it."""
+        own, self._own = self._own, None
+        if own is not None:
+            own.close()
