@@ -32,14 +32,15 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks import s3_server
 from benchmarks.common import finish, ratio_summary, say, summary, target
-from elastic_harness.checkpoint import local, transfer
 from elastic_harness.checkpoint import tiers as tiers_module
+from elastic_harness.checkpoint.disk import local
+from elastic_harness.checkpoint.disk.manifest import newest
+from elastic_harness.checkpoint.disk.retention import Retention
 from elastic_harness.checkpoint.layout import Slice
-from elastic_harness.checkpoint.manifest import newest
+from elastic_harness.checkpoint.memory.snapshot import Slots, SnapshotOutcome
 from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.policy import Policy
-from elastic_harness.checkpoint.retention import Retention
-from elastic_harness.checkpoint.snapshot import Slots, SnapshotOutcome
+from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.checkpoint.tensors import content_of, slice_of
 from elastic_harness.checkpoint.tiers import CheckpointTier, Tiers
 from elastic_harness.contract import memory_slots

@@ -31,12 +31,14 @@ import torch
 from benchmarks import s3_server
 from benchmarks.common import finish, say
 from elastic_harness import failpoints
-from elastic_harness.checkpoint import local, tiers, transfer
+from elastic_harness.checkpoint import tiers
+from elastic_harness.checkpoint.disk import local
+from elastic_harness.checkpoint.disk.manifest import Checkpoint, newest
+from elastic_harness.checkpoint.disk.retention import Retention
 from elastic_harness.checkpoint.layout import Slice
-from elastic_harness.checkpoint.manifest import Checkpoint, newest
+from elastic_harness.checkpoint.memory.snapshot import Slots, SnapshotOutcome
 from elastic_harness.checkpoint.policy import Policy, Upload
-from elastic_harness.checkpoint.retention import Retention
-from elastic_harness.checkpoint.snapshot import Slots, SnapshotOutcome
+from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.checkpoint.tensors import slice_of
 from elastic_harness.contract import memory_slots
 from elastic_harness.errors import CheckpointCorrupt

@@ -33,7 +33,7 @@ from torch import nn
 
 from benchmarks.common import HERE, finish, ratio_summary, say, summary, target
 from elastic_harness.checkpoint import CheckpointConfig, CheckpointManager, CheckpointState, CheckpointTier
-from elastic_harness.checkpoint.snapshot import SnapshotOutcome
+from elastic_harness.checkpoint.memory.snapshot import SnapshotOutcome
 
 RIVAL = "torch_checkpointing==0.1.1"
 RIVALS = HERE / ".rivals-checkpoint"

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import pytest
 
 from elastic_harness import failpoints
-from elastic_harness.checkpoint import local
-from elastic_harness.checkpoint.manifest import newest
+from elastic_harness.checkpoint.disk import local
+from elastic_harness.checkpoint.disk.manifest import newest
 from elastic_harness.contract import variables
 from integration.harness import TrainingJob
 

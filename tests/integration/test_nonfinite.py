@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic_harness.checkpoint.manifest import newest
+from elastic_harness.checkpoint.disk.manifest import newest
 from elastic_harness.errors import EXIT_USER_CODE
 from elastic_harness.events import read_events
 from elastic_harness.verify import verify

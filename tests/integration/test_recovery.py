@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic_harness.checkpoint.manifest import newest as checkpoints
+from elastic_harness.checkpoint.disk.manifest import newest as checkpoints
 from integration.harness import TrainingJob
 from integration.launch_tools import run
 

@@ -15,9 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness.checkpoint import layout, local, retention, tensor_file
-from elastic_harness.checkpoint import manifest as manifest_module
-from elastic_harness.checkpoint.retention import Retention
+from elastic_harness.checkpoint import layout
+from elastic_harness.checkpoint.disk import local, retention, tensor_file
+from elastic_harness.checkpoint.disk import manifest as manifest_module
+from elastic_harness.checkpoint.disk.retention import Retention
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 
 SKELETON = {"optimizer": {"groups": [{"lr": 0.1, "betas": [0.9, 0.95]}]}, "none": None, "flag": True}
@@ -374,7 +375,8 @@ def test_a_crash_in_a_replacement_loses_nothing(
 WRITER = """
 import sys, torch
 from pathlib import Path
-from elastic_harness.checkpoint import local, retention
+from elastic_harness.checkpoint.disk import retention
+from elastic_harness.checkpoint.disk import local
 step = 0
 while True:
     step += 1
@@ -419,7 +421,7 @@ def test_a_live_writer_keeps_its_unfinished_folder(tmp_path: Path) -> None:
 FULL = """
 import resource, sys, torch
 from pathlib import Path
-from elastic_harness.checkpoint import local
+from elastic_harness.checkpoint.disk import local
 from elastic_harness.errors import InfrastructureError
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 try:

@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from elastic_harness.checkpoint import CheckpointConfig, CheckpointManager, local
+from elastic_harness.checkpoint import CheckpointConfig, CheckpointManager
 from elastic_harness.checkpoint.cli import main
+from elastic_harness.checkpoint.disk import local
 from elastic_harness.errors import CheckpointCorrupt, ConfigError
 
 

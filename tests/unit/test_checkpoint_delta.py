@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_harness.checkpoint import local, transfer
-from elastic_harness.checkpoint.manifest import Checkpoint, newest
+from elastic_harness.checkpoint.disk import local
+from elastic_harness.checkpoint.disk.manifest import Checkpoint, newest
+from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.errors import CheckpointCorrupt, HarnessError
 from elastic_harness.object_store import ObjectStore
 

@@ -29,9 +29,9 @@ from elastic_harness.checkpoint import (
     load_optimizer,
     restore_rng,
     tiers,
-    transfer,
 )
-from elastic_harness.checkpoint.manifest import newest
+from elastic_harness.checkpoint.disk.manifest import newest
+from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.contract.variables import FAILPOINTS
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.object_store import ObjectStore

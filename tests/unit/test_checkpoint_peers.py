@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from elastic_harness.checkpoint import keeper, ring
 from elastic_harness.checkpoint.layout import whole as whole_slice
-from elastic_harness.checkpoint.ring import Share, Whole
-from elastic_harness.checkpoint.snapshot import Slots, Snapshot
+from elastic_harness.checkpoint.memory import keeper, ring
+from elastic_harness.checkpoint.memory.ring import Share, Whole
+from elastic_harness.checkpoint.memory.snapshot import Slots, Snapshot
 from elastic_harness.contract.memory_slots import create
 from elastic_harness.errors import CheckpointCorrupt
 from unit import peers_job

@@ -14,15 +14,16 @@ import pytest
 import torch
 from torch.nn import Linear
 
-from elastic_harness.checkpoint import interval, local, retention
+from elastic_harness.checkpoint import interval
+from elastic_harness.checkpoint.disk import local, retention
+from elastic_harness.checkpoint.disk.manifest import newest
+from elastic_harness.checkpoint.disk.retention import Retention
 from elastic_harness.checkpoint.interval import Costs, LastSaved, Timing, daly_interval_s, mtbf_s
 from elastic_harness.checkpoint.manager import CheckpointManager
-from elastic_harness.checkpoint.manifest import newest
+from elastic_harness.checkpoint.memory.snapshot import Slots
 from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.policy import Policy, Upload, policy_of
-from elastic_harness.checkpoint.retention import Retention
 from elastic_harness.checkpoint.saver import Saver
-from elastic_harness.checkpoint.snapshot import Slots
 from elastic_harness.checkpoint.tiers import Tiers
 from elastic_harness.config import CheckpointConfig
 from elastic_harness.errors import ConfigError

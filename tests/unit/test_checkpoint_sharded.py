@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_harness.checkpoint import CheckpointConfig, CheckpointManager, local, parts
+from elastic_harness.checkpoint import CheckpointConfig, CheckpointManager
+from elastic_harness.checkpoint.disk import local, parts
+from elastic_harness.checkpoint.disk.manifest import newest
+from elastic_harness.checkpoint.disk.parts import Part, save_part
+from elastic_harness.checkpoint.disk.reading import Folder, fill
 from elastic_harness.checkpoint.layout import Slice
-from elastic_harness.checkpoint.manifest import newest
-from elastic_harness.checkpoint.parts import Part, save_part
-from elastic_harness.checkpoint.reading import Folder, fill
 from elastic_harness.checkpoint.tensors import content_of
 from unit import sharded_job
 from unit.ranks import Rank

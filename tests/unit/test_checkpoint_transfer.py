@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_harness.checkpoint import local, transfer
 from elastic_harness.checkpoint.cli import main
+from elastic_harness.checkpoint.disk import local
+from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
 from elastic_harness.object_store import ObjectStore
 

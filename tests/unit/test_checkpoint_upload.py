@@ -13,10 +13,11 @@ import torch
 from benchmarks import s3_server
 
 from elastic_harness import object_store
-from elastic_harness.checkpoint import local, transfer
 from elastic_harness.checkpoint import writer as writers
-from elastic_harness.checkpoint.manifest import Checkpoint, newest
+from elastic_harness.checkpoint.disk import local
+from elastic_harness.checkpoint.disk.manifest import Checkpoint, newest
 from elastic_harness.checkpoint.policy import Policy, Upload
+from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.checkpoint.writer import Uploader
 from elastic_harness.errors import HarnessError, InfrastructureError
 from unit.faulty_proxy import Faults, proxy

@@ -16,7 +16,7 @@ import torch
 
 from elastic_harness import writer_process
 from elastic_harness.checkpoint import CheckpointConfig, CheckpointManager, CheckpointState, CheckpointTier
-from elastic_harness.checkpoint.manifest import newest
+from elastic_harness.checkpoint.disk.manifest import newest
 from elastic_harness.contract.variables import FAILPOINTS
 from elastic_harness.errors import InfrastructureError
 from elastic_harness.writer_process import DEATHS_MAX, restart_delay_s

@@ -263,7 +263,7 @@ def test_generate_is_repeatable_and_works_from_export_and_checkpoint(
 ) -> None:
     from safetensors.torch import save_file
 
-    from elastic_harness.checkpoint import local
+    from elastic_harness.checkpoint.disk import local
     from elastic_harness.gpt import generate
 
     model = _tiny_run(tmp_path)
@@ -304,7 +304,7 @@ def test_generate_takes_the_newest_checkpoint_of_a_run_that_went_on_after_its_en
     import torch
     from safetensors.torch import save_file
 
-    from elastic_harness.checkpoint import local
+    from elastic_harness.checkpoint.disk import local
     from elastic_harness.gpt import generate
 
     folder = tmp_path / "runs" / "first"

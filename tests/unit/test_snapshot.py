@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_harness.checkpoint import local, snapshot, tiers
+from elastic_harness.checkpoint import tiers
+from elastic_harness.checkpoint.disk import local
+from elastic_harness.checkpoint.disk.manifest import newest
 from elastic_harness.checkpoint.layout import Slice, pieces, share
-from elastic_harness.checkpoint.manifest import newest
+from elastic_harness.checkpoint.memory import snapshot
+from elastic_harness.checkpoint.memory.snapshot import Slots, Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.policy import Policy
-from elastic_harness.checkpoint.snapshot import Slots, Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.tensors import slice_of
 from elastic_harness.checkpoint.tiers import CheckpointTier, Tiers
 from elastic_harness.checkpoint.writer import Writer

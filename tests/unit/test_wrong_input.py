@@ -16,7 +16,7 @@ from elastic_harness import names, shape
 from elastic_harness.agent import folder, manage
 from elastic_harness.agent.options import LaunchOptions, parse
 from elastic_harness.agent.records import Records
-from elastic_harness.checkpoint import manifest
+from elastic_harness.checkpoint.disk import manifest
 from elastic_harness.contract import messages, wire
 from elastic_harness.contract.board import BoardReader
 from elastic_harness.contract.checkpoint_event import CheckpointEvent

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.checkpoint import local, retention, transfer
-from elastic_harness.checkpoint import manifest as manifests
+from elastic_harness.checkpoint.disk import local, retention
+from elastic_harness.checkpoint.disk import manifest as manifests
+from elastic_harness.checkpoint.disk.manifest import MANIFEST_FILE, Checkpoint
+from elastic_harness.checkpoint.disk.retention import Retention
 from elastic_harness.checkpoint.layout import Piece
-from elastic_harness.checkpoint.manifest import MANIFEST_FILE, Checkpoint
-from elastic_harness.checkpoint.retention import Retention
+from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.errors import CheckpointCorrupt, ConfigError
 from elastic_harness.run_folders import RUNS
 

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from elastic_harness.checkpoint import local, manifest
+from elastic_harness.checkpoint.disk import local, manifest
+from elastic_harness.checkpoint.disk.manifest import Checkpoint
 from elastic_harness.checkpoint.layout import ITEM_BYTES
-from elastic_harness.checkpoint.manifest import Checkpoint
 from elastic_harness.checkpoint.packages import packages
 from elastic_harness.checkpoint.state import STATES
 from elastic_harness.checkpoint.structure import decode, encode

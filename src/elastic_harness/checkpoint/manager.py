@@ -23,18 +23,20 @@ import torch
 from torch import Tensor
 
 from elastic_harness import file_lock
-from elastic_harness.checkpoint import keeper, local, parts, ring, sharding
+from elastic_harness.checkpoint import sharding
+from elastic_harness.checkpoint.disk import local, parts
+from elastic_harness.checkpoint.disk.manifest import newest
+from elastic_harness.checkpoint.disk.parts import Part
 from elastic_harness.checkpoint.interval import LastSaved
 from elastic_harness.checkpoint.layout import Slice
-from elastic_harness.checkpoint.manifest import newest
+from elastic_harness.checkpoint.memory import keeper, ring
+from elastic_harness.checkpoint.memory.snapshot import Snapshot
 from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.packages import packages
-from elastic_harness.checkpoint.parts import Part
 from elastic_harness.checkpoint.peers import Peers, this_machine
 from elastic_harness.checkpoint.policy import policy_of
 from elastic_harness.checkpoint.ranks import Ranks
 from elastic_harness.checkpoint.saver import Saver
-from elastic_harness.checkpoint.snapshot import Snapshot
 from elastic_harness.checkpoint.state import STATES, CheckpointState
 from elastic_harness.checkpoint.structure import decode, encode
 from elastic_harness.checkpoint.tensors import content_of

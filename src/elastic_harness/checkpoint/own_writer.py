@@ -10,7 +10,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.checkpoint.snapshot import Slots
+from elastic_harness.checkpoint.memory.snapshot import Slots
 from elastic_harness.contract import memory_slots
 from elastic_harness.errors import InfrastructureError
 from elastic_harness.writer_process import WriterCommand, WriterProcess

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_harness.checkpoint import ring
-from elastic_harness.checkpoint.keeper import Kept
+from elastic_harness.checkpoint.disk.reading import fill, needed
+from elastic_harness.checkpoint.disk.tensor_file import hash_of
 from elastic_harness.checkpoint.layout import Piece, Slice, pieces
+from elastic_harness.checkpoint.memory import ring
+from elastic_harness.checkpoint.memory.keeper import Kept
+from elastic_harness.checkpoint.memory.ring import Share, Whole
+from elastic_harness.checkpoint.memory.snapshot import Room, Slots, Snapshot
 from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.ranks import Ranks
-from elastic_harness.checkpoint.reading import fill, needed
-from elastic_harness.checkpoint.ring import Share, Whole
-from elastic_harness.checkpoint.snapshot import Room, Slots, Snapshot
-from elastic_harness.checkpoint.tensor_file import hash_of
 from elastic_harness.checkpoint.tiers import POLL_S, CheckpointTier, Into, Loaded, Report, Tiers, targets_of
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
 from elastic_harness.failpoints import failpoint

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from elastic_harness.checkpoint.retention import Retention
+from elastic_harness.checkpoint.disk.retention import Retention
 from elastic_harness.config import CheckpointConfig
 
 OnFailure = Literal["warn", "retry", "fail"]

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from elastic_harness.checkpoint.disk.parts import Part
 from elastic_harness.checkpoint.interval import LastSaved, Timing
 from elastic_harness.checkpoint.layout import Slice
+from elastic_harness.checkpoint.memory.snapshot import Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.own_writer import OwnWriter
-from elastic_harness.checkpoint.parts import Part
 from elastic_harness.checkpoint.policy import Policy
-from elastic_harness.checkpoint.snapshot import Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.tiers import POLL_S, CheckpointTier, Report, Tiers
 from elastic_harness.config import CheckpointConfig
 from elastic_harness.errors import HarnessError, InfrastructureError

@@ -20,13 +20,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from elastic_harness.checkpoint import local, manifest, transfer
+from elastic_harness.checkpoint.disk import local, manifest
+from elastic_harness.checkpoint.disk.manifest import Checkpoint, newest
+from elastic_harness.checkpoint.disk.parts import Part
+from elastic_harness.checkpoint.disk.reading import BlockSource, Folder, fill
 from elastic_harness.checkpoint.layout import Piece, Slice
-from elastic_harness.checkpoint.manifest import Checkpoint, newest
-from elastic_harness.checkpoint.parts import Part
+from elastic_harness.checkpoint.memory.snapshot import Slots, Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.policy import Policy
-from elastic_harness.checkpoint.reading import BlockSource, Folder, fill
-from elastic_harness.checkpoint.snapshot import Slots, Snapshot, SnapshotOutcome
+from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.checkpoint.tensors import empty_whole, flat_bytes
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 from elastic_harness.failpoints import failpoint

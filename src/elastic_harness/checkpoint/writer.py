@@ -22,10 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.checkpoint import keeper, local, parts, retention, transfer
-from elastic_harness.checkpoint.manifest import Checkpoint, newest, read
+from elastic_harness.checkpoint.disk import local, parts, retention
+from elastic_harness.checkpoint.disk.manifest import Checkpoint, newest, read
+from elastic_harness.checkpoint.memory import keeper
+from elastic_harness.checkpoint.memory.snapshot import Slots, Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.policy import Policy, Upload
-from elastic_harness.checkpoint.snapshot import Slots, Snapshot, SnapshotOutcome
+from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
 from elastic_harness.contract.memory_slots import from_text
 from elastic_harness.errors import ConfigError, HarnessError

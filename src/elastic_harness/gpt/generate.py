@@ -105,7 +105,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def _checkpoint_weights(folder: Path) -> dict[str, torch.Tensor] | None:
     """The model's part of the newest checkpoint that is whole; None if there is none."""
-    from elastic_harness.checkpoint import local
+    from elastic_harness.checkpoint.disk import local
 
     for checkpoint in local.newest(folder) if folder.is_dir() else []:
         try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic_harness.checkpoint import local, manifest
+from elastic_harness.checkpoint.disk import local, manifest
 from elastic_harness.checkpoint.structure import Skeleton
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
 from elastic_harness.origin import Origin

@@ -18,13 +18,13 @@ from typing import Any
 from torch import Tensor
 
 from elastic_harness import file_lock
+from elastic_harness.checkpoint.disk.manifest import newest
 from elastic_harness.checkpoint.interval import LastSaved
 from elastic_harness.checkpoint.layout import Slice
-from elastic_harness.checkpoint.manifest import newest
+from elastic_harness.checkpoint.memory.snapshot import Slots, Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.policy import Policy, policy_of
 from elastic_harness.checkpoint.saver import Saver
-from elastic_harness.checkpoint.snapshot import Slots, Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.tensors import slice_of
 from elastic_harness.checkpoint.tiers import CheckpointTier, Report, Tiers
 from elastic_harness.config import CheckpointConfig

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.checkpoint import local
-from elastic_harness.checkpoint import manifest as manifests
+from elastic_harness.checkpoint.disk import local
+from elastic_harness.checkpoint.disk import manifest as manifests
+from elastic_harness.checkpoint.disk.manifest import MANIFEST_FILE, StoredBlock, newest
 from elastic_harness.checkpoint.layout import Piece, Slice, pieces
-from elastic_harness.checkpoint.manifest import MANIFEST_FILE, StoredBlock, newest
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 from elastic_harness.failpoints import failpoint
 

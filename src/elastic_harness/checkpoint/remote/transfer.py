@@ -15,10 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.checkpoint import delta, local, retention, tensor_file
-from elastic_harness.checkpoint import manifest as manifests
+from elastic_harness.checkpoint.disk import local, retention, tensor_file
+from elastic_harness.checkpoint.disk import manifest as manifests
+from elastic_harness.checkpoint.disk.manifest import MANIFEST_FILE, Checkpoint, Hashed
 from elastic_harness.checkpoint.layout import PIECE_BYTES
-from elastic_harness.checkpoint.manifest import MANIFEST_FILE, Checkpoint, Hashed
+from elastic_harness.checkpoint.remote import delta
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.object_store import NotThere, ObjectStore

@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from elastic_harness.checkpoint.disk.manifest import Checkpoint
+from elastic_harness.checkpoint.disk.reading import Folder, read_piece
 from elastic_harness.checkpoint.layout import ITEM_BYTES, Piece
-from elastic_harness.checkpoint.manifest import Checkpoint
-from elastic_harness.checkpoint.reading import Folder, read_piece
 from elastic_harness.errors import CheckpointCorrupt, ConfigError
 
 DATA_FILE, INDEX_FILE = "delta.bin", "delta.json"

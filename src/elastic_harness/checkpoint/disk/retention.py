@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from elastic_harness.checkpoint import local
-from elastic_harness.checkpoint.manifest import Checkpoint, newest
+from elastic_harness.checkpoint.disk import local
+from elastic_harness.checkpoint.disk.manifest import Checkpoint, newest
 
 LATEST, BEST = "latest", "best"
 

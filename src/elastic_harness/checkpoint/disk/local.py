@@ -18,10 +18,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from elastic_harness.checkpoint import manifest as manifests
-from elastic_harness.checkpoint import tensor_file
-from elastic_harness.checkpoint.layout import ITEM_BYTES, PIECE_BYTES, Piece, Slice, pieces
-from elastic_harness.checkpoint.manifest import (
+from elastic_harness.checkpoint.disk import manifest as manifests
+from elastic_harness.checkpoint.disk import tensor_file
+from elastic_harness.checkpoint.disk.manifest import (
     MANIFEST_FILE,
     NAME,
     STATE_FILE,
@@ -29,7 +28,8 @@ from elastic_harness.checkpoint.manifest import (
     StoredBlock,
     newest,
 )
-from elastic_harness.checkpoint.reading import READERS, Folder, fill, read_piece
+from elastic_harness.checkpoint.disk.reading import READERS, Folder, fill, read_piece
+from elastic_harness.checkpoint.layout import ITEM_BYTES, PIECE_BYTES, Piece, Slice, pieces
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 from elastic_harness.failpoints import failpoint
 

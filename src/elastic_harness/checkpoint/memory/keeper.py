@@ -1,6 +1,6 @@
 """Keeps the snapshots of a rank that has died, until the next job on its node has no more need of them. Without torch.
 
-    python -m elastic_harness.checkpoint.keeper --socket 5 --slots 6,7,8,9
+    python -m elastic_harness.checkpoint.memory.keeper --socket 5 --slots 6,7,8,9
 
 The rank's writer listens on an abstract socket, whose name says which job's folder and node it is; when the rank has
 died and everything is on disk, it hands the socket and the slots to this process and ends. Whoever connects is given

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from elastic_harness.checkpoint import tensor_file
+from elastic_harness.checkpoint.disk import tensor_file
+from elastic_harness.checkpoint.disk.manifest import Checkpoint
 from elastic_harness.checkpoint.layout import ITEM_BYTES, Piece, Slice, overlap
-from elastic_harness.checkpoint.manifest import Checkpoint
 from elastic_harness.errors import CheckpointCorrupt, HarnessError
 
 READERS = 4  # threads that read and check

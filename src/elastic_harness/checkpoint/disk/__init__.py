@@ -1,0 +1,1 @@
+"""Checkpoints on local disk: a folder for each, whole once its manifest is there."""

@@ -1,0 +1,1 @@
+"""Snapshots in shared memory, which outlive the process that took them. Without torch."""

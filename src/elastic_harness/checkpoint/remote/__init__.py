@@ -1,0 +1,1 @@
+"""Checkpoints in object storage, whole or as the difference to the one before."""
