@@ -37,7 +37,7 @@ from elastic_harness.checkpoint.disk import local
 from elastic_harness.checkpoint.disk.manifest import newest
 from elastic_harness.checkpoint.disk.retention import Retention
 from elastic_harness.checkpoint.layout import Slice
-from elastic_harness.checkpoint.memory.snapshot import Slots, SnapshotOutcome
+from elastic_harness.checkpoint.memory.snapshot import Frames, SnapshotOutcome
 from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.policy import Policy
 from elastic_harness.checkpoint.remote import transfer
@@ -62,7 +62,7 @@ class Tiered:
     def __init__(self, folder: Path, state: dict[str, torch.Tensor]) -> None:
         self.tensors = {slice_of(name, tensor): tensor for name, tensor in state.items()}
         self.writer = OwnWriter(folder, lambda *_: None)
-        self.tiers = Tiers(self.writer.slots, folder, self.writer)
+        self.tiers = Tiers(self.writer.frames, folder, self.writer)
         self.version = 0
 
     def save(self) -> None:
@@ -79,9 +79,9 @@ class Tiered:
         assert self.tiers.load(self.version, lambda _: into).tier == CheckpointTier.MEMORY
 
 
-def copy_in_shares(slots: Slots, tensors: dict[Slice, torch.Tensor], version: int, count: int) -> float:
+def copy_in_shares(frames: Frames, tensors: dict[Slice, torch.Tensor], version: int, count: int) -> float:
     """Seconds until so many processes have copied their shares; they are there, and have seen the memory, before."""
-    snapshot = slots.begin(version, 0, list(tensors), {}, shares=count, to_disk=False)
+    snapshot = frames.begin(version, 0, list(tensors), {}, shares=count, to_disk=False)
     assert snapshot is not None
     context = multiprocessing.get_context("fork")
     go, ready = context.Event(), context.Barrier(count + 1)
@@ -246,21 +246,21 @@ def main(argv: list[str] | None = None) -> int:
 
     shares = {1: 0.0, 2: 0.0, 4: 0.0}
     descriptors = memory_slots.create()
-    slots, tensors = Slots(descriptors), {slice_of(name, tensor): tensor for name, tensor in state.items()}
+    frames, tensors = Frames(descriptors), {slice_of(name, tensor): tensor for name, tensor in state.items()}
     torch.set_num_threads(1)  # it is going to be forked
     for number in range(arguments.rounds):
         for count in shares:
             seconds.setdefault(f"copy_{count}_shares", []).append(
-                copy_in_shares(slots, tensors, 10 * number + count, count)
+                copy_in_shares(frames, tensors, 10 * number + count, count)
             )
     for process_wide in descriptors:
         os.close(process_wide)
-    slots.close()
+    frames.close()
     torch.set_num_threads(os.cpu_count() or 1)
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=arguments.folder) as scratch:
         tiered = Tiered(Path(scratch), state)
         for _ in range(3):
-            tiered.save()  # both slots, and one to be removed
+            tiered.save()  # both frames, and one to be removed
         flat = memoryview(bytearray(nbytes))
         target_bytes = torch.frombuffer(flat, dtype=torch.uint8)
         for _ in range(arguments.rounds):

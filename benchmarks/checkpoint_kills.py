@@ -36,7 +36,7 @@ from elastic_harness.checkpoint.disk import local
 from elastic_harness.checkpoint.disk.manifest import Checkpoint, newest
 from elastic_harness.checkpoint.disk.retention import Retention
 from elastic_harness.checkpoint.layout import Slice
-from elastic_harness.checkpoint.memory.snapshot import Slots, SnapshotOutcome
+from elastic_harness.checkpoint.memory.snapshot import Frames, SnapshotOutcome
 from elastic_harness.checkpoint.policy import Policy, Upload
 from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.checkpoint.tensors import slice_of
@@ -84,16 +84,16 @@ class Trial:
     in_memory: int = -1  # the newest version that was seen complete
 
     def __post_init__(self) -> None:
-        self.slots = Slots(self.descriptors, self.wake)
+        self.frames = Frames(self.descriptors, self.wake)
 
     def close(self) -> None:
-        self.slots.close()
+        self.frames.close()
         for descriptor in (*self.descriptors, self.wake):
             os.close(descriptor)
 
     def writer(self, rule: str = "") -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "elastic_harness.checkpoint.writer", "--folder", str(self.folder)]
-        command += ["--slots", memory_slots.to_text(self.descriptors), "--wake", str(self.wake)]
+        command += ["--frames", memory_slots.to_text(self.descriptors), "--wake", str(self.wake)]
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -110,8 +110,8 @@ class Trial:
         header = {"skeleton": {"version": version}, "meta": {"lineage": 0}, "policy": policy, "part": None}
         state = state_at(version)
         deadline = time.monotonic() + 30
-        while (begun := self.slots.begin(version, 0, list(state), header, shares=2)) is None:
-            assert time.monotonic() < deadline, "no slot became free"
+        while (begun := self.frames.begin(version, 0, list(state), header, shares=2)) is None:
+            assert time.monotonic() < deadline, "no frame became free"
             time.sleep(0.005)
         context = multiprocessing.get_context("fork")
         copiers = [context.Process(target=copy_share, args=(begun, state, index, rule)) for index in (0, 1)]
@@ -119,13 +119,13 @@ class Trial:
             copier.start()
         for copier in copiers:
             copier.join()
-        self.slots.wake()
+        self.frames.wake()
         if begun.complete:
             self.in_memory = version
         return all(copier.exitcode == 0 for copier in copiers)
 
     def note_durable(self) -> None:
-        for snapshot in self.slots.complete():
+        for snapshot in self.frames.complete():
             if snapshot.outcome == SnapshotOutcome.DURABLE:
                 self.durable = max(self.durable, snapshot.version)
 
@@ -160,7 +160,7 @@ def problems(trial: Trial, *, finished: bool) -> list[str]:
                 found.append(f"bad: {error}")
     if trial.durable > max((checkpoint.step for checkpoint in visible), default=-1):
         found.append(f"lost: {trial.durable} was on disk, now the newest is {[c.step for c in visible]}")
-    complete = [snapshot.version for snapshot in trial.slots.complete()]
+    complete = [snapshot.version for snapshot in trial.frames.complete()]
     if trial.in_memory > max(complete, default=-1):
         found.append(f"lost: {trial.in_memory} was in memory, now {complete}")
     if finished:

@@ -41,7 +41,7 @@ class WriterCommand:
     """How a writer is started."""
 
     folder: Path  # where checkpoints go
-    slots: Sequence[int]  # descriptors of the shared memory
+    frames: Sequence[int]  # descriptors of the shared memory
     wake: int  # the eventfd that says there is something to do
     lock: int | None = None  # a descriptor that it holds until everything is on disk
     log: Path | None = None  # what it says on standard error; None: as this process
@@ -51,7 +51,7 @@ class WriterCommand:
     def spawn(self, name: str) -> subprocess.Popen[bytes]:
         """Start one. Raises OSError."""
         command = [sys.executable, "-m", "elastic_harness.checkpoint.writer", "--folder", str(self.folder.absolute())]
-        command += ["--slots", memory_slots.to_text(self.slots), "--wake", str(self.wake)]
+        command += ["--frames", memory_slots.to_text(self.frames), "--wake", str(self.wake)]
         if self.lock is not None:
             command += ["--lock", str(self.lock)]
         if self.keep is not None:
@@ -62,7 +62,7 @@ class WriterCommand:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=None if self.log is None else opened.enter_context(self.log.open("ab")),
-                pass_fds=[*self.slots, *self.copies, self.wake, *([] if self.lock is None else [self.lock])],
+                pass_fds=[*self.frames, *self.copies, self.wake, *([] if self.lock is None else [self.lock])],
                 start_new_session=True,
                 env={**os.environ, variables.MEMBER: name},
             )

@@ -18,7 +18,7 @@ import pytest
 from elastic_harness.checkpoint.layout import whole as whole_slice
 from elastic_harness.checkpoint.memory import keeper, ring
 from elastic_harness.checkpoint.memory.ring import Share, Whole
-from elastic_harness.checkpoint.memory.snapshot import Slots, Snapshot
+from elastic_harness.checkpoint.memory.snapshot import Frames, Snapshot
 from elastic_harness.contract.memory_slots import create
 from elastic_harness.errors import CheckpointCorrupt
 from unit import peers_job
@@ -125,11 +125,11 @@ def test_a_lost_node_s_shares_come_from_its_peer_in_any_world(folder: Path) -> N
     assert loaded(load(folder, "a,a,c,c", crash=True)) == (6, saved[0]["digest"], "memory")
     assert loaded(load(folder, "c,a,a", crash=True)) == (6, saved[0]["digest"], "memory"), "still there"
     for kept in kept_on(folder, "a"):
-        slots = Slots(kept.descriptors[2:])
-        copy = slots.complete()[0]
+        frames = Frames(kept.descriptors[2:])
+        copy = frames.complete()[0]
         piece = max(copy.positions, key=lambda piece: piece.nbytes)
         copy.view(piece)[17] ^= 1
-        slots.close()
+        frames.close()
         kept.close(needed=True)
     said = load(folder, "a")
     assert loaded(said) == (3, first["digest"], "memory"), "the copy that is damaged is not used"
@@ -177,9 +177,9 @@ def test_on_one_node_nothing_is_copied_or_kept(folder: Path) -> None:
     assert not kept_on(folder, "a")
 
 
-def sealed(version: int, slots: Slots) -> Snapshot:
+def sealed(version: int, frames: Frames) -> Snapshot:
     of = whole_slice("w", "uint8", (100_000,))
-    snapshot = slots.begin(version, 0, [of], {"part": None}, to_disk=False)
+    snapshot = frames.begin(version, 0, [of], {"part": None}, to_disk=False)
     assert snapshot is not None
     (piece,) = snapshot.positions
     snapshot.view(piece)[:] = bytes([version]) * piece.nbytes
@@ -188,8 +188,8 @@ def sealed(version: int, slots: Slots) -> Snapshot:
     return snapshot
 
 
-def copied(snapshot: Snapshot, slots: Slots, damage_at: int | None = None) -> None:
-    room = slots.room(snapshot.control.nbytes)
+def copied(snapshot: Snapshot, frames: Frames, damage_at: int | None = None) -> None:
+    room = frames.room(snapshot.control.nbytes)
     assert room is not None
     for out, into in zip(snapshot.image(), room.image(), strict=True):
         into[:] = out
@@ -201,7 +201,7 @@ def copied(snapshot: Snapshot, slots: Slots, damage_at: int | None = None) -> No
 @pytest.mark.parametrize("damage_at", [0, 4096 + 20, 4096 * 2 + 50_000], ids=["shares", "header", "piece"])
 def test_a_copy_that_is_damaged_on_the_way_does_not_count(damage_at: int) -> None:
     descriptors = create(), create()
-    here, there = map(Slots, descriptors)
+    here, there = map(Frames, descriptors)
     copied(sealed(1, here), there)
     with pytest.raises(CheckpointCorrupt, match="copy of another node's snapshot"):
         copied(sealed(2, here), there, damage_at)

@@ -20,7 +20,7 @@ from elastic_harness.checkpoint.disk.manifest import newest
 from elastic_harness.checkpoint.disk.retention import Retention
 from elastic_harness.checkpoint.interval import Costs, LastSaved, Timing, daly_interval_s, mtbf_s
 from elastic_harness.checkpoint.manager import CheckpointManager
-from elastic_harness.checkpoint.memory.snapshot import Slots
+from elastic_harness.checkpoint.memory.snapshot import Frames
 from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.policy import Policy, Upload, policy_of
 from elastic_harness.checkpoint.saver import Saver
@@ -103,7 +103,7 @@ def savings(folder: Path, asked: Sequence[int], *, lineage: int = 0, from_step: 
     """At which of these steps a run saves to disk every five steps; `before`: what its lineage 0 had saved last."""
     settings, saved = CheckpointConfig(checkpoint_interval=5), list[int]()
     control = SimpleNamespace(version=before, began_at=0.0, lineage=0, disk_version=before, disk_began_at=0.0)
-    tiers = Tiers(Slots([]), folder, None, lambda *_: None)
+    tiers = Tiers(Frames([]), folder, None, lambda *_: None)
     tiers.newest = lambda: SimpleNamespace(control=control)  # type: ignore[assignment,method-assign,return-value]
     shared = Saver(tiers, settings, Policy(), lambda *_: None)
     saver = RunSaver(shared, Registry(Linear(1, 1), {}))
@@ -141,7 +141,7 @@ def test_a_state_that_could_not_be_written_is_saved_again(tmp_path: Path) -> Non
     folder = tmp_path / "checkpoints"
     folder.write_text("no folder")
     own = OwnWriter(folder, lambda *_: None)
-    tiers = Tiers(own.slots, folder, own)
+    tiers = Tiers(own.frames, folder, own)
     saver = RunSaver(Saver(tiers, CheckpointConfig(), Policy(), lambda *_: None, own), Registry(Linear(1, 1), {}))
     assert not saver.save(7, 0, dict)
     folder.unlink()

@@ -15,7 +15,7 @@ from elastic_harness.checkpoint.disk import local
 from elastic_harness.checkpoint.disk.manifest import newest
 from elastic_harness.checkpoint.layout import Slice, pieces, share
 from elastic_harness.checkpoint.memory import snapshot
-from elastic_harness.checkpoint.memory.snapshot import Slots, Snapshot, SnapshotOutcome
+from elastic_harness.checkpoint.memory.snapshot import Frames, Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.policy import Policy
 from elastic_harness.checkpoint.tensors import slice_of
 from elastic_harness.checkpoint.tiers import CheckpointTier, Tiers
@@ -39,11 +39,13 @@ def some_state(value: float) -> dict[Slice, torch.Tensor]:
     return {slice_of(name, tensor): tensor for name, tensor in tensors.items()}
 
 
-def take(slots: Slots, version: int, *, shares: int = 1, finished: int | None = None, to_disk: bool = True) -> Snapshot:
+def take(
+    frames: Frames, version: int, *, shares: int = 1, finished: int | None = None, to_disk: bool = True
+) -> Snapshot:
     """A snapshot of which `finished` shares are copied; all by default."""
     state = some_state(version)
     header = {"skeleton": {"version": version}, "meta": {"lineage": 0}, "policy": Policy().to_json()}
-    taken = slots.begin(version, 0, list(state), header, shares=shares, to_disk=to_disk)
+    taken = frames.begin(version, 0, list(state), header, shares=shares, to_disk=to_disk)
     assert taken is not None
     for index in range(shares if finished is None else finished):
         tiers.copy(taken, state, taken.share(index))
@@ -51,8 +53,8 @@ def take(slots: Slots, version: int, *, shares: int = 1, finished: int | None = 
     return taken
 
 
-def versions(slots: Slots) -> list[int]:
-    return [found.version for found in slots.complete()]
+def versions(frames: Frames) -> list[int]:
+    return [found.version for found in frames.complete()]
 
 
 def test_shares_are_disjoint_and_everything() -> None:
@@ -66,58 +68,58 @@ def test_shares_are_disjoint_and_everything() -> None:
 
 
 def test_a_snapshot_counts_when_all_shares_are_there(memory: Memory) -> None:
-    slots = Slots(memory)
-    take(slots, 10, shares=3, finished=2)
-    assert versions(slots) == [] and slots.begun() is not None
-    begun = slots.begun()
+    frames = Frames(memory)
+    take(frames, 10, shares=3, finished=2)
+    assert versions(frames) == [] and frames.begun() is not None
+    begun = frames.begun()
     assert begun is not None
     begun.finish(2)
-    assert versions(Slots(memory)) == [10], "as another process sees it"
+    assert versions(Frames(memory)) == [10], "as another process sees it"
 
 
 def test_the_newest_complete_one_is_never_overwritten(memory: Memory) -> None:
-    slots = Slots(memory)
-    take(slots, 1, to_disk=False)
+    frames = Frames(memory)
+    take(frames, 1, to_disk=False)
     for version in range(2, 8):
-        take(slots, version, finished=0, to_disk=False)  # whoever copies dies, again and again
-        assert versions(slots) == [1]
-    take(slots, 8, to_disk=False)
-    assert versions(slots) == [8, 1] or versions(slots) == [8]
-    take(slots, 9, finished=0, to_disk=False)
-    assert versions(slots)[0] == 8
+        take(frames, version, finished=0, to_disk=False)  # whoever copies dies, again and again
+        assert versions(frames) == [1]
+    take(frames, 8, to_disk=False)
+    assert versions(frames) == [8, 1] or versions(frames) == [8]
+    take(frames, 9, finished=0, to_disk=False)
+    assert versions(frames)[0] == 8
 
 
 def test_what_waits_for_disk_is_not_overwritten(memory: Memory) -> None:
-    slots = Slots(memory)
-    first, second = take(slots, 1), take(slots, 2)
+    frames = Frames(memory)
+    first, second = take(frames, 1), take(frames, 2)
     header = {"policy": {}}
-    assert slots.begin(3, 0, list(some_state(3)), header) is None
+    assert frames.begin(3, 0, list(some_state(3)), header) is None
     first.settle(SnapshotOutcome.FAILED)
-    assert slots.begin(3, 0, list(some_state(3)), header) is not None
+    assert frames.begin(3, 0, list(some_state(3)), header) is not None
     assert not first.here and second.here
     first.settle(SnapshotOutcome.DURABLE)
     first.finish(0)
-    assert versions(slots) == [2], "what is said of an old attempt does not count for the new one"
+    assert versions(frames) == [2], "what is said of an old attempt does not count for the new one"
 
 
-def test_a_slot_in_use_elsewhere_is_not_taken(memory: Memory) -> None:
-    slots, others = Slots(memory), Slots(memory)
-    first = take(slots, 1, to_disk=False)
-    take(slots, 2, to_disk=False)
+def test_a_frame_in_use_elsewhere_is_not_taken(memory: Memory) -> None:
+    frames, others = Frames(memory), Frames(memory)
+    first = take(frames, 1, to_disk=False)
+    take(frames, 2, to_disk=False)
     (theirs,) = [found for found in others.complete() if found.version == 1]
     with theirs.pinned() as pinned:
         assert pinned
-        assert slots.begin(3, 0, list(some_state(3)), {}) is None
+        assert frames.begin(3, 0, list(some_state(3)), {}) is None
         with first.pinned() as also:
             assert not also
-    assert slots.begin(3, 0, list(some_state(3)), {}) is not None
+    assert frames.begin(3, 0, list(some_state(3)), {}) is not None
 
 
 def test_a_larger_state_and_a_smaller_one(memory: Memory) -> None:
-    slots, others = Slots(memory), Slots(memory)
+    frames, others = Frames(memory), Frames(memory)
     for version, n in enumerate((10, 3_000_000, 20, 5_000_000)):
         state = {slice_of("x", torch.arange(n)): torch.arange(n)}
-        taken = slots.begin(version, 0, list(state), {"meta": {}}, to_disk=False)
+        taken = frames.begin(version, 0, list(state), {"meta": {}}, to_disk=False)
         assert taken is not None
         tiers.copy(taken, state, taken.share(0))
         taken.finish(0)
@@ -127,37 +129,37 @@ def test_a_larger_state_and_a_smaller_one(memory: Memory) -> None:
         assert torch.equal(torch.frombuffer(content, dtype=torch.int64), torch.arange(n))
 
 
-def test_too_little_memory_is_said_and_one_slot_is_used_if_disk_has_it(
+def test_too_little_memory_is_said_and_one_frame_is_used_if_disk_has_it(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots = Slots(memory)
-    first = take(slots, 1)
+    frames = Frames(memory)
+    first = take(frames, 1)
     monkeypatch.setattr(snapshot, "_memory_available", lambda: 1000)
-    assert slots.begin(2, 0, list(some_state(2)), {}) is None, "version 1 is nowhere else yet"
+    assert frames.begin(2, 0, list(some_state(2)), {}) is None, "version 1 is nowhere else yet"
     first.settle(SnapshotOutcome.DURABLE)
-    assert slots.begin(2, 0, list(some_state(2)), {}) is not None
+    assert frames.begin(2, 0, list(some_state(2)), {}) is not None
     with pytest.raises(InfrastructureError, match="more memory, and 0 MB are available"):
         empty = memory_slots.create()
         try:
-            Slots(empty).begin(1, 0, list(some_state(1)), {})
+            Frames(empty).begin(1, 0, list(some_state(1)), {})
         finally:
             for descriptor in empty:
                 os.close(descriptor)
 
 
 def load(memory: Memory, folder: Path, version: int) -> tiers.Loaded:
-    return Tiers(Slots(memory), folder).load(version)
+    return Tiers(Frames(memory), folder).load(version)
 
 
 def test_from_memory_to_disk_and_back(memory: Memory, tmp_path: Path) -> None:
-    slots = Slots(memory)
-    taken = take(slots, 5)
-    writer = Writer(slots, tmp_path)
+    frames = Frames(memory)
+    taken = take(frames, 5)
+    writer = Writer(frames, tmp_path)
     writer.drain()
     assert taken.sealed and taken.outcome == SnapshotOutcome.DURABLE
-    both = Tiers(Slots(memory), tmp_path)
+    both = Tiers(Frames(memory), tmp_path)
     assert [(s.version, s.tier) for s in both.stored()] == [(5, CheckpointTier.MEMORY), (5, CheckpointTier.NVME)]
-    for found in (both.load(5), Tiers(Slots([]), tmp_path).load(5)):
+    for found in (both.load(5), Tiers(Frames([]), tmp_path).load(5)):
         assert found.skeleton == {"version": 5} and not found.repaired
         assert torch.equal(found.tensors["w"], torch.full((700, 10), 5.0)) and float(found.tensors["n"]) == 5.0
 
@@ -165,11 +167,11 @@ def test_from_memory_to_disk_and_back(memory: Memory, tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["data", "hashes", "header", "control", "seal"])
 def test_a_flipped_bit_in_memory_is_noticed(memory: Memory, tmp_path: Path, where: str) -> None:
     """It is repaired from disk if disk has it, or else the older one counts."""
-    slots = Slots(memory)
-    writer = Writer(slots, tmp_path)
-    take(slots, 4)
+    frames = Frames(memory)
+    writer = Writer(frames, tmp_path)
+    take(frames, 4)
     writer.drain()
-    taken = take(slots, 5, to_disk=False)
+    taken = take(frames, 5, to_disk=False)
     writer.drain()
     control = taken.control
     at = {
@@ -179,8 +181,8 @@ def test_a_flipped_bit_in_memory_is_noticed(memory: Memory, tmp_path: Path, wher
         "control": 17,
         "seal": snapshot._SEAL_AT,
     }[where]
-    taken._slot.map[at] ^= 1
-    both = Tiers(Slots(memory), tmp_path)
+    taken._frame.map[at] ^= 1
+    both = Tiers(Frames(memory), tmp_path)
     if where != "data":
         assert not writer.work(), "it is not sealed once more"
     if where == "data":
@@ -191,49 +193,49 @@ def test_a_flipped_bit_in_memory_is_noticed(memory: Memory, tmp_path: Path, wher
 
 
 def test_damage_in_memory_is_repaired_from_disk_and_the_other_way_round(memory: Memory, tmp_path: Path) -> None:
-    slots = Slots(memory)
-    taken = take(slots, 5)
-    writer = Writer(slots, tmp_path)
+    frames = Frames(memory)
+    taken = take(frames, 5)
+    writer = Writer(frames, tmp_path)
     writer.drain()
-    taken._slot.map[taken.control.data_at + 100] ^= 1
+    taken._frame.map[taken.control.data_at + 100] ^= 1
     found = load(memory, tmp_path, 5)
     assert len(found.repaired) == 1 and "taken from" in found.repaired[0]
     assert torch.equal(found.tensors["w"], torch.full((700, 10), 5.0))
-    taken._slot.map[taken.control.data_at + 100] ^= 1
+    taken._frame.map[taken.control.data_at + 100] ^= 1
     state = newest(tmp_path)[0].path / "state.safetensors"
     content = bytearray(state.read_bytes())
     content[-5] ^= 1
     state.write_bytes(content)
-    taken._slot.invalidate()
+    taken._frame.invalidate()
     with pytest.raises(CheckpointCorrupt):
         load(memory, tmp_path, 5)
     assert newest(tmp_path) == [], "it is set aside"
 
 
 def test_the_writer_brings_the_newest_to_disk_before_it_ends(memory: Memory, tmp_path: Path) -> None:
-    slots = Slots(memory)
-    take(slots, 7, to_disk=False)
-    Writer(slots, tmp_path).finish()
+    frames = Frames(memory)
+    take(frames, 7, to_disk=False)
+    Writer(frames, tmp_path).finish()
     assert [checkpoint.step for checkpoint in newest(tmp_path)] == [7]
-    take(slots, 9, shares=2, finished=1)
-    Writer(slots, tmp_path).finish()
+    take(frames, 9, shares=2, finished=1)
+    Writer(frames, tmp_path).finish()
     assert [checkpoint.step for checkpoint in newest(tmp_path)] == [7]
 
 
 def test_a_disk_that_refuses_ends_no_writer(memory: Memory, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("no folder")
-    slots = Slots(memory)
-    taken = take(slots, 7)
-    writer = Writer(slots, tmp_path / "file")
+    frames = Frames(memory)
+    taken = take(frames, 7)
+    writer = Writer(frames, tmp_path / "file")
     writer.drain()
     assert taken.outcome == SnapshotOutcome.FAILED and "checkpoint_failed" in capfd.readouterr().out
 
 
 def test_a_torn_control_page_is_no_snapshot(memory: Memory) -> None:
-    slots = Slots(memory)
-    taken = take(slots, 7)
-    struct.pack_into("<q", taken._slot.map, 16, 8)  # the version alone
-    assert versions(slots) == [] and slots.begun() is None
+    frames = Frames(memory)
+    taken = take(frames, 7)
+    struct.pack_into("<q", taken._frame.map, 16, 8)  # the version alone
+    assert versions(frames) == [] and frames.begun() is None
 
 
 def test_a_load_while_a_save_is_pruned_away(memory: Memory, tmp_path: Path) -> None:

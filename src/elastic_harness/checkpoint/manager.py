@@ -80,7 +80,7 @@ class CheckpointManager:
         kept = keeper.find(key) if self.config.peer_copies else []
         copies = sum(to == rank for _, to in links)
         self._writer = OwnWriter(self.folder, self._tell, lock, keep=key if links else None, copies=copies)
-        self._tiers = Tiers(self._writer.slots, self.folder, self._writer, self._tell)
+        self._tiers = Tiers(self._writer.frames, self.folder, self._writer, self._tell)
         policy = policy_of(self.config, self.config.upload_url)
         self._saver = Saver(self._tiers, self.config, policy, self._tell, self._writer)
         self._peers = None
@@ -276,10 +276,10 @@ class CheckpointManager:
             version, **states, **others, tier=tier, path=path, packages=dict(meta.get("packages", {}))
         )
 
-    def _note(self, step: int, *, on_disk: bool) -> None:
-        """This step need not be saved again."""
+    def _note(self, version: int, *, on_disk: bool) -> None:
+        """This version need not be saved again."""
         for tier in (CheckpointTier.MEMORY, CheckpointTier.NVME) if on_disk else (CheckpointTier.MEMORY,):
-            self._last[tier] = LastSaved(step, time.monotonic())
+            self._last[tier] = LastSaved(version, time.monotonic())
 
     def _fetch(self) -> None:
         """From object storage, if nothing is here."""

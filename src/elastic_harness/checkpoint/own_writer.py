@@ -10,7 +10,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.checkpoint.memory.snapshot import Slots
+from elastic_harness.checkpoint.memory.snapshot import Frames
 from elastic_harness.contract import memory_slots
 from elastic_harness.errors import InfrastructureError
 from elastic_harness.writer_process import WriterCommand, WriterProcess
@@ -23,7 +23,7 @@ class OwnWriter:
     """Shared memory and a writer for it, which a thread watches over. `report(event, fields)` is called in that thread.
     `lock`: a descriptor that the writer holds until everything is on disk, longer than this process lives if need be.
     `keep`: the key under which the memory is kept for the next job if this process dies. `copies`: for how many other
-    ranks' snapshots there are slots too, which the writer does not touch."""
+    ranks' snapshots there are frames too, which the writer does not touch."""
 
     def __init__(
         self,
@@ -35,19 +35,19 @@ class OwnWriter:
         copies: int = 0,
     ) -> None:
         self._report = report
-        of_slots, of_copies = memory_slots.create(), [memory_slots.create() for _ in range(copies)]
+        of_frames, of_copies = memory_slots.create(), [memory_slots.create() for _ in range(copies)]
         wake, self._asked = memory_slots.wake_descriptor(), memory_slots.wake_descriptor()
         flat = [descriptor for descriptors in of_copies for descriptor in descriptors]
-        self.slots = Slots(of_slots, wake)
-        self.copies = [Slots(descriptors) for descriptors in of_copies]
-        self._descriptors = [*of_slots, *flat, wake, self._asked, *([] if lock is None else [lock])]
+        self.frames = Frames(of_frames, wake)
+        self.copies = [Frames(descriptors) for descriptors in of_copies]
+        self._descriptors = [*of_frames, *flat, wake, self._asked, *([] if lock is None else [lock])]
         self._process = WriterProcess(
-            WriterCommand(folder, of_slots, wake, lock, keep=keep, copies=flat), self._on_event
+            WriterCommand(folder, of_frames, wake, lock, keep=keep, copies=flat), self._on_event
         )
         self._thread: threading.Thread | None = None
         self._keep = False
         self._fatal: str | None = None
-        self._failed: set[int] = set()  # steps whose failure was reported
+        self._failed: set[int] = set()  # versions whose failure was reported
         self._heard = threading.Condition()
         self._pid: int | None = os.getpid()  # of the process whose thread this is; None once it is closed
         atexit.register(self.close, keep=True)
@@ -97,10 +97,10 @@ class OwnWriter:
                 self._failed.add(fields["step"])
                 self._heard.notify_all()
 
-    def hear_why(self, step: int) -> None:
+    def hear_why(self, version: int) -> None:
         """Block until it was reported why a checkpoint failed, at most WORD_S: memory tells sooner that it did."""
         with self._heard:
-            self._heard.wait_for(lambda: step in self._failed, WORD_S)
+            self._heard.wait_for(lambda: version in self._failed, WORD_S)
 
     def check(self) -> None:
         """Raises InfrastructureError if the writer has failed, and the policy is that this ends the job, or if what it
@@ -120,8 +120,8 @@ class OwnWriter:
             self._keep = keep
             os.eventfd_write(self._asked, 1)
             self._thread.join()
-        for slots in (self.slots, *self.copies):
-            slots.close()
+        for frames in (self.frames, *self.copies):
+            frames.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
         self.copies = []

@@ -3,7 +3,7 @@
     save:  a snapshot is sealed  →  its image goes to a rank on the next node  →  checked there  →  all ranks agree
     load:  who holds what  →  the newest of which every share is somewhere  →  everybody is sent the pieces it needs
 
-What a rank holds is in its own slots, in those for copies, and with the keepers of ranks of its node that have died.
+What a rank holds is in its own frames, in those for copies, and with the keepers of ranks of its node that have died.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elastic_harness.checkpoint.layout import Piece, Slice, pieces
 from elastic_harness.checkpoint.memory import ring
 from elastic_harness.checkpoint.memory.keeper import Kept
 from elastic_harness.checkpoint.memory.ring import Share, Whole
-from elastic_harness.checkpoint.memory.snapshot import Room, Slots, Snapshot
+from elastic_harness.checkpoint.memory.snapshot import Frames, Room, Snapshot
 from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.ranks import Ranks
 from elastic_harness.checkpoint.tiers import POLL_S, CheckpointTier, Into, Loaded, Report, Tiers, targets_of
@@ -68,8 +68,8 @@ class Peers:
         self._to = [to for sender, to in links if sender == ranks.rank]
         self._from = [sender for sender, to in links if to == ranks.rank]
         self._kept = kept
-        self._kept_slots = [
-            Slots(kept.descriptors[at : at + 2]) for kept in self._kept for at in range(0, len(kept.descriptors), 2)
+        self._kept_frames = [
+            Frames(kept.descriptors[at : at + 2]) for kept in self._kept for at in range(0, len(kept.descriptors), 2)
         ]
         self._bad: set[tuple[Share, str]] = set()  # what was damaged, on which node
         self._copying: threading.Thread | None = None
@@ -89,11 +89,11 @@ class Peers:
         self._hang_up()
 
     def _release(self, *, needed: bool) -> None:
-        for slots in self._kept_slots:
-            slots.close()
+        for frames in self._kept_frames:
+            frames.close()
         for kept in self._kept:
             kept.close(needed=needed)
-        self._kept, self._kept_slots = [], []
+        self._kept, self._kept_frames = [], []
 
     def _hang_up(self) -> None:
         """Leave the group; whoever still waits for this rank in it is told by the end of the connection."""
@@ -152,7 +152,7 @@ class Peers:
             wrong = f"The snapshot was not sealed within {SEAL_S:.0f} s; the disk or the processor is too slow for it."
         sizes = self._swap([size] * len(self._to), self._to, self._from)
         rooms = [
-            slots.room(nbytes) if nbytes else None for slots, nbytes in zip(self._memory.copies, sizes, strict=True)
+            frames.room(nbytes) if nbytes else None for frames, nbytes in zip(self._memory.copies, sizes, strict=True)
         ]
         if any(nbytes and room is None for nbytes, room in zip(sizes, rooms, strict=True)):
             wrong = "There is no memory here for copies of other nodes' snapshots."
@@ -233,8 +233,8 @@ class Peers:
     def _held(self) -> dict[Share, Snapshot]:
         """What this rank can read of its node's memory, without what was found damaged."""
         found = self._tiers.sealed()
-        for slots in (*self._memory.copies, *self._kept_slots):
-            found += [snapshot for snapshot in slots.complete() if snapshot.sealed]
+        for frames in (*self._memory.copies, *self._kept_frames):
+            found += [snapshot for snapshot in frames.complete() if snapshot.sealed]
         held: dict[Share, Snapshot] = {}
         for snapshot in found:
             part = snapshot.header.get("part")

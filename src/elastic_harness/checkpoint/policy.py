@@ -38,11 +38,11 @@ class Policy:
         """The pause after each try that fails; None after the last."""
         return [*(pauses_s if self.on_failure == "retry" else ()), None]
 
-    def failure(self, step: int, error: object, *, final: bool = True) -> dict[str, Any]:
+    def failure(self, version: int, error: object, *, final: bool = True) -> dict[str, Any]:
         """The fields of an event that says so. `final`: there is no further try. `fatal`: the job has to end."""
         fatal = final and self.on_failure == "fail"
         reason = " (checkpoint.async_save_policy is fail)" if fatal else ""
-        return {"step": step, "error": f"{error}{reason}", "final": final, "fatal": fatal}
+        return {"step": version, "error": f"{error}{reason}", "final": final, "fatal": fatal}
 
     def uploading_next(self) -> Policy:
         """The same, but the next checkpoint is uploaded, whatever the interval says."""

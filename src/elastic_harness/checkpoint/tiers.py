@@ -25,7 +25,7 @@ from elastic_harness.checkpoint.disk.manifest import Checkpoint, newest
 from elastic_harness.checkpoint.disk.parts import Part
 from elastic_harness.checkpoint.disk.reading import BlockSource, Folder, fill
 from elastic_harness.checkpoint.layout import Piece, Slice
-from elastic_harness.checkpoint.memory.snapshot import Slots, Snapshot, SnapshotOutcome
+from elastic_harness.checkpoint.memory.snapshot import Frames, Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.policy import Policy
 from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.checkpoint.tensors import empty_whole, flat_bytes
@@ -74,10 +74,10 @@ class Tiers:
     running, where that is this process's business. `report(event, fields)`: is told of what is loaded."""
 
     def __init__(
-        self, slots: Slots, folder: Path, writer: WriterAlive | None = None, report: Report = lambda *_: None
+        self, frames: Frames, folder: Path, writer: WriterAlive | None = None, report: Report = lambda *_: None
     ) -> None:
         self.folder = folder
-        self._slots = slots
+        self._frames = frames
         self._writer = writer
         self._report = report
         self._copying: threading.Thread | None = None
@@ -101,14 +101,14 @@ class Tiers:
         to_disk: bool = True,
         part: Part | None = None,
     ) -> Snapshot | None:
-        """Open a snapshot and start copying this process's share of it; None if all slots are in use. The tensors must
+        """Open a snapshot and start copying this process's share of it; None if all frames are in use. The tensors must
         not change before `join`. `part`: of a checkpoint that several processes write. Does not block, except for an
         earlier copy."""
         self.join()
         if self._writer is not None:
             self._writer.keep_alive()
         header = {"skeleton": skeleton, "meta": meta, "policy": policy.to_json(), "part": part and asdict(part)}
-        snapshot = self._slots.begin(
+        snapshot = self._frames.begin(
             version, int(meta.get("lineage", 0)), list(tensors), header, shares=shares, to_disk=to_disk
         )
         if snapshot is not None:
@@ -118,7 +118,7 @@ class Tiers:
 
     def awaited(self, version: int, shares: int) -> Snapshot | None:
         """The snapshot of this version that another process has begun and of which this one has to copy a share."""
-        snapshot = self._slots.begun()
+        snapshot = self._frames.begun()
         if snapshot is None or snapshot.control.attempt == self._attempt:
             return None
         wanted = snapshot.version == version and snapshot.control.shares == shares
@@ -145,7 +145,7 @@ class Tiers:
             copy(snapshot, tensors, mine)
             failpoint("checkpoint.copied", snapshot.version)
             snapshot.finish(index)
-            self._slots.wake()
+            self._frames.wake()
         except BaseException as error:  # thread boundary: raised again by `join`
             self._error = error
 
@@ -165,11 +165,11 @@ class Tiers:
 
     def busy(self) -> bool:
         """Whether the writer has something to write to disk."""
-        return any(snapshot.waits_for_disk for snapshot in self._slots.complete())
+        return any(snapshot.waits_for_disk for snapshot in self._frames.complete())
 
     def newest(self) -> Snapshot | None:
         """The newest snapshot that is complete, if there is one."""
-        return next(iter(self._slots.complete()), None)
+        return next(iter(self._frames.complete()), None)
 
     def wait(self, snapshot: Snapshot) -> SnapshotOutcome:
         """Block until it is settled on disk, or until there is no more hope for that. It is complete, or nobody but
@@ -264,12 +264,12 @@ class Tiers:
 
     def sealed(self) -> list[Snapshot]:
         """The snapshots that can be checked. One that is complete is waited for while its hashes are computed."""
-        for snapshot in self._slots.complete():
+        for snapshot in self._frames.complete():
             give_up_at = time.monotonic() + 1.0 + snapshot.control.nbytes / 1e8
-            self._slots.wake()
+            self._frames.wake()
             while not snapshot.sealed and snapshot.here and time.monotonic() < give_up_at:
                 time.sleep(POLL_S)
-        return [snapshot for snapshot in self._slots.complete() if snapshot.sealed]
+        return [snapshot for snapshot in self._frames.complete() if snapshot.sealed]
 
 
 def copy(snapshot: Snapshot, tensors: Mapping[Slice, Tensor], mine: Sequence[Piece]) -> None:

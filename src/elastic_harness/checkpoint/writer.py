@@ -1,11 +1,11 @@
 """The writer: a process of its own, without torch, that takes a node's snapshots from shared memory to disk and on to
 object storage, while training goes on.
 
-    python -m elastic_harness.checkpoint.writer --slots 5,6 --wake 7 --folder RUN/checkpoints
+    python -m elastic_harness.checkpoint.writer --frames 5,6 --wake 7 --folder RUN/checkpoints
 
 It ends when its standard input has a line or ends: when whoever started it is done with it, or has died. Before that it
 brings the newest snapshot to disk that is not there, so that not even the end of all other processes loses it. With
---keep, unless the line is "done", a keeper then holds the slots for the next job. What it has to say are lines of JSON
+--keep, unless the line is "done", a keeper then holds the frames for the next job. What it has to say are lines of JSON
 on standard output.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 from elastic_harness.checkpoint.disk import local, parts, retention
 from elastic_harness.checkpoint.disk.manifest import Checkpoint, newest, read
 from elastic_harness.checkpoint.memory import keeper
-from elastic_harness.checkpoint.memory.snapshot import Slots, Snapshot, SnapshotOutcome
+from elastic_harness.checkpoint.memory.snapshot import Frames, Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.policy import Policy, Upload
 from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
@@ -40,20 +40,20 @@ RETRY_PAUSES_S = (1.0, 5.0, 20.0, 60.0)  # before each further try, where the po
 class Writer:
     """Seals snapshots, writes to disk those that are to go there, removes what need not stay, and uploads."""
 
-    def __init__(self, slots: Slots, folder: Path) -> None:
-        self._slots = slots
+    def __init__(self, frames: Frames, folder: Path) -> None:
+        self._frames = frames
         self._folder = folder
         self._uploader = Uploader(folder)
 
     def work(self) -> bool:
         """Do one thing, the newest first; False if there is nothing to do."""
-        for snapshot in self._slots.complete():
+        for snapshot in self._frames.complete():
             if snapshot.damaged:  # to seal it again would make the damage valid
                 snapshot.drop()
                 tell("checkpoint_corrupt", step=snapshot.version, error="The snapshot in memory was changed.")
             elif not snapshot.sealed and self._seal(snapshot):
                 return True
-        for snapshot in reversed(self._slots.complete()):
+        for snapshot in reversed(self._frames.complete()):
             if snapshot.waits_for_disk and self.write(snapshot):
                 return True
         return False
@@ -71,7 +71,7 @@ class Writer:
         with contextlib.suppress(OSError):  # a folder that is gone; what could not be written was told
             found = newest(self._folder)
         on_disk = max((checkpoint.step for checkpoint in found), default=-1)
-        for snapshot in self._slots.complete()[:1]:
+        for snapshot in self._frames.complete()[:1]:
             if snapshot.version > on_disk and snapshot.outcome != SnapshotOutcome.FAILED:
                 self.write(snapshot)
             with contextlib.suppress(OSError, HarnessError):
@@ -93,7 +93,7 @@ class Writer:
             return True
 
     def write(self, snapshot: Snapshot) -> bool:
-        """Write a snapshot to disk, and say how that went; False if its slot is in use elsewhere."""
+        """Write a snapshot to disk, and say how that went; False if its frame is in use elsewhere."""
         with snapshot.pinned() as pinned:
             if not pinned or not snapshot.here or not snapshot.sealed:
                 return False
@@ -221,21 +221,21 @@ def tell(event: str, **fields: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slots", required=True, help="descriptors of the shared memory")
+    parser.add_argument("--frames", required=True, help="descriptors of the shared memory")
     parser.add_argument("--wake", type=int, required=True, help="the eventfd that says there is something to do")
     parser.add_argument("--folder", type=Path, required=True, help="where checkpoints go")
     parser.add_argument("--lock", type=int, help="a descriptor to be held until everything is on disk")
-    parser.add_argument("--keep", help="the key under which the slots are kept for the next job")
-    parser.add_argument("--copies", default="", help="descriptors of slots with copies, to be kept too")
+    parser.add_argument("--keep", help="the key under which the frames are kept for the next job")
+    parser.add_argument("--copies", default="", help="descriptors of frames with copies, to be kept too")
     arguments = parser.parse_args(argv)
     listening = keeper.listen(arguments.keep) if arguments.keep is not None else None
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    slots = Slots(from_text(arguments.slots))
-    writer = Writer(slots, arguments.folder)
+    frames = Frames(from_text(arguments.frames))
+    writer = Writer(frames, arguments.folder)
     while True:
         writer.drain()
-        slots.provide()
+        frames.provide()
         ready, _, _ = select.select([0, arguments.wake], [], [])
         if 0 in ready:
             if os.read(0, 1024) == b"done\n" and listening is not None:  # nobody will need what is here
@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     writer.finish()
     if listening is not None:
         try:
-            keeper.start(listening, [*from_text(arguments.slots), *from_text(arguments.copies)])
+            keeper.start(listening, [*from_text(arguments.frames), *from_text(arguments.copies)])
         except OSError as error:
             tell("keeper_failed", error=f"The snapshots in memory end with this job: {error}")
     if arguments.lock is not None:

@@ -21,7 +21,7 @@ from elastic_harness import file_lock
 from elastic_harness.checkpoint.disk.manifest import newest
 from elastic_harness.checkpoint.interval import LastSaved
 from elastic_harness.checkpoint.layout import Slice
-from elastic_harness.checkpoint.memory.snapshot import Slots, Snapshot, SnapshotOutcome
+from elastic_harness.checkpoint.memory.snapshot import Frames, Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.policy import Policy, policy_of
 from elastic_harness.checkpoint.saver import Saver
@@ -55,7 +55,7 @@ class RunSaver:
     def save_if_due(
         self, version: int, lineage: int, from_step: int, world: int, describe: Describe, *, uploads: bool = True
     ) -> None:
-        """As the first worker: begin a snapshot if one is due and a slot is free. `from_step`: where this lineage
+        """As the first worker: begin a snapshot if one is due and a frame is free. `from_step`: where this lineage
         began. `world`: how many workers copy a share. `uploads`: whether it may go to object storage. Must be followed
         by `join` before the state changes. Does not block."""
         self._saver.check()
@@ -204,16 +204,16 @@ def make_saver(
     handed = os.environ.pop(variables.SNAPSHOTS, None)
     if handed is not None:
         *descriptors, wake = memory_slots.from_text(handed)
-        slots, own = Slots(descriptors, wake), None
+        frames, own = Frames(descriptors, wake), None
         for descriptor in descriptors:
             os.close(descriptor)
     elif os.environ.get("RANK", "0") == "0":
         report = _printing(report)
         own = OwnWriter(folder, report, file_lock.take(run_dir / "writer.lock", busy(run_dir)))
-        slots = own.slots
+        frames = own.frames
     else:
-        slots, own = Slots([]), None
-    return RunSaver(Saver(Tiers(slots, folder, own, report), config, policy, report, own), registry, inherited)
+        frames, own = Frames([]), None
+    return RunSaver(Saver(Tiers(frames, folder, own, report), config, policy, report, own), registry, inherited)
 
 
 def _is_saved(snapshot: Snapshot, version: int, lineage: int) -> bool:

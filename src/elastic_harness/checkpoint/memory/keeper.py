@@ -1,10 +1,10 @@
 """Keeps the snapshots of a rank that has died, until the next job on its node has no more need of them. Without torch.
 
-    python -m elastic_harness.checkpoint.memory.keeper --socket 5 --slots 6,7,8,9
+    python -m elastic_harness.checkpoint.memory.keeper --socket 5 --frames 6,7,8,9
 
 The rank's writer listens on an abstract socket, whose name says which job's folder and node it is; when the rank has
-died and everything is on disk, it hands the socket and the slots to this process and ends. Whoever connects is given
-the slots' descriptors. It ends when one of them says so, or when for `ALONE_S` nobody has been connected.
+died and everything is on disk, it hands the socket and the frames to this process and ends. Whoever connects is given
+the frames' descriptors. It ends when one of them says so, or when for `ALONE_S` nobody has been connected.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def listen(key: str) -> socket.socket:
     return listening
 
 
-def start(listening: socket.socket, slots: Sequence[int]) -> None:
-    """Hand socket and slots to a process of its own, which nothing of this one outlives."""
-    descriptors = [listening.fileno(), *slots]
-    command = [sys.executable, "-m", __name__, "--socket", str(descriptors[0]), "--slots", to_text(slots)]
+def start(listening: socket.socket, frames: Sequence[int]) -> None:
+    """Hand socket and frames to a process of its own, which nothing of this one outlives."""
+    descriptors = [listening.fileno(), *frames]
+    command = [sys.executable, "-m", __name__, "--socket", str(descriptors[0]), "--frames", to_text(frames)]
     nowhere = subprocess.DEVNULL
     subprocess.Popen(
         command, stdin=nowhere, stdout=nowhere, stderr=nowhere, pass_fds=descriptors, start_new_session=True
@@ -53,7 +53,7 @@ def start(listening: socket.socket, slots: Sequence[int]) -> None:
 
 
 class Kept:
-    """What the keeper of one dead rank has given: `descriptors` of slots, this process's own."""
+    """What the keeper of one dead rank has given: `descriptors` of frames, this process's own."""
 
     def __init__(self, connection: socket.socket, descriptors: Sequence[int]) -> None:
         self._connection = connection
@@ -132,10 +132,10 @@ def _welcome(connection: socket.socket, descriptors: Sequence[int]) -> socket.so
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--socket", type=int, required=True, help="the listening socket")
-    parser.add_argument("--slots", required=True, help="descriptors of the shared memory")
+    parser.add_argument("--frames", required=True, help="descriptors of the shared memory")
     arguments = parser.parse_args(argv)
     with socket.socket(fileno=arguments.socket) as listening:
-        keep(listening, from_text(arguments.slots))
+        keep(listening, from_text(arguments.frames))
     return 0
 
 

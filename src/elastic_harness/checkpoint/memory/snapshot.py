@@ -1,6 +1,6 @@
 """The memory tier of a node: the newest states in shared memory, which outlives any worker. Without torch.
 
-Each slot is a memfd; whoever holds a descriptor keeps it: under `elastic-harness launch` the agent and its writer. A
+Each frame is a memfd; whoever holds a descriptor keeps it: under `elastic-harness launch` the agent and its writer. A
 snapshot is begun by one process, which writes the header; each of the workers then copies its share of the pieces and
 says so; when all have, the writer hashes the pieces, which seals it, and may write it to disk.
 
@@ -8,7 +8,7 @@ says so; when all have, the writer hashes the pieces, which seals it, and may wr
     4096   shares: a word for each worker, the attempt whose share it has copied
     8192   header: JSON (meta, skeleton, slices), then a 16-byte hash for each piece, then the pieces
 
-A slot is never reused while it is being written to disk, nor while it holds the newest complete snapshot: so whatever
+A frame is never reused while it is being written to disk, nor while it holds the newest complete snapshot: so whatever
 dies in whatever moment, one that was complete stays, and one that is not is never taken for complete.
 """
 
@@ -72,12 +72,12 @@ class Control(NamedTuple):
     disk_began_at: float
 
 
-class Slots:
-    """A node's slots, as one process sees them. `wake`: an eventfd that tells the writer that there is something to do,
-    or None."""
+class Frames:
+    """A node's frames, as one process sees them. `wake`: an eventfd that tells the writer that there is something to
+    do, or None."""
 
     def __init__(self, descriptors: Sequence[int], wake: int | None = None) -> None:
-        self._slots = [_Slot(descriptor) for descriptor in descriptors]
+        self._frames = [_Frame(descriptor) for descriptor in descriptors]
         self._wake = wake
 
     def begin(
@@ -90,7 +90,7 @@ class Slots:
         shares: int = 1,
         to_disk: bool = True,
     ) -> Snapshot | None:
-        """Open a snapshot in a free slot; None if none is free now. `header`: JSON, goes with it. Does not block.
+        """Open a snapshot in a free frame; None if none is free now. `header`: JSON, goes with it. Does not block.
         Raises InfrastructureError if there is not enough memory."""
         if not 1 <= shares <= MAX_SHARES:
             raise InfrastructureError(f"{shares} workers on one node, 1 to {MAX_SHARES} can share a snapshot.")
@@ -99,11 +99,11 @@ class Slots:
         data_at = _aligned(_HEADER_AT + len(text) + 16 * len(cut), mmap.PAGESIZE)
         positions, nbytes = _positions(cut, data_at)
         newest = next(iter(self.complete()), None)
-        slots = sorted(self._slots, key=_Slot.attempt)
+        frames = sorted(self._frames, key=_Frame.attempt)
         now = time.monotonic()
         before = (newest.control.disk_version, newest.control.disk_began_at) if newest is not None else (-1, 0.0)
         control = Control(
-            1 + slots[-1].attempt(),
+            1 + frames[-1].attempt(),
             version,
             lineage,
             shares,
@@ -115,44 +115,44 @@ class Slots:
             *((version, now) if to_disk else before),
         )
         if newest is not None:  # it stays, unless there is memory for one alone, and disk has it
-            slots = [*(slot for slot in slots if slot is not newest._slot), newest._slot]
+            frames = [*(frame for frame in frames if frame is not newest._frame), newest._frame]
         short = ""
-        for slot in slots:
+        for frame in frames:
             replaceable = short and newest is not None and newest.outcome == SnapshotOutcome.DURABLE
-            if newest is not None and slot is newest._slot and not replaceable:
+            if newest is not None and frame is newest._frame and not replaceable:
                 continue
-            with slot.pinned() as pinned:
-                waiting = slot.snapshot()
+            with frame.pinned() as pinned:
+                waiting = frame.snapshot()
                 if not pinned or (waiting is not None and waiting.waits_for_disk):
                     continue
-                short = slot.shortage(nbytes)
+                short = frame.shortage(nbytes)
                 if not short:
-                    slot.open(control, text)
-                    return Snapshot(slot, control, positions)
+                    frame.open(control, text)
+                    return Snapshot(frame, control, positions)
         if short and newest is None:
             raise InfrastructureError(short)
         return None
 
     def begun(self) -> Snapshot | None:
         """The snapshot that was begun last, complete or not."""
-        found = [snapshot for slot in self._slots if (snapshot := slot.snapshot()) is not None]
+        found = [snapshot for frame in self._frames if (snapshot := frame.snapshot()) is not None]
         return max(found, key=lambda snapshot: snapshot.control.attempt, default=None)
 
     def complete(self) -> list[Snapshot]:
         """The snapshots whose shares are all there, the newest first."""
-        found = [snapshot for slot in self._slots if (snapshot := slot.snapshot()) is not None and snapshot.complete]
+        found = [snapshot for frame in self._frames if (snapshot := frame.snapshot()) is not None and snapshot.complete]
         return sorted(found, key=lambda snapshot: -snapshot.control.attempt)
 
     def room(self, nbytes: int) -> Room | None:
         """Room for a copy of another node's snapshot, where it replaces the older one; None if there is no memory."""
-        slot = min(self._slots, key=_Slot.attempt)
-        return None if slot.shortage(nbytes) else Room(slot, nbytes)
+        frame = min(self._frames, key=_Frame.attempt)
+        return None if frame.shortage(nbytes) else Room(frame, nbytes)
 
     def provide(self) -> None:
-        """Have memory provided for the slots that are smaller than the newest snapshot, before they are needed."""
+        """Have memory provided for the frames that are smaller than the newest snapshot, before they are needed."""
         for newest in self.complete()[:1]:
-            for slot in self._slots:
-                slot.provide(newest.control.nbytes)
+            for frame in self._frames:
+                frame.provide(newest.control.nbytes)
 
     def wake(self) -> None:
         """Tell the writer that there is something to do."""
@@ -160,15 +160,15 @@ class Slots:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        for slot in self._slots:
-            slot.close()
+        for frame in self._frames:
+            frame.close()
 
 
 class Snapshot:
-    """One attempt in a slot. Everything it says is only true while the slot is not reused: `here` says so."""
+    """One attempt in a frame. Everything it says is only true while the frame is not reused: `here` says so."""
 
-    def __init__(self, slot: _Slot, control: Control, positions: Mapping[Piece, int] | None = None) -> None:
-        self._slot = slot
+    def __init__(self, frame: _Frame, control: Control, positions: Mapping[Piece, int] | None = None) -> None:
+        self._frame = frame
         self._known = positions
         self.control = control
         self.where = "shared memory"
@@ -179,19 +179,19 @@ class Snapshot:
 
     @property
     def here(self) -> bool:
-        """Whether the slot still holds this attempt."""
-        return self._slot.control() == self.control
+        """Whether the frame still holds this attempt."""
+        return self._frame.control() == self.control
 
     @property
     def complete(self) -> bool:
         """Whether all have copied their shares."""
         shares = self.control.shares
-        words = struct.unpack_from(f"<{shares}Q", self._slot.map, _SHARES_AT)
+        words = struct.unpack_from(f"<{shares}Q", self._frame.map, _SHARES_AT)
         return all(word == self.control.attempt for word in words)
 
     @property
     def outcome(self) -> SnapshotOutcome:
-        attempt, outcome = _PAIR.unpack_from(self._slot.map, _OUTCOME_AT)
+        attempt, outcome = _PAIR.unpack_from(self._frame.map, _OUTCOME_AT)
         return SnapshotOutcome(outcome) if attempt == self.control.attempt else SnapshotOutcome.OPEN
 
     @property
@@ -202,7 +202,7 @@ class Snapshot:
     @property
     def sealed(self) -> bool:
         """Whether its pieces have been hashed, and what describes them can be trusted."""
-        return self._was_sealed and self._slot.seal_of(self.control) == self._slot.seal()
+        return self._was_sealed and self._frame.seal_of(self.control) == self._frame.seal()
 
     @property
     def damaged(self) -> bool:
@@ -211,20 +211,20 @@ class Snapshot:
 
     @property
     def _was_sealed(self) -> bool:
-        return bool(_WORD.unpack_from(self._slot.map, _SEALED_AT)[0] == self.control.attempt)
+        return bool(_WORD.unpack_from(self._frame.map, _SEALED_AT)[0] == self.control.attempt)
 
     @cached_property
     def header(self) -> dict[str, Any]:
         """What `begin` was given, and the slices."""
         try:
-            text = bytes(self._slot.map[_HEADER_AT : _HEADER_AT + self.control.header_bytes])
+            text = bytes(self._frame.map[_HEADER_AT : _HEADER_AT + self.control.header_bytes])
             return parse_object(text)
         except ValueError as error:
             raise CheckpointCorrupt(f"The snapshot of version {self.version} in memory is damaged: {error}") from error
 
     @cached_property
     def positions(self) -> Mapping[Piece, int]:
-        """Where each piece is in the slot."""
+        """Where each piece is in the frame."""
         if self._known is not None:
             return self._known
         slices = [Slice(t, d, *(tuple(numbers) for numbers in boxes)) for t, d, *boxes in self.header["slices"]]
@@ -237,32 +237,32 @@ class Snapshot:
     def view(self, piece: Piece) -> memoryview:
         """A piece's memory."""
         begin = self.positions[piece]
-        return self._slot.view[begin : begin + piece.nbytes]
+        return self._frame.view[begin : begin + piece.nbytes]
 
     def contents(self) -> dict[Slice, memoryview]:
         """The memory of each slice: its pieces follow each other without a gap."""
         begins = {piece.slice: at for piece, at in self.positions.items() if piece.low == 0}
-        return {of: self._slot.view[at : at + of.nbytes] for of, at in begins.items()}
+        return {of: self._frame.view[at : at + of.nbytes] for of, at in begins.items()}
 
     def image(self) -> tuple[memoryview, memoryview]:
-        """All of it as it is in the slot, as two runs of bytes, for a `Room` elsewhere."""
-        return self._slot.view[:_SHARES_AT], self._slot.view[_SHARES_AT : self.control.nbytes]
+        """All of it as it is in the frame, as two runs of bytes, for a `Room` elsewhere."""
+        return self._frame.view[:_SHARES_AT], self._frame.view[_SHARES_AT : self.control.nbytes]
 
     def populate(self, mine: Sequence[Piece]) -> None:
         """Have the kernel provide the memory of these pieces in one go, which is faster than page by page."""
         if mine:
-            self._slot.populate(self.positions[mine[0]], self.positions[mine[-1]] + mine[-1].nbytes)
+            self._frame.populate(self.positions[mine[0]], self.positions[mine[-1]] + mine[-1].nbytes)
 
     def finish(self, index: int) -> None:
         """Say that a share is copied."""
         if self.here:
-            _WORD.pack_into(self._slot.map, _SHARES_AT + 8 * index, self.control.attempt)
+            _WORD.pack_into(self._frame.map, _SHARES_AT + 8 * index, self.control.attempt)
 
     @property
     def hashes(self) -> dict[Piece, str]:
         """Of each piece, once it is sealed."""
         at = _HEADER_AT + self.control.header_bytes
-        digests = bytes(self._slot.map[at : at + 16 * len(self.positions)])
+        digests = bytes(self._frame.map[at : at + 16 * len(self.positions)])
         return {piece: digests[16 * i : 16 * i + 16].hex() for i, piece in enumerate(self.positions)}
 
     def seal(self) -> None:
@@ -270,22 +270,22 @@ class Snapshot:
         at = _HEADER_AT + self.control.header_bytes
         for number, piece in enumerate(self.positions):
             failpoint("checkpoint.hashing", self.version)
-            self._slot.map[at + 16 * number : at + 16 * number + 16] = xxhash.xxh3_128_digest(self.view(piece))
-        self._slot.set_seal(self.control)
+            self._frame.map[at + 16 * number : at + 16 * number + 16] = xxhash.xxh3_128_digest(self.view(piece))
+        self._frame.set_seal(self.control)
 
     def settle(self, outcome: SnapshotOutcome) -> None:
         """Say what became of it on disk."""
         if self.here:
-            _PAIR.pack_into(self._slot.map, _OUTCOME_AT, self.control.attempt, outcome)
+            _PAIR.pack_into(self._frame.map, _OUTCOME_AT, self.control.attempt, outcome)
 
     def drop(self) -> None:
         """Let it be offered no more: it is damaged."""
         if self.here:
-            self._slot.invalidate()
+            self._frame.invalidate()
 
     def pinned(self) -> contextlib.AbstractContextManager[bool]:
-        """While this is held, the slot is not reused. Gives whether it could be had."""
-        return self._slot.pinned()
+        """While this is held, the frame is not reused. Gives whether it could be had."""
+        return self._frame.pinned()
 
     def read(self, piece: Piece, into: memoryview) -> None:
         """As a source: a piece's bytes as they are here."""
@@ -293,26 +293,26 @@ class Snapshot:
 
 
 class Room:
-    """A slot while a sealed snapshot of another node is copied into it. Until it is accepted it is none here."""
+    """A frame while a sealed snapshot of another node is copied into it. Until it is accepted it is none here."""
 
-    def __init__(self, slot: _Slot, nbytes: int) -> None:
-        slot.invalidate()
-        slot.grow(nbytes)
-        self._slot = slot
+    def __init__(self, frame: _Frame, nbytes: int) -> None:
+        frame.invalidate()
+        frame.grow(nbytes)
+        self._frame = frame
         self._nbytes = nbytes
         self._page = bytearray(_SHARES_AT)
 
     def image(self) -> tuple[memoryview, memoryview]:
         """What to fill with the two runs of bytes of the snapshot's `image`."""
-        return memoryview(self._page), self._slot.view[_SHARES_AT : self._nbytes]
+        return memoryview(self._page), self._frame.view[_SHARES_AT : self._nbytes]
 
     def accept(self) -> Snapshot:
         """Check every piece, upon which it counts. Raises CheckpointCorrupt if it is not what was sealed."""
         control = _control_in(self._page)
         if control is None or control.nbytes != self._nbytes:
             raise CheckpointCorrupt("What was copied from another node is no snapshot.")
-        self._slot.map[_OUTCOME_AT:_SHARES_AT] = self._page[_OUTCOME_AT:]
-        snapshot = Snapshot(self._slot, control)
+        self._frame.map[_OUTCOME_AT:_SHARES_AT] = self._page[_OUTCOME_AT:]
+        snapshot = Snapshot(self._frame, control)
         if not snapshot.complete or not snapshot.sealed:
             raise CheckpointCorrupt(f"The copy of another node's snapshot of version {control.version} is damaged.")
         for piece, expected in snapshot.hashes.items():
@@ -321,12 +321,12 @@ class Room:
                     f"In the copy of another node's snapshot of version {control.version}, bytes {piece.low} to "
                     f"{piece.high} of {piece.slice.name} do not have the hash they were sealed with."
                 )
-        self._slot.map[:_CHECK_AT] = self._page[:_CHECK_AT]
-        self._slot.map[_CHECK_AT:_OUTCOME_AT] = self._page[_CHECK_AT:_OUTCOME_AT]
+        self._frame.map[:_CHECK_AT] = self._page[:_CHECK_AT]
+        self._frame.map[_CHECK_AT:_OUTCOME_AT] = self._page[_CHECK_AT:_OUTCOME_AT]
         return snapshot
 
 
-class _Slot:
+class _Frame:
     """One memfd, opened once more, so that its lock is this process's own; mapped anew when it has grown."""
 
     def __init__(self, descriptor: int) -> None:
@@ -355,7 +355,7 @@ class _Slot:
         return self._view
 
     def control(self) -> Control | None:
-        """What the slot holds, or None; also while that is being written."""
+        """What the frame holds, or None; also while that is being written."""
         mapped = self.map
         if len(mapped) < _HEADER_AT:
             return None
@@ -372,7 +372,7 @@ class _Slot:
         return None if control is None else Snapshot(self, control)
 
     def open(self, control: Control, header: bytes) -> None:
-        """Make the slot hold an attempt of which nothing is copied yet."""
+        """Make the frame hold an attempt of which nothing is copied yet."""
         self.invalidate()
         self.grow(control.nbytes)
         mapped = self.map
@@ -399,7 +399,7 @@ class _Slot:
                     os.posix_fallocate(self._descriptor, 0, nbytes)
 
     def shortage(self, nbytes: int) -> str:
-        """Why this slot cannot grow to so many bytes, in words; empty if it can."""
+        """Why this frame cannot grow to so many bytes, in words; empty if it can."""
         missing, available = nbytes - self._size, _memory_available()
         if missing <= MEMORY_FRACTION * available:
             return ""
@@ -427,7 +427,7 @@ class _Slot:
 
     @contextmanager
     def pinned(self) -> Iterator[bool]:
-        """Hold the slot for this process, if nobody else does."""
+        """Hold the frame for this process, if nobody else does."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
