@@ -27,7 +27,7 @@ WORKERS, SLOTS = 8, 512
 READ = """
 import json, re, sys, time
 from pathlib import Path
-from elastic_harness.agent.folder import RunFolder
+from elastic_harness.runs.folder import RunFolder
 from elastic_harness.agent.records import Records
 
 def peak():  # not getrusage: that begins with what the parent had
@@ -58,8 +58,8 @@ def commit(step: int, rng: random.Random) -> dict[str, Any]:
 
 def extend(folder: Path, steps: int, rng: random.Random) -> None:
     """Let the run in a folder go on to this many steps."""
-    from elastic_harness.agent.folder import RunFolder
     from elastic_harness.agent.records import Records
+    from elastic_harness.runs.folder import RunFolder
 
     records = Records(RunFolder(folder))
     for step in range(records.committed + 1, steps):

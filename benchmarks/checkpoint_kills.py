@@ -42,7 +42,7 @@ from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.checkpoint.tensors import slice_of
 from elastic_harness.contract import memory_slots
 from elastic_harness.errors import CheckpointCorrupt
-from elastic_harness.events import read_events
+from elastic_harness.runs.events import read_events
 
 PHASES: dict[str, tuple[str, ...]] = {
     "copy": ("checkpoint.begun", "checkpoint.copying", "checkpoint.copied"),

@@ -20,7 +20,7 @@ COMMANDS = {
     "scale": ("elastic_harness.agent.manage", "scale", "change the number of workers of a live run"),
     "kill": ("elastic_harness.agent.manage", "kill", "kill a worker of a live run, to see it recover"),
     "rm": ("elastic_harness.agent.remove", "main", "remove runs that ended, after asking"),
-    "verify": ("elastic_harness.verify", "main", "prove from a run's ledger that every sample was used exactly once"),
+    "verify": ("elastic_harness.runs.verify", "main", "prove that every sample was used exactly once"),
     "demo": ("elastic_harness.demo", "main", "train a small language model while workers are killed"),
     "checkpoint": ("elastic_harness.checkpoint.cli", "main", "list, check, compare, export or remove checkpoints"),
     "index": ("elastic_harness.data.index_cli", "main", "build a token index from text, or look into one"),

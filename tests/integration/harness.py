@@ -22,8 +22,8 @@ from typing import Any
 from elastic_harness.agent.control import request
 from elastic_harness.contract.commands import GetStatus
 from elastic_harness.errors import HarnessError
-from elastic_harness.ledger import read_ledger
-from elastic_harness.verify import verify
+from elastic_harness.runs.ledger import read_ledger
+from elastic_harness.runs.verify import verify
 from integration.launch_tools import Job, run
 
 TRAINER = Path(__file__).with_name("observed_trainer.py")

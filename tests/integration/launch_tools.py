@@ -14,7 +14,7 @@ from typing import Any
 
 from elastic_harness.agent.control import request
 from elastic_harness.contract.commands import GetStatus
-from elastic_harness.events import read_events
+from elastic_harness.runs.events import read_events
 
 SOURCE = Path(__file__).parents[2] / "src"
 FAKE_WORKER = Path(__file__).with_name("launch_worker.py")

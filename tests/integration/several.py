@@ -20,7 +20,7 @@ from benchmarks.hosts import Host, Network
 from elastic_harness.agent import elsewhere
 from elastic_harness.errors import HarnessError
 from elastic_harness.membership.types import node_of
-from elastic_harness.verify import verify
+from elastic_harness.runs.verify import verify
 from etcd_servers import Cluster
 from integration.harness import FOREVER, TINY, TRAINER
 from integration.launch_tools import SOURCE, Job, command, environment

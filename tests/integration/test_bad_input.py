@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from elastic_harness.contract.variables import FAILPOINTS
-from elastic_harness.events import read_events
-from elastic_harness.verify import verify
+from elastic_harness.runs.events import read_events
+from elastic_harness.runs.verify import verify
 from integration.launch_tools import environment
 from integration.script_tools import SCRIPTS, execute, forked, launch, one_message, python, said
 

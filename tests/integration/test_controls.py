@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_harness.verify import verify
+from elastic_harness.runs.verify import verify
 from integration.harness import TrainingJob
 from integration.launch_tools import run
 

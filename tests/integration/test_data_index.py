@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic_harness.data.token_index import TokenIndexFile
-from elastic_harness.verify import verify
+from elastic_harness.runs.verify import verify
 from integration.harness import TrainingJob
 from integration.launch_tools import environment, run
 

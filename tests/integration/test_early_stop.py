@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from elastic_harness.events import read_events
-from elastic_harness.verify import verify
+from elastic_harness.runs.events import read_events
+from elastic_harness.runs.verify import verify
 from etcd_servers import Cluster
 from integration.launch_tools import Job
 from integration.script_tools import SCRIPTS, execute, failing, finals, launch, python, said

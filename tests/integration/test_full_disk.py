@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_harness.events import read_events
-from elastic_harness.verify import verify
+from elastic_harness.runs.events import read_events
+from elastic_harness.runs.verify import verify
 from integration.script_tools import SCRIPTS, execute, launch, one_message, python, said
 
 pytestmark = pytest.mark.slow

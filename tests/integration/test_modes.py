@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from elastic_harness.events import read_events
-from elastic_harness.verify import verify
+from elastic_harness.runs.events import read_events
+from elastic_harness.runs.verify import verify
 from integration.launch_tools import Job, processes_of
 from integration.script_tools import SCRIPTS, execute, failing, forked, launch, one_message, python, said
 

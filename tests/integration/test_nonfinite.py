@@ -9,8 +9,8 @@ import pytest
 
 from elastic_harness.checkpoint.disk.manifest import newest
 from elastic_harness.errors import EXIT_USER_CODE
-from elastic_harness.events import read_events
-from elastic_harness.verify import verify
+from elastic_harness.runs.events import read_events
+from elastic_harness.runs.verify import verify
 from integration.script_tools import SCRIPTS, failing, finals, forked, launch, one_message, python, said
 
 pytestmark = pytest.mark.slow

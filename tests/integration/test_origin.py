@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from elastic_harness.events import read_events
-from elastic_harness.verify import verify
+from elastic_harness.runs.events import read_events
+from elastic_harness.runs.verify import verify
 from integration.script_tools import SCRIPTS, failing, forked, launch, one_message, said
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from elastic_harness.errors import EXIT_CONFIG, EXIT_USER_CODE
-from elastic_harness.events import read_events
-from elastic_harness.ledger import read_ledger
-from elastic_harness.verify import verify
+from elastic_harness.runs.events import read_events
+from elastic_harness.runs.ledger import read_ledger
+from elastic_harness.runs.verify import verify
 from integration.script_tools import SCRIPTS, failing, finals, forked, launch, one_message, python, said
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from elastic_harness.events import read_events
-from elastic_harness.verify import verify
+from elastic_harness.runs.events import read_events
+from elastic_harness.runs.verify import verify
 from integration.launch_tools import Job, workers
 from integration.script_tools import SCRIPTS, forked, launch, said
 

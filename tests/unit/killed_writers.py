@@ -21,13 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from elastic_harness import ledger
-from elastic_harness.agent.folder import RECORD, RunFolder, read_record
 from elastic_harness.agent.records import Records
 from elastic_harness.contract.messages import Commit
 from elastic_harness.errors import InfrastructureError
-from elastic_harness.events import EventLog, read_events
-from elastic_harness.ledger import LedgerWriter, read_ledger
+from elastic_harness.runs import ledger
+from elastic_harness.runs.events import EventLog, read_events
+from elastic_harness.runs.folder import RECORD, RunFolder, read_record
+from elastic_harness.runs.ledger import LedgerWriter, read_ledger
 
 EXIT_DONE, EXIT_REFUSED = 0, 7
 FILES = (io.FileIO, io.BufferedWriter, io.BufferedReader, io.TextIOWrapper)

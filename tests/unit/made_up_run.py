@@ -21,8 +21,8 @@ from typing import Any
 from elastic_harness.data.order import EpochOrder
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
 from elastic_harness.demo.plan import choose_victims, plan_strikes
-from elastic_harness.demo.story import Kill
-from elastic_harness.verify import slot_digest
+from elastic_harness.runs.story import Kill
+from elastic_harness.runs.verify import slot_digest
 
 SEED, SAMPLES, SLOTS = 1337, 5000, 32
 STAGES = ("release_ms", "generation_ms", "rebuild_ms", "reconcile_ms", "repair_ms")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from elastic_harness.agent import fingerprint, folder, incident, options
+from elastic_harness.agent import fingerprint, incident, options
 from elastic_harness.agent.console import Console
 from elastic_harness.agent.hangs import HangWatch
 from elastic_harness.agent.kv import KeyValues
@@ -22,7 +22,8 @@ from elastic_harness.agent.logs import WorkerLog
 from elastic_harness.agent.loop import ready
 from elastic_harness.contract.board import BoardReader, Phase, Reading
 from elastic_harness.errors import ConfigError
-from elastic_harness.origin import versions_in
+from elastic_harness.runs import folder
+from elastic_harness.runs.origin import versions_in
 
 # ---- the loop
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from elastic_harness.agent.folder import RunFolder
 from elastic_harness.agent.records import Records
 from elastic_harness.contract.messages import Commit
 from elastic_harness.contract.wire import Malformed
-from elastic_harness.events import read_events
+from elastic_harness.runs.events import read_events
+from elastic_harness.runs.folder import RunFolder
 
 
 def commit(step: int, lineage: int = 0, generation: int = 4, **ledger: Any) -> Commit:

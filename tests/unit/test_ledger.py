@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness import verify as verification
 from elastic_harness.data.order import EpochOrder
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
 from elastic_harness.errors import ConfigError
-from elastic_harness.events import EventLog
-from elastic_harness.ledger import (
+from elastic_harness.runs import verify as verification
+from elastic_harness.runs.events import EventLog
+from elastic_harness.runs.ledger import (
     LedgerError,
     LedgerLine,
     LedgerWriter,

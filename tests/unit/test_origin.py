@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness import origin as origins
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import ConfigError, InfrastructureError
-from elastic_harness.origin import Origin
+from elastic_harness.runs import origin as origins
+from elastic_harness.runs.origin import Origin
 
 DATA = {"order": {"kind": "epochs", "n_samples": 9}, "dataset": {"class": "Table"}}
 

@@ -22,8 +22,8 @@ from rich.console import Console
 from elastic_harness.demo.driver import moment
 from elastic_harness.demo.plan import DOUBLE, RANK_ZERO, Strike, choose_victims, plan_strikes
 from elastic_harness.demo.screen import Screen, render, sparkline
-from elastic_harness.demo.story import Kill, Story, story_of, tell
 from elastic_harness.demo.verdict import compare
+from elastic_harness.runs.story import Kill, Story, story_of, tell
 from unit.made_up_run import SHA, STAGES, make_run, write_lines
 
 

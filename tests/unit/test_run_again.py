@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import elastic_harness
 from elastic_harness.errors import ConfigError, UserCodeError
+from elastic_harness.runs.verify import verify
 from elastic_harness.train.run import Run
 from elastic_harness.train.state import weights_sha256
-from elastic_harness.verify import verify
 
 STEPS = 6
 Act = Callable[[int, int], None]

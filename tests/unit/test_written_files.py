@@ -18,13 +18,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness import durable_file, json_lines, ledger
+from elastic_harness import durable_file
 from elastic_harness.agent import manage
-from elastic_harness.agent.folder import RunFolder
 from elastic_harness.agent.records import Records
 from elastic_harness.errors import InfrastructureError
-from elastic_harness.events import EventLog, newest_events, read_events
-from elastic_harness.ledger import (
+from elastic_harness.runs import json_lines, ledger
+from elastic_harness.runs.events import EventLog, newest_events, read_events
+from elastic_harness.runs.folder import RunFolder
+from elastic_harness.runs.ledger import (
     LedgerLine,
     LedgerWriter,
     Reached,

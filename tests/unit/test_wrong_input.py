@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic_harness import names, shape
-from elastic_harness.agent import folder, manage
+from elastic_harness.agent import manage
 from elastic_harness.agent.options import LaunchOptions, parse
 from elastic_harness.agent.records import Records
 from elastic_harness.checkpoint.disk import manifest
@@ -25,11 +25,12 @@ from elastic_harness.contract.commands import COMMANDS
 from elastic_harness.contract.forking import BLANK, FROM_FORK_SERVER, TO_FORK_SERVER
 from elastic_harness.data.token_index import FIXED, HASH, MAGIC, PAGE, VERSION, TokenIndexFile
 from elastic_harness.errors import ConfigError, InfrastructureError
-from elastic_harness.events import read_events
 from elastic_harness.failpoints import _parse
-from elastic_harness.ledger import LedgerError, read_ledger
 from elastic_harness.membership.codec import decode, encode, from_text
 from elastic_harness.membership.types import Report
+from elastic_harness.runs import folder
+from elastic_harness.runs.events import read_events
+from elastic_harness.runs.ledger import LedgerError, read_ledger
 
 HUGE = 10**400
 JSON = st.recursive(

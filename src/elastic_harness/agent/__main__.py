@@ -10,12 +10,12 @@ from pathlib import Path
 
 from elastic_harness.agent.console import Console
 from elastic_harness.agent.elastic import ElasticRun
-from elastic_harness.agent.folder import RunFolder
 from elastic_harness.agent.loop import Agent, Supervisor
 from elastic_harness.agent.options import LaunchOptions
 from elastic_harness.agent.plain import PlainRun
 from elastic_harness.contract import memory_slots
 from elastic_harness.errors import HarnessError
+from elastic_harness.runs.folder import RunFolder
 
 EXIT_CRASHED = 70
 

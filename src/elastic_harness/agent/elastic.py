@@ -56,7 +56,7 @@ from elastic_harness.membership.leading import Known, Values
 from elastic_harness.membership.poison import evidence
 from elastic_harness.membership.reconcile import worth_telling
 from elastic_harness.membership.types import Generation, Limits, Report
-from elastic_harness.origin import versions_in
+from elastic_harness.runs.origin import versions_in
 
 TICK_S = 0.05
 WAITING_NOTICE_S = 5.0

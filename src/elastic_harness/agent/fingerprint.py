@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_harness.fingerprints import fits
+from elastic_harness.runs.fingerprints import fits
 
 HARDWARE_KEYS = frozenset(
     {"cpu", "cpu_capability", "onednn_max_isa", "mkl_cbwr", "device", "torch", "threads", "compile"}

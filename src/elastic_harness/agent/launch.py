@@ -22,8 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from elastic_harness import origin as origins
-from elastic_harness.agent import folder as folders
 from elastic_harness.agent.options import LaunchRequest, parse
 from elastic_harness.agent.orphans import Orphans, children
 from elastic_harness.agent.script import check_command
@@ -31,6 +29,8 @@ from elastic_harness.agent.worker import die_with_parent
 from elastic_harness.contract import memory_slots
 from elastic_harness.errors import EXIT_INFRASTRUCTURE, InfrastructureError
 from elastic_harness.names import TRAINER
+from elastic_harness.runs import folder as folders
+from elastic_harness.runs import origin as origins
 
 AGENT_RESTARTS_MAX = 10
 AGENT_RESTARTS_WINDOW_S = 3600.0

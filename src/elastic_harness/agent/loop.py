@@ -19,7 +19,6 @@ from elastic_harness.agent import worker as workers
 from elastic_harness.agent.console import Console
 from elastic_harness.agent.control import ControlServer
 from elastic_harness.agent.environment import base_environment
-from elastic_harness.agent.folder import RunFolder
 from elastic_harness.agent.forks import ForkServer, become_child_subreaper, reap_orphans, uses_our_api
 from elastic_harness.agent.hangs import Hang, HangWatch
 from elastic_harness.agent.options import LaunchOptions
@@ -37,8 +36,9 @@ from elastic_harness.errors import (
     HarnessError,
     InfrastructureError,
 )
-from elastic_harness.events import SCHEMA, passed_over
-from elastic_harness.origin import versions_in
+from elastic_harness.runs.events import SCHEMA, passed_over
+from elastic_harness.runs.folder import RunFolder
+from elastic_harness.runs.origin import versions_in
 from elastic_harness.writer_process import WriterCommand, WriterProcess
 
 TICK_S = 0.05

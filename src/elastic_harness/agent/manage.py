@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness import own_loop
-from elastic_harness.agent import folder as folders
 from elastic_harness.agent.control import request
 from elastic_harness.agent.records import EVENTS
 from elastic_harness.contract.commands import GetStatus, KillWorker, ScaleRun, StopRun
 from elastic_harness.errors import EXIT_CONFIG, EXIT_SUCCESS, ConfigError, InfrastructureError
-from elastic_harness.events import newest_events, passed_over
 from elastic_harness.names import TRAINER
+from elastic_harness.runs import folder as folders
+from elastic_harness.runs.events import newest_events, passed_over
 
 _FOLLOW_S = 0.2
 

@@ -7,12 +7,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_harness.agent.folder import RunFolder
 from elastic_harness.contract.messages import Commit
 from elastic_harness.contract.wire import Malformed
 from elastic_harness.durable_file import cannot_write
-from elastic_harness.events import EventLog, newest_events
-from elastic_harness.ledger import LedgerError, LedgerWriter, Reached, parse_line
+from elastic_harness.runs.events import EventLog, newest_events
+from elastic_harness.runs.folder import RunFolder
+from elastic_harness.runs.ledger import LedgerError, LedgerWriter, Reached, parse_line
 
 EVENTS = "events.jsonl"
 LEDGER = "ledger.jsonl"

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from elastic_harness import file_lock
-from elastic_harness.agent import folder as folders
 from elastic_harness.agent.records import EVENTS
 from elastic_harness.errors import EXIT_SUCCESS, EXIT_USER_CODE, ConfigError, HarnessError
+from elastic_harness.runs import folder as folders
 
 # In this order: from the first on it is no run any more, and until the last one is gone `rm` still knows the folder.
 WRITTEN = (

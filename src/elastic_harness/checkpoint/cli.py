@@ -22,7 +22,7 @@ from elastic_harness.checkpoint.disk.retention import Retention
 from elastic_harness.checkpoint.layout import Piece
 from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.errors import CheckpointCorrupt, ConfigError
-from elastic_harness.run_folders import RUNS
+from elastic_harness.runs.named import RUNS
 
 EXIT_DAMAGED = 1
 

@@ -27,7 +27,6 @@ from elastic_harness.demo.job import Job, cli
 from elastic_harness.demo.keys import Keys
 from elastic_harness.demo.plan import Strike, choose_victims, plan_strikes
 from elastic_harness.demo.screen import Screen
-from elastic_harness.demo.story import Story
 from elastic_harness.demo.verdict import DemoOutcome, compare
 from elastic_harness.errors import (
     EXIT_INTERRUPTED,
@@ -37,6 +36,7 @@ from elastic_harness.errors import (
     InfrastructureError,
 )
 from elastic_harness.gpt.config import TrainerConfig
+from elastic_harness.runs.story import Story
 
 EXIT_VERDICT_FAILED = 1
 POLL_S = 0.02

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from elastic_harness.demo.story import Kill, Story
+from elastic_harness.runs.story import Kill, Story
 
 STOP_TIMEOUT_S = 15.0
 TAIL_LINES = 40

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from elastic_harness.demo.story import Kill, Story, WorkerStory
+from elastic_harness.runs.story import Kill, Story, WorkerStory
 
 STORM, CALM, KILL = "#d9480f", "#1864ab", "#e03131"
 TRAINING, BOOTING, INK, FAINT = "#69b37f", "#d3ecd9", "#212529", "#868e96"

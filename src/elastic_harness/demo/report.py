@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from elastic_harness.demo import plots
 from elastic_harness.demo.screen import stages_text
-from elastic_harness.demo.story import Kill, Story
 from elastic_harness.demo.verdict import DemoOutcome
+from elastic_harness.runs.story import Kill, Story
 
 HTML_NAME, PNG_NAME = "report.html", "report.png"
 

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic_harness.demo.story import CommittedStep, Kill, Story, WorkerStory
+from elastic_harness.runs.story import CommittedStep, Kill, Story, WorkerStory
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SHOW_DEAD_S = 2.5

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.demo.story import Story
 from elastic_harness.errors import HarnessError
-from elastic_harness.verify import Verdict, verify
+from elastic_harness.runs.story import Story
+from elastic_harness.runs.verify import Verdict, verify
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from elastic_harness.data.tokenizers import ByteTokenizer, Tokenizer, restore
 from elastic_harness.errors import EXIT_SUCCESS, CheckpointCorrupt, ConfigError, HarnessError
 from elastic_harness.gpt.config import TrainerConfig
 from elastic_harness.gpt.model import GPT
-from elastic_harness.run_folders import of_run
+from elastic_harness.runs.named import of_run
 
 WEIGHTS_NAME = "weights.safetensors"
 CONFIG_NAME = "config.yaml"

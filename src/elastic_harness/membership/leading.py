@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from elastic_harness.fingerprints import fits
 from elastic_harness.membership import leader
 from elastic_harness.membership.codec import decode, encode
 from elastic_harness.membership.records import Known, Values
 from elastic_harness.membership.types import Limits, node_of
+from elastic_harness.runs.fingerprints import fits
 
 ACTIONS_KEPT = 32
 GENERATIONS_KEPT = 2  # each names all members, twice; who missed more hears of the newest as an urgent one

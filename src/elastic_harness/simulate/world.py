@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from elastic_harness.ledger import LedgerLine, follow
+from elastic_harness.runs.ledger import LedgerLine, follow
 from elastic_harness.train.heard import Heard
 
 Contribution = tuple[int, int]

@@ -18,7 +18,7 @@ from elastic_harness.checkpoint.packages import packages
 from elastic_harness.contract.board import Phase
 from elastic_harness.contract.messages import Commit, HandOver, LogEvent, PolicyHalt, UnfitPeer, decided
 from elastic_harness.errors import Diverged
-from elastic_harness.ledger import STATE
+from elastic_harness.runs.ledger import STATE
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.gate import GateVerdict
 from elastic_harness.train.link import Left

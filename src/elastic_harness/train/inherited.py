@@ -11,7 +11,7 @@ import torch
 from elastic_harness.checkpoint.disk import local, manifest
 from elastic_harness.checkpoint.structure import Skeleton
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
-from elastic_harness.origin import Origin
+from elastic_harness.runs.origin import Origin
 from elastic_harness.train.imprint import imprint, state_hash
 from elastic_harness.train.state import Registry
 

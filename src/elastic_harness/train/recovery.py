@@ -37,8 +37,8 @@ from elastic_harness.errors import (
     Unreachable,
 )
 from elastic_harness.failpoints import failpoint
-from elastic_harness.ledger import CHECKPOINT
 from elastic_harness.membership.types import Generation, Report, SourceKind
+from elastic_harness.runs.ledger import CHECKPOINT
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.effects import describe, recovered, tell_state
 from elastic_harness.train.imprint import imprint, state_hash

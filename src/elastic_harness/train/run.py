@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from elastic_harness import origin as origins
 from elastic_harness.comm import nccl, tcp
 from elastic_harness.comm.group import Group
 from elastic_harness.comm.pool import Pool
@@ -48,6 +47,7 @@ from elastic_harness.errors import (
 )
 from elastic_harness.failpoints import failpoint
 from elastic_harness.policies import UpdatePolicy
+from elastic_harness.runs import origin as origins
 from elastic_harness.train import standalone
 from elastic_harness.train.accept import check_extra, check_model, check_names, check_state_dict, check_trainable
 from elastic_harness.train.apply import Applier

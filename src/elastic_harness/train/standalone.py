@@ -20,12 +20,12 @@ from elastic_harness.contract.checkpoint_event import CheckpointEvent
 from elastic_harness.contract.messages import Commit, EndAsked, HandOver, LastStepDone, Leave, LogEvent
 from elastic_harness.contract.wire import as_fields
 from elastic_harness.errors import ConfigError, InfrastructureError
-from elastic_harness.events import SCHEMA, EventLog
-from elastic_harness.fingerprints import fits
-from elastic_harness.ledger import FILE_NAME, LedgerWriter, Reached, reached
 from elastic_harness.membership.reconcile import reconcile
 from elastic_harness.membership.types import Digest, Generation, Report
 from elastic_harness.names import check_name, integer_variable
+from elastic_harness.runs.events import SCHEMA, EventLog
+from elastic_harness.runs.fingerprints import fits
+from elastic_harness.runs.ledger import FILE_NAME, LedgerWriter, Reached, reached
 from elastic_harness.shape import build, parse_object
 from elastic_harness.train.link import Left
 

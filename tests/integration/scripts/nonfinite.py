@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elastic_harness
 from elastic_harness.checkpoint.tensors import content_of
-from elastic_harness.origin import versions_in
+from elastic_harness.runs.origin import versions_in
 from elastic_harness.train.state import Registry, weights_sha256
 
 BAD_STEP, BAD_SAMPLE = 5, 17

@@ -15,7 +15,7 @@ from typing import Any
 
 from elastic_harness import durable_file
 from elastic_harness.errors import ConfigError, InfrastructureError
-from elastic_harness.run_folders import RUNS
+from elastic_harness.runs.named import RUNS
 
 FILE = "origin.json"
 CHECKPOINTS = "checkpoints"

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from elastic_harness import json_lines
 from elastic_harness.errors import InfrastructureError
+from elastic_harness.runs import json_lines
 from elastic_harness.shape import WHOLE_MAX
 
 FILE_NAME = "ledger.jsonl"

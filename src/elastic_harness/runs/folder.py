@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_harness import durable_file, file_lock, shape
 from elastic_harness.errors import ConfigError, InfrastructureError
-from elastic_harness.run_folders import RUNS
+from elastic_harness.runs.named import RUNS
 
 RECORD = "run.json"
 LOCK = "lock"

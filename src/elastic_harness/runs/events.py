@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_harness import json_lines
+from elastic_harness.runs import json_lines
 
 SCHEMA = 1
 

@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from elastic_harness import origin as origins
 from elastic_harness.data.mixture import order_of
 from elastic_harness.data.order import EpochOrder, Order, SamplePlaces, ids_of
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError, HarnessError
-from elastic_harness.events import passed_over, read_events
-from elastic_harness.ledger import FILE_NAME, Ledger, LedgerEntry, LedgerLine, lanes_covered_once, read_ledger
-from elastic_harness.origin import Origin
-from elastic_harness.run_folders import of_run
+from elastic_harness.runs import origin as origins
+from elastic_harness.runs.events import passed_over, read_events
+from elastic_harness.runs.ledger import FILE_NAME, Ledger, LedgerEntry, LedgerLine, lanes_covered_once, read_ledger
+from elastic_harness.runs.named import of_run
+from elastic_harness.runs.origin import Origin
 
 EXIT_VIOLATED = 1
 EVENTS_NAME = "events.jsonl"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.events import read_events
+from elastic_harness.runs.events import read_events
 
 RECENT_STEPS = 8
 
