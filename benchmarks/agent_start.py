@@ -28,7 +28,7 @@ READ = """
 import json, re, sys, time
 from pathlib import Path
 from elastic_harness.runs.folder import RunFolder
-from elastic_harness.agent.records import Records
+from elastic_harness.agent.reporting.records import Records
 
 def peak():  # not getrusage: that begins with what the parent had
     return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
@@ -58,7 +58,7 @@ def commit(step: int, rng: random.Random) -> dict[str, Any]:
 
 def extend(folder: Path, steps: int, rng: random.Random) -> None:
     """Let the run in a folder go on to this many steps."""
-    from elastic_harness.agent.records import Records
+    from elastic_harness.agent.reporting.records import Records
     from elastic_harness.runs.folder import RunFolder
 
     records = Records(RunFolder(folder))

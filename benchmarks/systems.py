@@ -28,7 +28,7 @@ from benchmarks.common import (
     tail,
     wait_for,
 )
-from elastic_harness.agent.control import request
+from elastic_harness.agent.control.server import request
 from elastic_harness.contract.commands import GetStatus
 
 START_TIMEOUT_S = 120.0

@@ -31,7 +31,7 @@ from benchmarks.systems import (
     torchft_settings,
     torchrun_settings,
 )
-from elastic_harness.agent import elsewhere
+from elastic_harness.agent.decisions import store_view
 from elastic_harness.membership.node import NODES
 from elastic_harness.membership.store import Watch
 
@@ -163,7 +163,7 @@ class Ours(OnHosts):
         start = [*etcd, "start", "--dir", folder, "--port", str(port), "--listen", self.network.machine.address]
         run(start, env=env, check=True, capture_output=True)
         self.url = f"etcd://{self.network.machine.address}:{port}"
-        store = elsewhere.store_of(self.url, RUN_ID)
+        store = store_view.store_of(self.url, RUN_ID)
         self._watch = store.watch(NODES, store.revision + 1)
         self._stack.callback(self._watch.close)
 
@@ -176,7 +176,7 @@ class Ours(OnHosts):
                 self.gone_at.setdefault(_index_of(change.key.removeprefix(NODES)), time.time())
 
     def status(self) -> dict[str, Any]:
-        return elsewhere.status(self.url, RUN_ID)
+        return store_view.status(self.url, RUN_ID)
 
     def leader(self) -> int | None:
         """The host whose node leads."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_harness.agent.options import parse
-from elastic_harness.agent.worker import die_with_parent
+from elastic_harness.agent.workers.process import die_with_parent
 from elastic_harness.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.agent.control import request
+from elastic_harness.agent.control.server import request
 from elastic_harness.contract.commands import GetStatus
 from elastic_harness.errors import HarnessError
 from elastic_harness.runs.ledger import read_ledger

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.agent.control import request
+from elastic_harness.agent.control.server import request
 from elastic_harness.contract.commands import GetStatus
 from elastic_harness.runs.events import read_events
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_harness import fork_server
-from elastic_harness.agent.forks import BASE
+from elastic_harness.agent.workers.forks import BASE
 from elastic_harness.contract.forking import BlankOrder
 
 MESSAGE_MAX = 1 << 17

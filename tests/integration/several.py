@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.hosts import Host, Network
 
-from elastic_harness.agent import elsewhere
+from elastic_harness.agent.decisions import store_view
 from elastic_harness.errors import HarnessError
 from elastic_harness.membership.types import node_of
 from elastic_harness.runs.verify import verify
@@ -124,7 +124,7 @@ class Hosts:
     def status(self) -> dict[str, Any]:
         """What the store knows; {} if it does not answer."""
         try:
-            return elsewhere.status(self.store, RUN)
+            return store_view.status(self.store, RUN)
         except HarnessError:
             return {}
 

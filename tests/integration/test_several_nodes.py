@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from benchmarks.hosts import Network
 
-from elastic_harness.agent import elsewhere
+from elastic_harness.agent.decisions import store_view
 from elastic_harness.errors import InfrastructureError
 from elastic_harness.etcd.gateway import Gateway, encode
 from elastic_harness.etcd.store import EtcdStore
@@ -194,7 +194,7 @@ def test_the_store_is_away_returns_and_loses_everything(hosts: Hosts, undisturbe
 def test_values_that_somebody_overwrites_are_written_anew(hosts: Hosts, undisturbed: Weights) -> None:
     """All of them at once, and hanging on no lease; then the leader vanishes, and another one reads what is there."""
     hosts.begin(2, nodes="1:2")
-    store = elsewhere.store_of(hosts.store, RUN)
+    store = store_view.store_of(hosts.store, RUN)
     values = [e.key for e in store.range(node.EVERYTHING) if e.key != node.FENCE]
     store.txn({}, [Put(key, '["damaged"]') for key in values])
     hosts.advance(2)

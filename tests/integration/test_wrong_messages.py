@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elastic_harness.agent.control import request
+from elastic_harness.agent.control.server import request
 from elastic_harness.contract import wire
 from elastic_harness.contract.commands import StopRun
 from integration.garbling_worker import SAYINGS, frame

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from elastic_harness.agent.records import Records
+from elastic_harness.agent.reporting.records import Records
 from elastic_harness.contract.messages import Commit
 from elastic_harness.errors import InfrastructureError
 from elastic_harness.runs import ledger

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
-from elastic_harness.agent import fingerprint, incident, options
-from elastic_harness.agent.console import Console
-from elastic_harness.agent.hangs import HangWatch
-from elastic_harness.agent.kv import KeyValues
-from elastic_harness.agent.logs import WorkerLog
+from elastic_harness.agent import options
+from elastic_harness.agent.decisions import fingerprint
+from elastic_harness.agent.decisions.addresses import KeyValues
 from elastic_harness.agent.loop import ready
+from elastic_harness.agent.reporting import incident
+from elastic_harness.agent.reporting.console import Console
+from elastic_harness.agent.workers.hangs import HangWatch
+from elastic_harness.agent.workers.logs import WorkerLog
 from elastic_harness.contract.board import BoardReader, Phase, Reading
 from elastic_harness.errors import ConfigError
 from elastic_harness.runs import folder

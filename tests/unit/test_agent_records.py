@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_harness.agent.records import Records
+from elastic_harness.agent.reporting.records import Records
 from elastic_harness.contract.messages import Commit
 from elastic_harness.contract.wire import Malformed
 from elastic_harness.runs.events import read_events

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness.agent import places as places_module
-from elastic_harness.agent.places import Places
-from elastic_harness.agent.restarts import (
+from elastic_harness.agent.workers import places as places_module
+from elastic_harness.agent.workers.places import Places
+from elastic_harness.agent.workers.restarts import (
     BACKOFF_MAX_S,
     Cause,
     Ending,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elastic_harness.agent.cuts import Cuts
+from elastic_harness.agent.decisions.unreachable import Cuts
 from elastic_harness.membership import leader
 from elastic_harness.membership.codec import encode
 from elastic_harness.membership.decide import Form, View, decide, on_connected_nodes

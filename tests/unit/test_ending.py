@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from elastic_harness.agent import script_stop
+from elastic_harness.agent.decisions import script_stop
 from elastic_harness.contract.messages import EndAsked
 from elastic_harness.train.ending import ends, left_by_hand
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_harness.agent import forks
-from elastic_harness.agent.forks import Blank, ForkServer, uses_our_api
-from elastic_harness.agent.worker import Process
+from elastic_harness.agent.workers import forks
+from elastic_harness.agent.workers.forks import Blank, ForkServer, uses_our_api
+from elastic_harness.agent.workers.process import Process
 
 PATIENCE_S = 60.0
 FIGURES = """

@@ -13,7 +13,7 @@ from torch import nn
 
 import elastic_harness
 from elastic_harness import own_loop
-from elastic_harness.agent import fingerprint
+from elastic_harness.agent.decisions import fingerprint
 from elastic_harness.config import Config, load_config
 from elastic_harness.errors import ConfigError
 from elastic_harness.gpt import GPT, trainer

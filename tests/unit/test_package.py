@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
 
 import elastic_harness
@@ -82,3 +84,9 @@ def test_a_public_class_name_stands_once() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, []).append(path.name)
     assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    """Those for types alone count too."""
+    graph = grimp.build_graph("elastic_harness", exclude_type_checking_imports=False)
+    graphlib.TopologicalSorter({m: graph.find_modules_directly_imported_by(m) for m in graph.modules}).prepare()

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from elastic_harness.agent import elsewhere, hosts
+from elastic_harness.agent.decisions import own_address, store_view
+from elastic_harness.agent.decisions.store_link import StoreLink
 from elastic_harness.agent.options import parse
-from elastic_harness.agent.store_link import StoreLink
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.store import EtcdStore
@@ -172,17 +172,17 @@ def test_a_history_that_is_gone_is_read_anew(link: StoreLink, trouble: Trouble) 
 
 def test_an_address_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     here = ["http://127.0.0.1:2379"]
-    assert hosts.own_address("127.0.0.1", here) == "127.0.0.1"
-    assert hosts.own_address("localhost", here) in ("127.0.0.1", "::1")
-    assert hosts.own_address("lo", here) == "127.0.0.1"
-    assert hosts.own_address(None, ["http://no-such-host.invalid:1", *here]) != ""
-    monkeypatch.setattr(hosts, "_towards", lambda host, _: {"127.0.0.1": "127.0.0.1"}.get(host, "10.1.2.3"))
+    assert own_address.own_address("127.0.0.1", here) == "127.0.0.1"
+    assert own_address.own_address("localhost", here) in ("127.0.0.1", "::1")
+    assert own_address.own_address("lo", here) == "127.0.0.1"
+    assert own_address.own_address(None, ["http://no-such-host.invalid:1", *here]) != ""
+    monkeypatch.setattr(own_address, "_towards", lambda host, _: {"127.0.0.1": "127.0.0.1"}.get(host, "10.1.2.3"))
     with pytest.raises(ConfigError, match="no other machine"):
-        hosts.own_address("lo", ["http://10.0.0.1:2379"])
-    assert hosts.own_address(None, ["http://127.0.0.1:2379"]) == "10.1.2.3", "others reach it otherwise than itself"
+        own_address.own_address("lo", ["http://10.0.0.1:2379"])
+    assert own_address.own_address(None, ["http://127.0.0.1:2379"]) == "10.1.2.3", "others reach it otherwise"
     for wrong in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigError, match=r"--host .*lo"):
-            hosts.own_address(wrong, ["http://10.0.0.1:2379"])
+            own_address.own_address(wrong, ["http://10.0.0.1:2379"])
 
 
 @pytest.mark.parametrize(
@@ -217,20 +217,20 @@ def test_a_run_is_forgotten_unless_nodes_are_there(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster:
         address = "etcd://" + cluster.endpoints[0].partition("//")[2]
         options = parse(f"--store {address} --run-id job train.py".split()).options
-        assert "knows no such run" in elsewhere.forget(options)
+        assert "knows no such run" in store_view.forget(options)
         with pytest.raises(ConfigError, match="knows no run 'job'"):
-            elsewhere.status(address, "job")
-        store = elsewhere.store_of(address, "job")
+            store_view.status(address, "job")
+        store = store_view.store_of(address, "job")
         known = '{"number":0,"born":false,"lineage":0,"from_step":0,"saved":false}'
         record = f'{{"about":{{}},"places":2,"members":[],"known":{known},"events":[],"values":{{}}}}'
         store.txn({}, [Put(node.DECISION, "{}"), Put(node.STATE, "{}"), Put(f"{node.NODES}a-1.0", record)])
-        assert "1 nodes are in the run" in elsewhere.forget(options)
+        assert "1 nodes are in the run" in store_view.forget(options)
         with pytest.raises(InfrastructureError, match=r"run/head/decision .* \(origin is missing\)"):
-            elsewhere.status(address, "job")
+            store_view.status(address, "job")
         store.txn({}, deletes=[node.DECISION])
-        assert elsewhere.status(address, "job")["nodes"] == {"a-1": {"places": 2, "ready": 0, "ranks": []}}
+        assert store_view.status(address, "job")["nodes"] == {"a-1": {"places": 2, "ready": 0, "ranks": []}}
         store.txn({}, deletes=[f"{node.NODES}a-1.0"])
-        assert "is forgotten" in elsewhere.forget(options)
+        assert "is forgotten" in store_view.forget(options)
         assert store.range("") == []
 
 

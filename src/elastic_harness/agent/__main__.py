@@ -8,11 +8,12 @@ import sys
 import traceback
 from pathlib import Path
 
-from elastic_harness.agent.console import Console
-from elastic_harness.agent.elastic import ElasticRun
+from elastic_harness.agent.control import commands
+from elastic_harness.agent.elastic_run import ElasticRun
 from elastic_harness.agent.loop import Agent, Supervisor
 from elastic_harness.agent.options import LaunchOptions
-from elastic_harness.agent.plain import PlainRun
+from elastic_harness.agent.plain_run import PlainRun
+from elastic_harness.agent.reporting.console import Console
 from elastic_harness.contract import memory_slots
 from elastic_harness.errors import HarnessError
 from elastic_harness.runs.folder import RunFolder
@@ -40,7 +41,7 @@ def main() -> int:
     console = Console(output, colour=given.colour, quiet=options.quiet)
     try:
         slots = memory_slots.from_text(given.slots)
-        agent = Agent(folder, options, console, given.parent, slots, given.lock)
+        agent = Agent(folder, options, console, given.parent, slots, given.lock, commands.answer)
         elastic = options.store is not None or folder.record.get("mode") == "elastic"
         supervisor: Supervisor = ElasticRun(agent) if elastic else PlainRun(agent)
         return agent.run(supervisor)

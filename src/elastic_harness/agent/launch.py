@@ -23,9 +23,9 @@ from pathlib import Path
 from types import FrameType
 
 from elastic_harness.agent.options import LaunchRequest, parse
-from elastic_harness.agent.orphans import Orphans, children
-from elastic_harness.agent.script import check_command
-from elastic_harness.agent.worker import die_with_parent
+from elastic_harness.agent.workers.orphans import Orphans, children
+from elastic_harness.agent.workers.process import die_with_parent
+from elastic_harness.agent.workers.script import check_command
 from elastic_harness.contract import memory_slots
 from elastic_harness.errors import EXIT_INFRASTRUCTURE, InfrastructureError
 from elastic_harness.names import TRAINER
@@ -60,7 +60,7 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
             lock = folders.acquire(path)
             print(f"[launch] the earlier run was moved to {moved}", flush=True)
         if request.fresh and request.options.store is not None:
-            from elastic_harness.agent.elsewhere import forget
+            from elastic_harness.agent.decisions.store_view import forget
 
             print(f"[launch] {forget(request.options)}", flush=True)
         if request.origin is not None:
@@ -100,7 +100,7 @@ def _for_several_nodes(request: LaunchRequest) -> LaunchRequest:
     options = request.options
     if options.store is None:
         return request
-    from elastic_harness.agent.hosts import own_address
+    from elastic_harness.agent.decisions.own_address import own_address
     from elastic_harness.etcd import gateway
 
     host = own_address(options.host, gateway.Address.parse(options.store).endpoints)

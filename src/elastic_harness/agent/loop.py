@@ -14,17 +14,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from elastic_harness.agent import remote
-from elastic_harness.agent import worker as workers
-from elastic_harness.agent.console import Console
-from elastic_harness.agent.control import ControlServer
-from elastic_harness.agent.environment import base_environment
-from elastic_harness.agent.forks import ForkServer, become_child_subreaper, reap_orphans, uses_our_api
-from elastic_harness.agent.hangs import Hang, HangWatch
+from elastic_harness.agent.control.server import ControlServer
 from elastic_harness.agent.options import LaunchOptions
-from elastic_harness.agent.records import Records
-from elastic_harness.agent.reporting import Reporter
-from elastic_harness.agent.worker import Why, Worker
+from elastic_harness.agent.reporting.console import Console
+from elastic_harness.agent.reporting.records import Records
+from elastic_harness.agent.reporting.reporter import Reporter
+from elastic_harness.agent.workers import worker as workers
+from elastic_harness.agent.workers.environment import base_environment
+from elastic_harness.agent.workers.forks import ForkServer, become_child_subreaper, reap_orphans, uses_our_api
+from elastic_harness.agent.workers.hangs import Hang, HangWatch
+from elastic_harness.agent.workers.worker import Why, Worker
 from elastic_harness.contract import memory_slots, variables, wire
 from elastic_harness.contract.checkpoint_event import alarm
 from elastic_harness.contract.codec import Unknown
@@ -100,7 +99,9 @@ class Agent:
         parent_pid: int,
         slots: Sequence[int],
         lock: int | None,
+        answer: Callable[[Agent, object], wire.Message],
     ) -> None:
+        """`answer`: what the control socket says to a command."""
         self.folder = folder
         self.options = options
         self.console = console
@@ -128,7 +129,7 @@ class Agent:
         self._hangs = HangWatch()
         self._signals_seen = 0
         self._orphans_at = 0.0
-        self._control = ControlServer(folder.path, self._selector, lambda request: remote.answer(self, request))
+        self._control = ControlServer(folder.path, self._selector, partial(answer, self))
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def listen(self, descriptor: int, mask: int, call: Callable[[int], None] | None) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness import own_loop
-from elastic_harness.agent.control import request
-from elastic_harness.agent.records import EVENTS
+from elastic_harness.agent.control.server import request
+from elastic_harness.agent.decisions import store_view
+from elastic_harness.agent.reporting.records import EVENTS
 from elastic_harness.contract.commands import GetStatus, KillWorker, ScaleRun, StopRun
 from elastic_harness.errors import EXIT_CONFIG, EXIT_SUCCESS, ConfigError, InfrastructureError
 from elastic_harness.names import TRAINER
@@ -64,9 +65,8 @@ def status(argv: Sequence[str]) -> int:
     parser.add_argument("--store", metavar="URL", help="ask the store of a run of several nodes, from any machine")
     given = parser.parse_args(list(argv))
     if given.store is not None:
-        from elastic_harness.agent import elsewhere
 
-        shown = elsewhere.status(given.store, given.run)
+        shown = store_view.status(given.store, given.run)
         print(json.dumps(shown, indent=1)) if given.json else _print_nodes(shown)
         return EXIT_SUCCESS
     path = folders.resolve(given.run)

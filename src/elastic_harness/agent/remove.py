@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from elastic_harness import file_lock
-from elastic_harness.agent.records import EVENTS
+from elastic_harness.agent.reporting.records import EVENTS
 from elastic_harness.errors import EXIT_SUCCESS, EXIT_USER_CODE, ConfigError, HarnessError
 from elastic_harness.runs import folder as folders
 

@@ -37,7 +37,7 @@ from elastic_harness.simulate.store import EmbeddedStore
 PER_NODE = 8
 WAY_S = 0.00075  # to etcd or back: half of the median put in benchmarks/results/etcd_clients.json
 WAY_SIGMA = 0.5  # of its logarithm
-TTL_S = 2.0  # of a lease, by default: agent/together.py
+TTL_S = 2.0  # of a lease, by default: agent/decisions/cluster.py
 KEEP_ALIVE_S = TTL_S / 3
 TICK_S = 0.05
 PATIENCE_S = 600.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elastic_harness.agent.worker import Worker
+from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.contract.board import Phase, Reading
 
 STOPPED_CHECK_S = 0.1

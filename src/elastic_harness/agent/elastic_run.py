@@ -6,16 +6,16 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from elastic_harness.agent import script_stop
-from elastic_harness.agent.admission import Admission
-from elastic_harness.agent.agreement import Agreement, Alone, CarryOut, Deliver
-from elastic_harness.agent.cuts import Cuts
-from elastic_harness.agent.environment import JobEnvironment, free_port
-from elastic_harness.agent.kv import KeyValues
+from elastic_harness.agent.decisions import script_stop
+from elastic_harness.agent.decisions.addresses import KeyValues
+from elastic_harness.agent.decisions.admission import Admission
+from elastic_harness.agent.decisions.agreement import Agreement, Alone, CarryOut, Deliver
+from elastic_harness.agent.decisions.unreachable import Cuts
 from elastic_harness.agent.loop import Agent, JobOutcome, spawn_error
-from elastic_harness.agent.places import Places
-from elastic_harness.agent.restarts import Cause, Ending, failure_exit_code
-from elastic_harness.agent.worker import Release, Why, Worker
+from elastic_harness.agent.workers.environment import JobEnvironment, free_port
+from elastic_harness.agent.workers.places import Places
+from elastic_harness.agent.workers.restarts import Cause, Ending, failure_exit_code
+from elastic_harness.agent.workers.worker import Release, Why, Worker
 from elastic_harness.contract.board import Phase
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
 from elastic_harness.contract.messages import (
@@ -638,7 +638,7 @@ def _agreement(agent: Agent, limits: Limits, known: Known, carry_out: CarryOut, 
     """On one machine nothing of the store is loaded."""
     if agent.options.store is None:
         return Alone(limits, known, carry_out)
-    from elastic_harness.agent.together import Together
+    from elastic_harness.agent.decisions.cluster import Together
 
     return Together(agent, limits, known, carry_out, deliver)
 

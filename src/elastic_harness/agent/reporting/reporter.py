@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 import time
 
-from elastic_harness.agent import incident
-from elastic_harness.agent.console import Console
-from elastic_harness.agent.incident import Incident
-from elastic_harness.agent.records import Records
-from elastic_harness.agent.worker import Worker
+from elastic_harness.agent.reporting import incident
+from elastic_harness.agent.reporting.console import Console
+from elastic_harness.agent.reporting.incident import Incident
+from elastic_harness.agent.reporting.records import Records
+from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.contract.messages import Commit
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness import durable_file
-from elastic_harness.agent.orphans import children
-from elastic_harness.agent.worker import Process, die_with_parent
+from elastic_harness.agent.workers.orphans import children
+from elastic_harness.agent.workers.process import Process, die_with_parent
 from elastic_harness.contract import wire
 from elastic_harness.contract.forking import (
     BLANK,

@@ -9,13 +9,13 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from elastic_harness.agent.elastic import ElasticRun
-from elastic_harness.agent.environment import JobEnvironment, free_port
-from elastic_harness.agent.incident import describe_exit
-from elastic_harness.agent.logs import TAIL_LINES
+from elastic_harness.agent.elastic_run import ElasticRun
 from elastic_harness.agent.loop import Agent, JobOutcome, spawn_error
-from elastic_harness.agent.script import failed_to_import
-from elastic_harness.agent.worker import Worker
+from elastic_harness.agent.reporting.incident import describe_exit
+from elastic_harness.agent.workers.environment import JobEnvironment, free_port
+from elastic_harness.agent.workers.logs import TAIL_LINES
+from elastic_harness.agent.workers.script import failed_to_import
+from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.contract.messages import Hello
 from elastic_harness.errors import (
     EXIT_CONFIG,

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from elastic_harness.agent.loop import Agent
+from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.contract import wire
 from elastic_harness.contract.commands import GetStatus, KillWorker, ScaleRun, StopRun
 from elastic_harness.errors import EXIT_TERMINATED, ConfigError
-
-if TYPE_CHECKING:
-    from elastic_harness.agent.loop import Agent
-    from elastic_harness.agent.worker import Worker
 
 
 def answer(agent: Agent, command: object) -> wire.Message:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -13,55 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from elastic_harness.agent.logs import WorkerLog
+from elastic_harness.agent.workers.forks import Blank
+from elastic_harness.agent.workers.logs import WorkerLog
+from elastic_harness.agent.workers.process import Process, die_with_parent
 from elastic_harness.contract import variables, wire
 from elastic_harness.contract.board import BoardReader, Reading
 from elastic_harness.contract.messages import TO_WORKER, LastStepDone
 
-if TYPE_CHECKING:
-    from elastic_harness.agent.forks import Blank
-
 START_NICENESS = 5
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with_parent(parent_pid: int, signal_number: int) -> None:
-    """Let the kernel send this process a signal when its parent's thread ends. For use between fork and exec."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os._exit(128 + signal_number)
-
-
-class Process:
-    """A child of this process that another one has forked."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._exit_code: int | None = None
-
-    def poll(self) -> int | None:
-        """Its exit code once it has ended, negative for a signal."""
-        if self._exit_code is None:
-            self._reap(os.WNOHANG)
-        return self._exit_code
-
-    def wait(self) -> int:
-        """Block until it has ended; returns its exit code."""
-        while self._exit_code is None:
-            self._reap(0)
-        return self._exit_code
-
-    def _reap(self, options: int) -> None:
-        try:
-            pid, status = os.waitpid(self.pid, options)
-        except ChildProcessError:
-            self._exit_code = -signal.SIGKILL  # somebody else has reaped it
-            return
-        if pid:
-            self._exit_code = os.waitstatus_to_exitcode(status)
 
 
 class Why(Enum):

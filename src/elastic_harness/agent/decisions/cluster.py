@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 from elastic_harness import __version__
-from elastic_harness.agent.agreement import CarryOut, Deliver
-from elastic_harness.agent.elsewhere import store_of
-from elastic_harness.agent.fingerprint import HARDWARE_KEYS
+from elastic_harness.agent.decisions.agreement import CarryOut, Deliver
+from elastic_harness.agent.decisions.fingerprint import HARDWARE_KEYS
+from elastic_harness.agent.decisions.store_link import StoreLink
+from elastic_harness.agent.decisions.store_view import store_of
 from elastic_harness.agent.loop import Agent, JobOutcome
-from elastic_harness.agent.store_link import StoreLink
 from elastic_harness.contract.messages import PROTOCOL
 from elastic_harness.errors import EXIT_CONFIG, InfrastructureError
 from elastic_harness.membership import leader

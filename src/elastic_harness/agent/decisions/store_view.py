@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_harness import shape
+from elastic_harness.agent.decisions.store_link import STATUS
 from elastic_harness.agent.options import LaunchOptions
-from elastic_harness.agent.store_link import STATUS
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.etcd.address import Address
 from elastic_harness.etcd.gateway import TIMEOUT_S, Gateway

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from elastic_harness.agent.restarts import Cause, Ending, RestartLimits, restart_delay
+from elastic_harness.agent.workers.restarts import Cause, Ending, RestartLimits, restart_delay
 
 REPLACEMENT_DELAY_S = 0.1
 SPARE_DELAY_MAX_S = 2.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from elastic_harness.agent import fingerprint
-from elastic_harness.agent.hangs import Hang
+from elastic_harness.agent.decisions import fingerprint
 from elastic_harness.agent.loop import Agent
-from elastic_harness.agent.worker import Worker
+from elastic_harness.agent.workers.hangs import Hang
+from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.contract.messages import PROTOCOL, Hello, Refusal
 
 START_S_MIN = 30.0

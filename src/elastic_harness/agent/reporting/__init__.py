@@ -1,0 +1,1 @@
+"""What people and later readers are told: the console, incidents, the run's records."""
