@@ -11,23 +11,23 @@ from collections.abc import Sequence
 from elastic_harness.errors import EXIT_CONFIG, EXIT_INTERRUPTED, HarnessError
 
 COMMANDS = {
-    "launch": ("elastic_harness.agent.launch", "main", "start (or resume) a training job on this machine"),
-    "ls": ("elastic_harness.agent.manage", "ls", "list the runs"),
-    "status": ("elastic_harness.agent.manage", "status", "show a run: workers, generation, step, last recovery"),
-    "logs": ("elastic_harness.agent.manage", "logs", "show the output of a run's workers"),
-    "stop": ("elastic_harness.agent.manage", "stop", "stop a run at the next step boundary"),
-    "resume": ("elastic_harness.agent.manage", "resume", "launch a run again as it was launched before"),
-    "scale": ("elastic_harness.agent.manage", "scale", "change the number of workers of a live run"),
-    "kill": ("elastic_harness.agent.manage", "kill", "kill a worker of a live run, to see it recover"),
-    "rm": ("elastic_harness.agent.remove", "main", "remove runs that ended, after asking"),
-    "verify": ("elastic_harness.runs.verify", "main", "prove that every sample was used exactly once"),
-    "demo": ("elastic_harness.demo", "main", "train a small language model while workers are killed"),
-    "checkpoint": ("elastic_harness.checkpoint.cli", "main", "list, check, compare, export or remove checkpoints"),
-    "index": ("elastic_harness.data.index_cli", "main", "build a token index from text, or look into one"),
-    "simulate": ("elastic_harness.simulate.cli", "main", "run the recovery protocol of many nodes under random faults"),
-    "doctor": ("elastic_harness.doctor", "main", "check this machine before a run"),
-    "etcd": ("elastic_harness.etcd.server", "main", "start, show or stop an etcd for development"),
-    "generate": ("elastic_harness.gpt.generate", "main", "sample text from a trained run"),
+    "launch": ("commands.launch", "main", "start (or resume) a training job on this machine"),
+    "ls": ("commands.manage", "ls", "list the runs"),
+    "status": ("commands.manage", "status", "show a run: workers, generation, step, last recovery"),
+    "logs": ("commands.manage", "logs", "show the output of a run's workers"),
+    "stop": ("commands.manage", "stop", "stop a run at the next step boundary"),
+    "resume": ("commands.manage", "resume", "launch a run again as it was launched before"),
+    "scale": ("commands.manage", "scale", "change the number of workers of a live run"),
+    "kill": ("commands.manage", "kill", "kill a worker of a live run, to see it recover"),
+    "rm": ("commands.rm", "main", "remove runs that ended, after asking"),
+    "verify": ("runs.verify", "main", "prove that every sample was used exactly once"),
+    "demo": ("demo", "main", "train a small language model while workers are killed"),
+    "checkpoint": ("commands.checkpoint", "main", "list, check, compare, export or remove checkpoints"),
+    "index": ("commands.index", "main", "build a token index from text, or look into one"),
+    "simulate": ("commands.simulate", "main", "run the recovery protocol of many nodes under random faults"),
+    "doctor": ("commands.doctor", "main", "check this machine before a run"),
+    "etcd": ("etcd.server", "main", "start, show or stop an etcd for development"),
+    "generate": ("gpt.generate", "main", "sample text from a trained run"),
 }
 
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in COMMANDS:
         module, function, _ = COMMANDS[arguments[0]]
         try:
-            return int(getattr(importlib.import_module(module), function)(arguments[1:]) or 0)
+            return int(getattr(importlib.import_module(f"elastic_harness.{module}"), function)(arguments[1:]) or 0)
         except HarnessError as error:
             print(f"elastic-harness {arguments[0]}: {error}", file=sys.stderr)
             return error.exit_code

@@ -31,7 +31,7 @@ def script(tmp_path: Path, text: str) -> Path:
 
 def test_help_is_quick_and_imports_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, elastic_harness.cli, elastic_harness.agent.launch, elastic_harness.agent.manage, "
+        "import sys, elastic_harness.cli, elastic_harness.commands.launch, elastic_harness.commands.manage, "
         "elastic_harness.agent.__main__; print([m for m in ('torch', 'numpy', 'rich', 'yaml') if m in sys.modules])"
     )
     loaded = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_harness.simulate.cli import JobShape
+from elastic_harness.commands.simulate import JobShape
 from mutants.patch import Patch
 
 

@@ -237,7 +237,7 @@ def test_a_fingerprint_that_fits() -> None:
 
 
 def test_hardware_keys_are_those_that_workers_send() -> None:
-    package = Path(fingerprint.__file__).parents[1]
+    package = Path(fingerprint.__file__).parents[2]
     text = (package / "train" / "fingerprint.py").read_text() + (package / "gpt" / "trainer.py").read_text()
     assert all(f'"{key}": ' in text for key in fingerprint.HARDWARE_KEYS)
 

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from elastic_harness.checkpoint import CheckpointConfig, CheckpointManager
-from elastic_harness.checkpoint.cli import main
 from elastic_harness.checkpoint.disk import local
+from elastic_harness.commands.checkpoint import main
 from elastic_harness.errors import CheckpointCorrupt, ConfigError
 
 
@@ -194,7 +194,7 @@ def test_a_run_that_is_added_to_is_named_by_its_id_too(
 
 def test_looking_needs_no_torch(run: Path) -> None:
     code = (
-        "import sys; from elastic_harness.checkpoint.cli import main\n"
+        "import sys; from elastic_harness.commands.checkpoint import main\n"
         f"assert main(['ls', {str(run)!r}]) == main(['verify', {str(run)!r}]) == 0 and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_harness.checkpoint.cli import main
 from elastic_harness.checkpoint.disk import local
 from elastic_harness.checkpoint.remote import transfer
+from elastic_harness.commands.checkpoint import main
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
 from elastic_harness.object_store import ObjectStore
 
@@ -67,7 +67,7 @@ def test_pushing_again_sends_nothing_and_another_of_that_name_is_refused(
 
 def test_an_upload_that_was_cut_off_is_no_checkpoint_and_goes_on(s3: str, tmp_path: Path) -> None:
     checkpoint = saved(tmp_path / "here")
-    code = "import sys; from elastic_harness.checkpoint.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from elastic_harness.commands.checkpoint import main; sys.exit(main(sys.argv[1:]))"
     killed = 0
     for delay_s in (0.3, 0.5, 0.6, 0.7, 0.8, 0.9):
         push = subprocess.Popen(

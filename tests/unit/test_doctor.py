@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_harness import doctor
+from elastic_harness.commands import doctor
 from elastic_harness.errors import ConfigError
 from etcd_servers import Cluster
 

@@ -85,7 +85,7 @@ def check(command: str, arguments: list[str]) -> None:
         raise Refused(f"there is no command {command}")
     module, function, _ = COMMANDS[command]
     try:
-        getattr(importlib.import_module(module), function)(arguments)
+        getattr(importlib.import_module(f"elastic_harness.{module}"), function)(arguments)
     except Parsed:
         return
     raise AssertionError(f"elastic-harness {command} did not parse its arguments")

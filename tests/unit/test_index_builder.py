@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from elastic_harness.data import ResumableDataset, index_builder, index_cli, readers, tokenizers
+from elastic_harness.commands import index as index_command
+from elastic_harness.data import ResumableDataset, index_builder, readers, tokenizers
 from elastic_harness.data.index_builder import build
 from elastic_harness.data.token_index import TokenIndexFile
 from elastic_harness.errors import ConfigError
@@ -264,13 +265,13 @@ def test_keys_depend_on_the_content_alone(tmp_path: Path) -> None:
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, index = jsonl(tmp_path / "a.jsonl", TEXTS), str(tmp_path / "i.bin")
-    assert index_cli.main(["build", str(path), "-o", index, "--train-bpe", "280", "--processes", "1"]) == 0
+    assert index_command.main(["build", str(path), "-o", index, "--train-bpe", "280", "--processes", "1"]) == 0
     assert "5 documents" in capsys.readouterr().out
-    assert index_cli.main(["info", index]) == 0
+    assert index_command.main(["info", index]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["documents"] == 5 and facts["vocab_size"] == 280 and facts["tokenizer"]["kind"] == "huggingface"
-    assert index_cli.main(["verify", index]) == 0
-    assert index_cli.main(["head", index, "-n", "2"]) == 0
+    assert index_command.main(["verify", index]) == 0
+    assert index_command.main(["head", index, "-n", "2"]) == 0
     assert "first text" in capsys.readouterr().out
     assert index_builder.main([str(path), "-o", index, "--max-bad-fraction", "2"]) == 2
     assert "between 0 and 1" in capsys.readouterr().err

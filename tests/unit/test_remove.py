@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_harness import cli, file_lock
-from elastic_harness.agent.remove import WRITTEN
+from elastic_harness.commands.rm import WRITTEN
 
 
 @pytest.fixture(autouse=True)

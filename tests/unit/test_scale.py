@@ -7,10 +7,11 @@ from dataclasses import fields
 
 import pytest
 
+from elastic_harness.commands import simulate
 from elastic_harness.membership import leader
 from elastic_harness.membership.leading import GENERATIONS_KEPT, Leading
 from elastic_harness.membership.types import Limits
-from elastic_harness.simulate import cli, effective, scale
+from elastic_harness.simulate import effective, scale
 from elastic_harness.simulate.scale import Cost, Count, LargeCluster, extrapolate
 
 
@@ -66,7 +67,7 @@ def test_what_grows_along_a_line_is_extrapolated_along_it() -> None:
 def test_the_command_offers_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(scale, "SIZES", (10, 20))
     monkeypatch.setattr(scale, "REQUEST_BYTES_MAX", 20_000)
-    assert cli.main(["--scale", "--json"]) == 0
+    assert simulate.main(["--scale", "--json"]) == 0
     assert {row["workers"] for row in json.loads(capsys.readouterr().out)["failures"]} >= {10, 20}
 
 

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_harness.commands import simulate
+from elastic_harness.commands.simulate import JobShape, run_seed, run_seeds
 from elastic_harness.errors import ConfigError
 from elastic_harness.membership import leader
 from elastic_harness.membership.codec import decode, encode
 from elastic_harness.membership.types import Digest, Generation, Limits, Report, Source
-from elastic_harness.simulate import cli
-from elastic_harness.simulate.cli import JobShape, run_seed, run_seeds
 from mutants.nodes import PATCHES, Planted
 
 SMALL = JobShape(workers=6, nodes=3, steps=15, faults=8)
@@ -86,22 +86,22 @@ def test_of_the_faults_only_those_that_matter_are_named() -> None:
         found = next(e for e in run_seeds(SMALL, range(300), 1) if e.violation)
         faults = SMALL.drawn(found.seed)
         assert len(found.needed) < len(faults)
-        assert cli.replay(SMALL, found.seed, found.needed) == 1
+        assert simulate.replay(SMALL, found.seed, found.needed) == 1
         for number in found.needed:
-            assert cli.replay(SMALL, found.seed, [n for n in found.needed if n != number]) == 0
+            assert simulate.replay(SMALL, found.seed, [n for n in found.needed if n != number]) == 0
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--seeds", "4", "--workers", "4", "--nodes", "2", "--json"]) == 0
+    assert simulate.main(["--seeds", "4", "--workers", "4", "--nodes", "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["schedules"] == 4 and told["violations"] == 0 and told["seconds"] > 0
     assert told["faults"] == sum(told["fault_kinds"].values()) > 0
-    assert cli.main(["--seed", "3", "--workers", "4", "--nodes", "2"]) == 0
+    assert simulate.main(["--seed", "3", "--workers", "4", "--nodes", "2"]) == 0
     said = capsys.readouterr().out
     assert "FAULT" in said and "nothing was violated" in said
     for wrong in (["--workers", "5", "--nodes", "2"], ["--steps", "0"], ["--seed", "1", "--only", "99"]):
         with pytest.raises(ConfigError):
-            cli.main(wrong)
+            simulate.main(wrong)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_harness.commands.index import main as index_command
 from elastic_harness.data import ResumableDataset, TokenIndexFile, cu_seqlens
-from elastic_harness.data.index_cli import main as index_command
 from elastic_harness.data.packing import best_fit, pack
 from elastic_harness.data.windows import NO_LABEL
 from elastic_harness.errors import ConfigError

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_harness import durable_file
-from elastic_harness.agent import manage
 from elastic_harness.agent.reporting.records import Records
+from elastic_harness.commands import manage
 from elastic_harness.errors import InfrastructureError
 from elastic_harness.runs import json_lines, ledger
 from elastic_harness.runs.events import EventLog, newest_events, read_events

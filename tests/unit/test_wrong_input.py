@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic_harness import names, shape
-from elastic_harness.agent import manage
 from elastic_harness.agent.options import LaunchOptions, parse
 from elastic_harness.agent.reporting.records import Records
 from elastic_harness.checkpoint.disk import manifest
+from elastic_harness.commands import manage
 from elastic_harness.contract import messages, wire
 from elastic_harness.contract.board import BoardReader
 from elastic_harness.contract.checkpoint_event import CheckpointEvent

@@ -137,8 +137,8 @@ def resume(argv: Sequence[str]) -> int:
     record = folders.read_record(path) or {}
     if "argv" not in record:
         raise ConfigError(f"{path / folders.RECORD} has no command line; launch it with --run-dir {path}")
-    from elastic_harness.agent.launch import launch
     from elastic_harness.agent.options import parse
+    from elastic_harness.commands.launch import launch
 
     try:
         os.chdir(record["cwd"])

@@ -1,0 +1,1 @@
+"""What `elastic-harness COMMAND` runs. `cli.py` has the list."""
