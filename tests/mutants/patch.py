@@ -8,10 +8,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 
-from elastic_harness.membership import decide, leader, leading, node, reconcile
+from elastic_harness.membership import decide, lead, leader, node, own_record, reconcile
 from elastic_harness.train import gate, heard
 
-SOURCES = {module: inspect.getsource(module) for module in (decide, gate, heard, leader, leading, node, reconcile)}
+PLANTABLE = (decide, gate, heard, lead, leader, node, own_record, reconcile)
+SOURCES = {module: inspect.getsource(module) for module in PLANTABLE}
 
 
 @dataclass(frozen=True)

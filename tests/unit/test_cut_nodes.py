@@ -14,6 +14,7 @@ from elastic_harness.agent.decisions.unreachable import Cuts
 from elastic_harness.membership import leader
 from elastic_harness.membership.codec import encode
 from elastic_harness.membership.decide import Form, View, decide, on_connected_nodes
+from elastic_harness.membership.lead import Lead
 from elastic_harness.membership.leader import (
     APART_S,
     HEARING_S,
@@ -30,7 +31,6 @@ from elastic_harness.membership.leader import (
     Tick,
     Trouble,
 )
-from elastic_harness.membership.leading import Leading
 from elastic_harness.membership.types import Generation, Limits, Report, node_of
 
 NODES = "abcd"
@@ -199,10 +199,9 @@ def test_a_new_leader_counts_on_by_its_own_clock() -> None:
         "origin": "x", "taken": {}, "actions": [], "count": 0, "now": 1000.125, "about": {},
         "known": {"born": True}, "state": encode(state),
     }  # fmt: skip
-    leading = Leading("run/node/b.0", 1, Limits(), patient_until=100.0)
-    leading.read_all({}, decision, now=5.0)
-    assert leading.state is not None
-    assert (leading.state.apart, leading.state.trouble_at) == (((4.875, "a", "b"),), 4.875)
+    lead = Lead("run/node/b.0", 1, Limits(), patient_until=100.0).read_all({}, decision, now=5.0)
+    assert lead.state is not None
+    assert (lead.state.apart, lead.state.trouble_at) == (((4.875, "a", "b"),), 4.875)
 
 
 def test_nodes_that_are_gone_for_long_are_forgotten() -> None:

@@ -88,7 +88,7 @@ def test_a_leader_that_never_read_it_begins_with_what_the_nodes_know(key: str) -
     nodes.cut.clear()
     go_on(nodes, 40)
     made = nodes.nodes[other]
-    assert made.leads and made.state is not None and made.state.born
+    assert made.state.protocol is not None and made.state.protocol.born
     last = nodes.actions(other, leader.Announce)[-1].generation
     assert last.members == (f"{other}/w0",) and last.number > max(numbers)
     assert not nodes.actions(other, leader.Evict) and not nodes.actions(other, leader.Pause)[3:]
@@ -106,7 +106,7 @@ def test_a_node_of_which_the_next_leader_can_read_nothing_keeps_its_workers() ->
     one, other = sorted(set("abc") - {leading})
     before = len(nodes.actions(one, leader.Announce))
     nodes.cut |= {leading, one, other}
-    nodes.store.txn({}, [Put(nodes.nodes[other].key, "damaged")])
+    nodes.store.txn({}, [Put(nodes.nodes[other].state.own.key, "damaged")])
     nodes.remove(leading)
     nodes.cut.clear()
     nodes.settle()
@@ -114,7 +114,7 @@ def test_a_node_of_which_the_next_leader_can_read_nothing_keeps_its_workers() ->
     for name in (one, other):
         everyone = {m for a in nodes.actions(name, leader.Announce)[-1:] for m in a.generation.members}
         assert everyone == {f"{one}/w0", f"{other}/w0"}
-    assert whole(nodes, nodes.nodes[other].key)
+    assert whole(nodes, nodes.nodes[other].state.own.key)
     assert all(f"{other}/w0" in a.generation.members for a in nodes.actions(one, leader.Announce)[before:])
 
 

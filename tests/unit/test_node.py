@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from elastic_harness.membership import leader, node
 from elastic_harness.membership.codec import PACKED_FROM, encode, from_text, to_text
-from elastic_harness.membership.leading import Known, Leading
+from elastic_harness.membership.lead import Lead
 from elastic_harness.membership.node import (
     Carry,
     Deliver,
@@ -22,6 +23,7 @@ from elastic_harness.membership.node import (
     Saw,
     Wrote,
 )
+from elastic_harness.membership.records import Known
 from elastic_harness.membership.store import Change, Entry, Watch
 from elastic_harness.membership.types import Generation, Limits, Report, node_of
 from elastic_harness.simulate.store import EmbeddedStore
@@ -85,7 +87,7 @@ class Nodes:
     def actions(self, name: str, kind: type) -> list[Any]:
         return [o.action for o in self.seen[name] if isinstance(o, Carry) and isinstance(o.action, kind)]
 
-    def _do(self, name: str, outputs: Sequence[node.Output]) -> None:
+    def _do(self, name: str, outputs: Iterable[node.Output]) -> None:
         made = self.nodes[name]
         for output in outputs:
             self.seen[name].append(output)
@@ -243,7 +245,7 @@ def test_when_the_store_has_lost_everything_what_anybody_knew_counts() -> None:
     nodes.remove("b")
     nodes.tick(4.0)
     assert nodes.actions("a", leader.Announce)[0].generation.number > 9 + 100
-    known = nodes.nodes["a"].known
+    known = nodes.nodes["a"].state.own.known
     assert (known.lineage, known.from_step, known.born) == (2, 4, True)
 
 
@@ -298,7 +300,7 @@ def test_a_stopped_job_begins_again_where_it_was() -> None:
     again = nodes.actions("c", leader.Announce)
     assert [a.generation.members for a in again] == [("c/w0",)]
     assert again[0].generation.number > number
-    assert nodes.nodes["c"].known.born, "it may have committed its first step"
+    assert nodes.nodes["c"].state.own.known.born, "it may have committed its first step"
 
 
 def test_a_node_that_missed_a_stop_and_a_relaunch_has_no_part_in_what_follows() -> None:
@@ -327,17 +329,17 @@ def test_a_node_that_missed_a_stop_and_a_relaunch_has_no_part_in_what_follows() 
 @pytest.mark.parametrize("is_gone", [False, True], ids=["it stays", "it goes"])
 def test_a_worker_that_no_record_names_is_lost(is_gone: bool) -> None:
     """Whatever a node says of it, or does not."""
-    leading = Leading("run/node/a.0", 1, LIMITS, 0.0)
+    lead = Lead("run/node/a.0", 1, LIMITS, 0.0)
     record: dict[str, Any] = {"about": {}, "places": 1, "members": ["b/w0"], "events": [], "values": {}}
     record |= {"known": vars(Known()), "veterans": []}
     ready = [[1, encode(leader.Ready("b/w0"))]]
-    leading.read_all({"run/node/b.0": {**record, "events": ready}}, None, 0.0)
-    assert leading.state is not None and leading.state.ready == ("b/w0",)
-    leading.changed("run/node/b.0", {**record, "members": []})
+    lead = lead.read_all({"run/node/b.0": {**record, "events": ready}}, None, 0.0)
+    assert lead.state is not None and lead.state.ready == ("b/w0",)
+    lead = lead.changed("run/node/b.0", {**record, "members": []})
     if is_gone:
-        leading.ended("run/node/b.0")
-    leading.step(0.1)
-    assert leading.state.ready == ()
+        lead = lead.ended("run/node/b.0")
+    lead = lead.step(0.1)
+    assert lead.state is not None and lead.state.ready == ()
 
 
 def test_workers_of_a_node_that_comes_to_differ_are_lost() -> None:
@@ -428,7 +430,7 @@ def test_who_holds_the_leaders_key_leads() -> None:
     two(nodes)
     a, entry = nodes.nodes["a"], nodes.store.get(node.LEADER)
     assert entry is not None
-    a._leading = None  # it stepped down, because a decision of its own was refused
+    a.state = replace(a.state, lead=None)  # it stepped down, because a decision of its own was refused
     nodes._do("a", a.take(Read((entry,)), 0.0))
     assert a.leads
 
@@ -436,14 +438,14 @@ def test_who_holds_the_leaders_key_leads() -> None:
 def test_a_folder_of_another_run_is_turned_away() -> None:
     nodes = Nodes()
     two(nodes)
-    history = nodes.nodes["a"].history
-    assert history and nodes.nodes["b"].history == history
+    history = nodes.nodes["a"].state.own.history
+    assert history and nodes.nodes["b"].state.own.history == history
     nodes.add("back", about={"seed": 1, "history": history})
     nodes.add("old", about={"seed": 1, "history": "another"}, known=Known(9, True, 3, 0))
     assert not [o for o in nodes.seen["back"] if isinstance(o, Excluded)]
     (excluded,) = [o for o in nodes.seen["old"] if isinstance(o, Excluded)]
     assert "run folder" in excluded.reason
-    assert nodes.nodes["a"].known.lineage == 0
+    assert nodes.nodes["a"].state.own.known.lineage == 0
 
 
 @pytest.mark.parametrize("value", [{"a": [1, "ü"]}, ["x" * PACKED_FROM, {"n": None}]], ids=["short", "packed"])

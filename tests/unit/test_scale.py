@@ -9,7 +9,7 @@ import pytest
 
 from elastic_harness.commands import simulate
 from elastic_harness.membership import leader
-from elastic_harness.membership.leading import GENERATIONS_KEPT, Leading
+from elastic_harness.membership.lead import GENERATIONS_KEPT, Lead
 from elastic_harness.membership.types import Limits
 from elastic_harness.simulate import effective, scale
 from elastic_harness.simulate.scale import Cost, Count, LargeCluster, extrapolate
@@ -76,7 +76,7 @@ def test_addresses_of_ten_thousand_fit_into_a_request() -> None:
 
 
 def test_a_decision_names_the_members_of_few_generations() -> None:
-    leading = Leading("run/node/a.0", 1, Limits(1, 500, 500), 0.0)
+    lead = Lead("run/node/a.0", 1, Limits(1, 500, 500), 0.0)
     members = [f"a/w{i}-1" for i in range(500)]
     for lost in range(30):
         events = [[i + 1, {"is": "Ready", "member": m}] for i, m in enumerate(members)]
@@ -84,10 +84,10 @@ def test_a_decision_names_the_members_of_few_generations() -> None:
         record = {"about": {}, "places": 500, "members": members[lost:], "known": {}, "events": events, "values": {}}
         record["veterans"] = []
         if lost == 0:
-            leading.read_all({"run/node/a.0": record}, None, 0.0)
+            lead = lead.read_all({"run/node/a.0": record}, None, 0.0)
         else:
-            leading.changed("run/node/a.0", record)
-        decision = leading.news(1.0)
+            lead = lead.changed("run/node/a.0", record)
+        lead, decision = lead.news(1.0)
         assert decision is not None
         announced = [a for _, a in decision["actions"] if a["is"] == "Announce"]
         assert len(announced) == min(lost + 1, GENERATIONS_KEPT)

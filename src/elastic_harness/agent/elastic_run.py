@@ -52,9 +52,9 @@ from elastic_harness.errors import (
     ConfigError,
 )
 from elastic_harness.membership import leader
-from elastic_harness.membership.leading import Known, Values
 from elastic_harness.membership.poison import evidence
 from elastic_harness.membership.reconcile import worth_telling
+from elastic_harness.membership.records import Known, Values
 from elastic_harness.membership.types import Generation, Limits, Report
 from elastic_harness.runs.origin import versions_in
 

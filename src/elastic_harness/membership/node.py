@@ -1,5 +1,5 @@
-"""One node's part in what several nodes agree on, through a store. No I/O, no clock, no randomness: whoever drives it
-carries out what `take` asks for, and tells it what came of that.
+"""One node's part in what several nodes agree on, through a store: (state, inputs, now) → (state, outputs). No I/O, no
+clock, no randomness: whoever drives it carries out what it asks for, and tells it what came of that.
 
     run/node/KEY        one record for each node, on its lease: what happened to its workers, event by event, and where
                         they can be reached
@@ -18,13 +18,14 @@ While the store is away nothing happens here: workers go on stepping, and what b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from elastic_harness.membership import leader
-from elastic_harness.membership.codec import decode, encode, to_text
-from elastic_harness.membership.leading import HISTORY, PATIENCE_S, Leading
+from elastic_harness.membership.codec import decode, to_text
+from elastic_harness.membership.lead import HISTORY, PATIENCE_S, Lead
+from elastic_harness.membership.own_record import NODES, OwnRecord
 from elastic_harness.membership.records import (
     Known,
     Values,
@@ -37,10 +38,9 @@ from elastic_harness.membership.store import Change, Entry, Put
 from elastic_harness.membership.types import Limits
 
 EVERYTHING = "run/"
-HEAD, NODES = EVERYTHING + "head/", EVERYTHING + "node/"
+HEAD = EVERYTHING + "head/"
 LEADER, DECISION, FENCE, VALUES = HEAD + "leader", HEAD + "decision", HEAD + "fence", HEAD + "values"
 STATE = EVERYTHING + "state"
-GENERATIONS_OFFERED = 2  # a planned one may be announced while members still connect in the one before
 
 # ---- what a node is told
 
@@ -201,391 +201,390 @@ class Damaged:
 Output = Register | Follow | Write | Carry | Deliver | Excluded | Damaged
 T = TypeVar("T")
 
+# ---- state
 
-class Node:
-    """`name`: of the node, never used by another one. `places`: how many workers it wants to have. `about`: what all
-    nodes of a run must have in common, as names and values; a node whose own differs is excluded."""
 
-    def __init__(self, name: str, limits: Limits, places: int, known: Known, about: Mapping[str, Any]) -> None:
-        self.name = name
-        self.known = known
-        self.leader = ""  # the key of the node that leads, as far as known
-        self.ended: leader.Action | None = None  # how the job ended
-        self._limits = limits
-        self._places = places
-        self._about = dict(about)
-        self._members: dict[str, None] = {}  # living ones, in order of age
-        self._session = 0
-        self._leaves = False
-        self._registered = False
-        self._has_read = False  # what is decided; before that, nobody hears of this node
-        self._events: list[tuple[int, leader.Event]] = []
-        self._last = 0
-        self._offered: dict[int, dict[str, str]] = {}
-        self._changes = 0
-        self._written = -1  # how many changes the record holds; -1: there is no record
-        self._writing: int | None = None
-        self._revision = 0
-        self._writes_asked = 0
-        self._asked: dict[int, str] = {}  # the keys of writes that are under way, the first of each
-        self._returned_at: float | None = None  # when the last lease ended
-        self._ever: set[str] = set()  # workers of this node that were in a generation
-        self._veterans: set[str] = set()  # … in one that was formed: they have, or are about to have, the state
-        self._leader_known = False
-        self._decision: Entry | None = None  # the last one that could be read
-        self._decision_at = 0  # the revision of what stands in its place now
-        self._unled_at = 0  # the revision of what stands in the leader's place and is no node
-        self._damaged: dict[str, int] = {}  # keys whose values cannot be read, and at which revision that was said
-        self._complaints: list[Output] = []
-        self._deciding = ""  # the decision that is being written
-        self._origin = ""
-        self._origin_in = -1  # the session in which it was last read
-        self.history = str(about.get(HISTORY, ""))  # which history of training this node has a part in
-        self._heeded: int | None = None  # the last action that was carried out; None: no decision was ever read
-        self._leading: Leading | None = None
+@dataclass(frozen=True)
+class State:
+    """All that one node knows. No mapping in it is ever changed in place."""
+
+    own: OwnRecord  # what it tells the others
+    limits: Limits
+    registered: bool = False  # there is a lease
+    has_read: bool = False  # what is decided; before that, nobody hears of this node
+    leader_known: bool = False
+    led_by: str = ""  # the key of the node that leads, as far as known
+    unled_at: int = 0  # the revision of what stands in the leader's place and is no node
+    decision: Entry | None = None  # the last one that could be read
+    decision_at: int = 0  # the revision of what stands in its place now
+    origin: str = ""  # of the decision that was heeded last
+    origin_in: int = -1  # the session in which it was read
+    heeded: int | None = None  # the last action that was carried out; None: no decision was ever read
+    damaged: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # unreadable: at which revision, and why
+    writes_asked: int = 0
+    asked: Mapping[int, str] = field(default_factory=dict)  # the keys of writes that are under way, the first of each
+    deciding: str = ""  # the decision that is being written
+    returned_at: float | None = None  # when the last lease ended
+    lead: Lead | None = None  # if this node leads
 
     @property
-    def key(self) -> str:
-        return f"{NODES}{self.name}.{self._session}"
+    def protocol(self) -> leader.State | None:
+        """The protocol's state, if this node leads."""
+        return self.lead.state if self.lead is not None else None
+
+
+Step = tuple[State, tuple[Output, ...]]
+
+
+def begin(name: str, limits: Limits, places: int, known: Known, about: Mapping[str, Any]) -> State:
+    """Return the state of a node that has just come. `name`: of the node, never used by another one. `places`: how many
+    workers it wants to have. `about`: what all nodes of a run must have in common, as names and values; a node whose
+    own differs is excluded."""
+    return State(OwnRecord(name, places, known, about, str(about.get(HISTORY, ""))), limits)
+
+
+def step(state: State, inputs: Iterable[Input], now: float) -> Step:
+    """Apply inputs that became known together: what follows from all of them is decided, and written, once. Late,
+    repeated and unknown input is ignored."""
+    before = state
+    outputs: tuple[Output, ...] = ()
+    for told in inputs:
+        state, more = _take(state, told, now)
+        outputs += more
+    if state.damaged is not before.damaged:
+        new = [(key, why) for key, (at, why) in state.damaged.items() if before.damaged.get(key, (-1,))[0] != at]
+        outputs += tuple(Damaged(key, why) for key, why in new)
+    state, writes = _writes(state, now)
+    return state, outputs + writes
+
+
+class Node:
+    """Holds a node's state for those who drive it."""
+
+    def __init__(self, name: str, limits: Limits, places: int, known: Known, about: Mapping[str, Any]) -> None:
+        """See `begin`."""
+        self.state = begin(name, limits, places, known, about)
 
     @property
     def leads(self) -> bool:
-        return self._leading is not None
+        return self.state.lead is not None
 
-    @property
-    def state(self) -> leader.State | None:
-        """The leader's state, if this node leads."""
-        return self._leading.state if self._leading else None
+    def start(self) -> tuple[Output, ...]:
+        """Return what it asks for first."""
+        return (Register(),)
 
-    def start(self) -> list[Output]:
-        return [Register()]
-
-    def take(self, told: Input, now: float) -> list[Output]:
-        """What follows. Late, repeated and unknown input is ignored."""
+    def take(self, told: Input, now: float) -> tuple[Output, ...]:
+        """Return what follows."""
         return self.take_all([told], now)
 
-    def take_all(self, inputs: Iterable[Input], now: float) -> list[Output]:
-        """What follows from all of them together: that is decided, and written, once."""
-        outputs: list[Output] = []
-        for told in inputs:
-            outputs += self._take(told, now)
-        complaints, self._complaints = self._complaints, []
-        return outputs + complaints + self._writes(now)
-
-    def _take(self, told: Input, now: float) -> list[Output]:
-        outputs: list[Output] = []
-        match told:
-            case Happened(event):
-                self._happened(event)
-            case Offered(generation, key, value):
-                self._offer(generation, key, value)
-            case PlacesScaled(places):
-                self._places = places
-                self._changes += 1
-            case NodeLeaves():
-                self._leaves = True
-                self._places = 0
-                self._changes += 1
-                for member in self._members:
-                    self._happened(leader.Leaving(member))
-            case Described(about):
-                self._about |= about
-                self._changes += 1
-            case Registered():
-                self._registered = True
-                outputs.append(Follow(everything=False))
-            case LeaseEnded():
-                outputs += self._begin_again(now)
-            case Read(entries):
-                outputs += self._read(entries, now)
-            case Saw(change):
-                late = self._leading is not None and change.revision < self._leading.revision
-                if not (late and change.key == LEADER):  # it was seen before this node's own claim
-                    outputs += self._saw(change.key, change.entry, now)
-            case Wrote(number, revision):
-                outputs += self._wrote(self._asked.pop(number, ""), revision, now)
-            case WriteRefused(number):
-                outputs += self._refused(self._asked.pop(number, ""), now)
-            case NodeTick():
-                if self._leading is not None:
-                    self._leading.tick(now)
+    def take_all(self, inputs: Iterable[Input], now: float) -> tuple[Output, ...]:
+        """Return what follows from all of them together."""
+        self.state, outputs = step(self.state, inputs, now)
         return outputs
 
-    # ---- this node's own record
 
-    def _happened(self, event: leader.Event) -> None:
-        if self.ended is not None:
-            return
-        match event:
-            case leader.Committed() if self.known.born:
-                return
-            case leader.Committed():
-                self.known = replace(self.known, born=True)
-            case leader.Saved() if self.known.saved:
-                return
-            case leader.Saved():
-                self.known = replace(self.known, saved=True)
-            case leader.Ready(member):
-                self._members[member] = None
-            case leader.Lost(member):
-                self._members.pop(member, None)
-        self._last += 1
-        self._changes += 1
-        self._events.append((self._last, event))
+def _take(state: State, told: Input, now: float) -> Step:
+    own = state.own
+    match told:
+        case Happened(event):
+            own = own.happened(event)
+        case Offered(generation, key, value):
+            own = own.offer(generation, key, value)
+        case PlacesScaled(places):
+            own = own.scale(places)
+        case NodeLeaves():
+            own = own.leave()
+        case Described(about):
+            own = own.describe(about)
+        case Registered():
+            return replace(state, registered=True), (Follow(everything=False),)
+        case LeaseEnded():
+            return _begin_again(state, now)
+        case Read(entries):
+            return _read(state, entries, now)
+        case Saw(change):
+            late = state.lead is not None and change.revision < state.lead.revision
+            if late and change.key == LEADER:  # it was seen before this node's own claim
+                return state, ()
+            return _saw(state, change.key, change.entry, now)
+        case Wrote(number, revision):
+            state, key = _answered(state, number)
+            return _wrote(state, key, revision, now)
+        case WriteRefused(number):
+            state, key = _answered(state, number)
+            return _refused(state, key, now)
+        case NodeTick():
+            return (state if state.lead is None else _led(state, state.lead.tick(now))), ()
+    return (state if own is state.own else replace(state, own=own)), ()
 
-    def _offer(self, generation: int, key: str, value: str) -> None:
-        self._offered.setdefault(generation, {})[key] = value
-        for old in sorted(self._offered)[:-GENERATIONS_OFFERED]:
-            del self._offered[old]
-        self._changes += 1
 
-    def _begin_again(self, now: float) -> list[Output]:
-        """The record is gone, and with it every claim: come back as a new node with the workers that live, and tell
-        once more what may not have been read. All events may be told twice."""
-        self._session += 1
-        self._returned_at = now
-        self._registered = self._has_read = False
-        unread = [event for _, event in self._events if not isinstance(event, leader.Ready)]
-        self._events, self._last, self._written, self._writing, self._revision = [], 0, -1, None, 0
-        self._leading, self._leader_known, self._decision, self._decision_at = None, False, None, 0
-        self._asked.clear()
-        leaving = map(leader.Leaving, self._members if self._leaves else ())
-        for event in [*map(leader.Ready, self._members), *leaving, *unread]:
-            self._happened(event)
-        return [Register()]
+def _led(state: State, lead: Lead) -> State:
+    return state if lead is state.lead else replace(state, lead=lead)
 
-    def _writes(self, now: float) -> list[Output]:
-        if not self._registered or not self._has_read:
-            return []
-        wanted: list[Output] = []
-        if self._writing is None and self._written < self._changes:
-            self._writing = self._changes
-            record = {
-                "about": self._about,
-                "places": self._places,
-                "members": list(self._members),
-                "veterans": [member for member in self._members if member in self._veterans],
-                "known": vars(self.known),
-                "events": [[number, encode(event)] for number, event in self._events],
-                "values": self._offered,
-            }
-            unwritten = {self.key: 0} if self._written < 0 else {}  # after that the lease alone says whose it is
-            wanted.append(self._write({self.key: to_text(record)}, unwritten, leased=True))
-        if self._leader_known and not self.leader and self._written >= 0 and self.ended is None:
-            if LEADER not in self._asked.values():
-                wanted.append(self._write({LEADER: self.key}, {LEADER: self._unled_at}, leased=True))
-        return wanted + self._leaders_writes(now)
 
-    def _write(self, entries: Mapping[str, str], compare: dict[str, int], *, leased: bool) -> Write:
-        self._writes_asked += 1
-        self._asked[self._writes_asked] = next(iter(entries))
-        return Write(self._writes_asked, tuple(entries.items()), compare, leased)
+def _begin_again(state: State, now: float) -> Step:
+    """The record is gone, and with it every claim: come back as a new node with the workers that live."""
+    state = replace(
+        state,
+        own=state.own.begin_again(),
+        registered=False,
+        has_read=False,
+        leader_known=False,
+        decision=None,
+        decision_at=0,
+        asked={},
+        returned_at=now,
+        lead=None,
+    )
+    return state, (Register(),)
 
-    # ---- what the store says
 
-    def _read(self, entries: tuple[Entry, ...], now: float) -> list[Output]:
-        self._has_read = True
-        by_key = {entry.key: entry for entry in entries}
-        outputs = self._saw(LEADER, by_key.get(LEADER), now)
-        if DECISION in by_key:
-            outputs += self._saw(DECISION, by_key[DECISION], now)
-        else:
-            self._decision, self._decision_at = None, 0
-            self._heeded = self._heeded or 0
-        if VALUES in by_key:
-            outputs += self._saw(VALUES, by_key[VALUES], now)
-        if self._leading is None:
-            return outputs
-        entries_of_nodes = {key: entry for key, entry in by_key.items() if key.startswith(NODES)}
-        if not entries_of_nodes and self._decision_at:
-            return [*outputs, Follow(everything=True)]  # this was asked for before the claim
-        records = {key: self._readable(entry, read_record) for key, entry in entries_of_nodes.items()}
-        self._leading.read_all(records, self._last_decision(by_key.get(STATE)), now)
-        return outputs
+# ---- what the store says
 
-    def _last_decision(self, state: Entry | None) -> dict[str, Any] | None:
-        """The decision to go on from, with the state that was written together with it. None if there is none, or if
-        one of the two cannot be read: then all is as if the store had lost everything."""
-        if self._decision is None or state is None or state.revision != self._decision.revision:
-            return None
-        read = self._readable(state, read_state)
-        return None if read is None else read_decision(self._decision.value) | {"state": read}
 
-    def _readable(self, entry: Entry, read: Callable[[str], T]) -> T | None:
-        """What a value says; None, and a complaint, if it is damaged."""
-        try:
-            return read(entry.value)
-        except ValueError as error:
-            self._complain(entry, str(error))
-            return None
+def _read(state: State, entries: tuple[Entry, ...], now: float) -> Step:
+    by_key = {entry.key: entry for entry in entries}
+    state, outputs = _saw(replace(state, has_read=True), LEADER, by_key.get(LEADER), now)
+    if DECISION not in by_key:
+        state = replace(state, decision=None, decision_at=0, heeded=state.heeded or 0)
+    for key in (DECISION, VALUES):
+        if key in by_key:
+            state, more = _saw(state, key, by_key[key], now)
+            outputs += more
+    if state.lead is None:
+        return state, outputs
+    entries_of_nodes = {key: entry for key, entry in by_key.items() if key.startswith(NODES)}
+    if not entries_of_nodes and state.decision_at:
+        return state, (*outputs, Follow(everything=True))  # this was asked for before the claim
+    records: dict[str, dict[str, Any] | None] = {}
+    for key, entry in entries_of_nodes.items():
+        state, records[key] = _readable(state, entry, read_record)
+    state, decision = _last_decision(state, by_key.get(STATE))
+    assert state.lead is not None
+    return replace(state, lead=state.lead.read_all(records, decision, now)), outputs
 
-    def _complain(self, entry: Entry, why: str) -> None:
-        if self._damaged.get(entry.key) != entry.revision:
-            self._damaged[entry.key] = entry.revision
-            self._complaints.append(Damaged(entry.key, why))
 
-    def _saw(self, key: str, entry: Entry | None, now: float) -> list[Output]:
-        if key == LEADER:
-            self._leader_known = True
-            self.leader = entry.value if entry is not None else ""
-            self._unled_at = 0
-            if entry is not None and not (entry.lease and entry.value.startswith(NODES)):
-                self._complain(entry, f"it names {entry.value[:40]!r}, on no node's lease")
-                self.leader, self._unled_at = "", entry.revision
-            if self._leading is not None and (entry is None or entry.revision != self._leading.revision):
-                return self._step_down()
-            if self._leading is None and entry is not None and self.leader == self.key and self.ended is None:
-                return self._lead(entry.revision)
-        elif key == DECISION and entry is not None:
-            if entry.revision > self._decision_at:
-                self._decision_at = entry.revision
-                decision = self._readable(entry, read_decision)
-                if decision is None:
-                    return self._without_a_decision()
-                self._decision = entry
-                return self._heed(decision, now)
-        elif key == VALUES and entry is not None:
-            values = self._readable(entry, read_values)
-            if values is not None:
-                return [Deliver(values)]
-            if self._leading is not None:
-                self._leading.publish_again()
-        elif key == STATE and entry is not None and self._leading is not None:
-            if self._readable(entry, read_state) is None:
-                self._leading.publish_again()
-        elif key.startswith(NODES) and self._leading is not None:
-            record = None if entry is None else self._readable(entry, read_record)
-            if entry is None:
-                self._leading.ended(key)
-            elif record is None:
-                self._leading.damaged(key)
-            else:
-                self._leading.changed(key, record)
-        return []
+def _last_decision(state: State, kept: Entry | None) -> tuple[State, dict[str, Any] | None]:
+    """Return the decision to go on from, with the leader's state that was written together with it. None if there is
+    none, or if one of the two cannot be read: then all is as if the store had lost everything."""
+    if state.decision is None or kept is None or kept.revision != state.decision.revision:
+        return state, None
+    state, read = _readable(state, kept, read_state)
+    assert state.decision is not None
+    return state, None if read is None else read_decision(state.decision.value) | {"state": read}
 
-    def _without_a_decision(self) -> list[Output]:
-        """What stands in the decision's place cannot be read. Who leads has it still; and if nobody leads, the next
-        leader begins with what the nodes know."""
-        self._changes += 1
-        self._heeded = self._heeded or 0
-        if self._leading is not None:
-            self._leading.publish_again()
-        return []
 
-    def _wrote(self, key: str, revision: int, now: float) -> list[Output]:
-        if key == self.key and self._writing is not None:
-            self._written, self._revision, self._writing = self._writing, revision, None
-        elif key == LEADER:
-            self.leader = self.key
-            return self._lead(revision)
-        elif key == DECISION:
-            outputs = self._saw(DECISION, Entry(DECISION, self._deciding, revision), now)
-            return [*outputs, *self._look_again()]
-        return []
+def _readable(state: State, entry: Entry, read: Callable[[str], T]) -> tuple[State, T | None]:
+    """Return what a value says; None, with the damage noted, if it cannot be read."""
+    try:
+        return state, read(entry.value)
+    except ValueError as error:
+        return _note_damage(state, entry, str(error)), None
 
-    def _refused(self, key: str, now: float) -> list[Output]:
-        if key == self.key:
-            return self._begin_again(now)
-        if key == LEADER:
-            self._leader_known = False  # who leads may have come and gone meanwhile
-            return [Follow(everything=False)]
-        if key in (DECISION, VALUES) and self._leading is not None:
-            return self._step_down()
-        return self._look_again() if key == DECISION else []
 
-    def _look_again(self) -> list[Output]:
-        """The last decision is known now: whoever holds the leader's key and does not lead yet may."""
-        return [Follow(everything=False)] if self._leading is None and self.leader == self.key else []
+def _note_damage(state: State, entry: Entry, why: str) -> State:
+    if state.damaged.get(entry.key, (-1,))[0] == entry.revision:
+        return state
+    others = {key: said for key, said in state.damaged.items() if key != entry.key}
+    return replace(state, damaged={**others, entry.key: (entry.revision, why)})
 
-    def _heed(self, decision: dict[str, Any], now: float) -> list[Output]:
-        """Carry out what is new in a decision. A node that has just come to the run has missed nothing of what was
-        decided before, except that it may have ended."""
-        newest = decision["count"]
-        if self._heeded is None:
-            self._origin, self._heeded = decision["origin"], newest
-            if decision["finished"] is not None:
-                self.ended = leader.Done(decision["finished"])
-                return [Carry(self.ended)]
-        if decision["origin"] != self._origin:  # the store had lost everything
-            self._origin, self._heeded = decision["origin"], 0
-            if self._origin_in == self._session:  # but not this node's record, of which the new leader has only a part
-                return self._begin_again(now)
-        self._origin_in = self._session
-        if not self.history and HISTORY in decision["about"] and decision["formed"]:
-            self.history = self._about[HISTORY] = decision["about"][HISTORY]
-        taken = decision["taken"].get(self.key, 0)
-        self._events = [(number, event) for number, event in self._events if number > taken]
-        self.known = self.known.and_also(Known(**decision["known"]))
-        outputs: list[Output] = []
-        actions = [(number, decode(action)) for number, action in decision["actions"] if number > self._heeded]
-        missed = bool(actions) and actions[0][0] > self._heeded + 1
-        for number, action in actions:
-            if self.ended is not None:
-                break  # what follows is of a job that was launched again, without this node
-            self._heeded = number
-            if missed and isinstance(action, leader.Announce):  # an urgent one may be among what was missed
-                action = leader.Announce(replace(action.generation, urgent=True))
-            if isinstance(action, leader.Done | leader.Poison | leader.Stop):
-                self._end(action)
-            outputs.append(Carry(action))
-        if self.key in (decision.get("damaged") or ()):
-            self._changes += 1
-        if self.key in decision["excluded"]:
-            outputs.append(Excluded(decision["excluded"][self.key]))
-        members = decision["members"]
-        if members is not None:
-            ours = [m for m in members if m in self._members]
-            self._ever.update(ours)
-            if decision["formed"]:
-                self._veterans.update(ours)
-            if self._written < 0 and self._writing is None and not decision["paused"]:
-                self._leave_behind(members)
-        return outputs
 
-    def _end(self, action: leader.Action) -> None:
-        """The job is over: nothing is offered to those who may begin it again while this node's workers end."""
-        self._places = 0
-        self._changes += 1
-        self._events.clear()
-        for member in list(self._members):
-            self._happened(leader.Lost(member))
-        self.ended = action
-
-    def _leave_behind(self, members: Sequence[str]) -> None:
-        """Before this node comes back: those of its workers without whom the others went on will leave, and are not to
-        be taken for new ones. (If the others wait, they do so too, and may hold the state.)"""
-        gone = {m for m in self._members if m in self._ever and m not in members}
-        self._members = {m: None for m in self._members if m not in gone}
-        self._events = [e for e in self._events if not (isinstance(e[1], leader.Ready) and e[1].member in gone)]
-
-    # ---- leading
-
-    def _lead(self, revision: int) -> list[Output]:
-        """Begin to lead, once: that the claim took place is told and seen. Not before it is known what has become of a
-        decision of an earlier time."""
-        if self._leading is not None or DECISION in self._asked.values():
-            return []
-        patient_until = None if self._returned_at is None else self._returned_at + PATIENCE_S
-        self._leading = Leading(self.key, revision, self._limits, patient_until)
-        return [Follow(everything=True)]
-
-    def _step_down(self) -> list[Output]:
-        self._leading = None
-        return [Follow(everything=False)]
-
-    def _leaders_writes(self, now: float) -> list[Output]:
-        """Publish what is new: a decision on top of the decision before, and the addresses."""
-        leading, under_way = self._leading, self._asked.values()
-        if leading is None:
-            return []
-        wanted: list[Output] = []
-        decision = leading.news(now) if DECISION not in under_way else None
-        if decision is not None:
-            entries = {STATE: to_text(decision.pop("state"))}
-            self._deciding = to_text(decision)
-            compare = {DECISION: self._decision_at, LEADER: leading.revision}
-            wanted.append(self._write({DECISION: self._deciding, **entries}, compare, leased=False))
-        values = leading.new_values() if VALUES not in under_way else None
+def _saw(state: State, key: str, entry: Entry | None, now: float) -> Step:
+    if key == LEADER:
+        return _saw_leader(state, entry)
+    if key == DECISION:
+        return _saw_decision(state, entry, now)
+    if key == VALUES and entry is not None:
+        state, values = _readable(state, entry, read_values)
         if values is not None:
-            wanted.append(self._write({VALUES: to_text(values)}, {LEADER: leading.revision}, leased=True))
-        return wanted
+            return state, (Deliver(values),)
+        return _publish_again(state), ()
+    if key == STATE and entry is not None and state.lead is not None:
+        state, kept = _readable(state, entry, read_state)
+        return (_publish_again(state) if kept is None else state), ()
+    if key.startswith(NODES) and state.lead is not None:
+        return _saw_record(state, state.lead, key, entry), ()
+    return state, ()
+
+
+def _saw_leader(state: State, entry: Entry | None) -> Step:
+    state = replace(state, leader_known=True, led_by=entry.value if entry is not None else "", unled_at=0)
+    if entry is not None and not (entry.lease and entry.value.startswith(NODES)):
+        state = _note_damage(state, entry, f"it names {entry.value[:40]!r}, on no node's lease")
+        state = replace(state, led_by="", unled_at=entry.revision)
+    if state.lead is not None and (entry is None or entry.revision != state.lead.revision):
+        return _step_down(state)
+    if state.lead is None and entry is not None and state.led_by == state.own.key and state.own.ended is None:
+        return _lead(state, entry.revision)
+    return state, ()
+
+
+def _saw_decision(state: State, entry: Entry | None, now: float) -> Step:
+    if entry is None or entry.revision <= state.decision_at:
+        return state, ()
+    state, decision = _readable(state, entry, read_decision)
+    if decision is None:
+        return _without_a_decision(replace(state, decision_at=entry.revision)), ()
+    return _heed(replace(state, decision=entry, decision_at=entry.revision), decision, now)
+
+
+def _saw_record(state: State, lead: Lead, key: str, entry: Entry | None) -> State:
+    if entry is None:
+        return replace(state, lead=lead.ended(key))
+    state, record = _readable(state, entry, read_record)
+    return replace(state, lead=lead.unreadable(key) if record is None else lead.changed(key, record))
+
+
+def _without_a_decision(state: State) -> State:
+    """What stands in the decision's place cannot be read. The leader has it still. If nobody leads, the next leader
+    begins with what the nodes know."""
+    return _publish_again(replace(state, own=state.own.write_anew(), heeded=state.heeded or 0))
+
+
+def _publish_again(state: State) -> State:
+    return state if state.lead is None else replace(state, lead=state.lead.publish_again())
+
+
+def _answered(state: State, number: int) -> tuple[State, str]:
+    """Return the key of a write of which the store has told what became of it; "" if nobody waits for that."""
+    asked = {each: key for each, key in state.asked.items() if each != number}
+    return replace(state, asked=asked), state.asked.get(number, "")
+
+
+def _wrote(state: State, key: str, revision: int, now: float) -> Step:
+    if key == state.own.key:
+        return replace(state, own=state.own.wrote()), ()
+    if key == LEADER:
+        return _lead(replace(state, led_by=state.own.key), revision)
+    if key == DECISION:
+        state, outputs = _saw_decision(state, Entry(DECISION, state.deciding, revision), now)
+        return state, outputs + _look_again(state)
+    return state, ()
+
+
+def _refused(state: State, key: str, now: float) -> Step:
+    if key == state.own.key:
+        return _begin_again(state, now)
+    if key == LEADER:  # who leads may have come and gone meanwhile
+        return replace(state, leader_known=False), (Follow(everything=False),)
+    if key in (DECISION, VALUES) and state.lead is not None:
+        return _step_down(state)
+    return state, _look_again(state) if key == DECISION else ()
+
+
+def _look_again(state: State) -> tuple[Output, ...]:
+    """The last decision is known now: whoever holds the leader's key and does not lead yet may."""
+    return (Follow(everything=False),) if state.lead is None and state.led_by == state.own.key else ()
+
+
+# ---- what is decided
+
+
+def _heed(state: State, decision: dict[str, Any], now: float) -> Step:
+    """Carry out what is new in a decision. A node that has just come to the run has missed nothing of what was decided
+    before, except that it may have ended."""
+    if state.heeded is None:
+        state = replace(state, origin=decision["origin"], heeded=decision["count"])
+        if decision["finished"] is not None:
+            done = leader.Done(decision["finished"])
+            return replace(state, own=replace(state.own, ended=done)), (Carry(done),)
+    if decision["origin"] != state.origin:  # the store had lost everything
+        known_to_the_store = state.origin_in == state.own.session
+        state = replace(state, origin=decision["origin"], heeded=0)
+        if known_to_the_store:  # but not this node's record, of which the new leader has only a part
+            return _begin_again(state, now)
+    state = replace(state, origin_in=state.own.session, own=state.own.heed(decision))
+    state, outputs = _carry_out(state, decision["actions"])
+    own = state.own
+    if own.key in (decision.get("damaged") or ()):
+        own = own.write_anew()
+    if own.key in decision["excluded"]:
+        outputs += (Excluded(decision["excluded"][own.key]),)
+    if decision["members"] is not None:
+        own = own.take_part(decision["members"], formed=decision["formed"])
+        if own.written < 0 and own.writing is None and not decision["paused"]:
+            own = own.leave_behind(decision["members"])
+    return replace(state, own=own), outputs
+
+
+def _carry_out(state: State, actions: Iterable[tuple[int, Any]]) -> Step:
+    """Carry out the actions that this node has not heeded yet."""
+    heeded, own = state.heeded or 0, state.own
+    new = [(number, decode(action)) for number, action in actions if number > heeded]
+    if not new:
+        return state, ()
+    missed = new[0][0] > heeded + 1
+    outputs: tuple[Output, ...] = ()
+    for number, action in new:
+        if own.ended is not None:
+            break  # what follows is of a job that was launched again, without this node
+        heeded = number
+        if missed and isinstance(action, leader.Announce):  # an urgent one may be among what was missed
+            action = leader.Announce(replace(action.generation, urgent=True))
+        if isinstance(action, leader.Done | leader.Poison | leader.Stop):
+            own = own.end(action)
+        outputs += (Carry(action),)
+    return replace(state, heeded=heeded, own=own), outputs
+
+
+# ---- leading
+
+
+def _lead(state: State, revision: int) -> Step:
+    """Begin to lead, once: the claim is told of as an answer, and seen as a change. A leader begins only after it knows
+    what has become of a decision of an earlier time."""
+    if state.lead is not None or DECISION in state.asked.values():
+        return state, ()
+    patient_until = None if state.returned_at is None else state.returned_at + PATIENCE_S
+    return replace(state, lead=Lead(state.own.key, revision, state.limits, patient_until)), (Follow(everything=True),)
+
+
+def _step_down(state: State) -> Step:
+    return replace(state, lead=None), (Follow(everything=False),)
+
+
+# ---- what is written
+
+
+def _writes(state: State, now: float) -> Step:
+    """Write what is new: the node's record, its claim if nobody leads, and what it decides if it leads."""
+    if not state.registered or not state.has_read:
+        return state, ()
+    own = state.own
+    outputs: tuple[Output, ...] = ()
+    if own.writing is None and own.written < own.changes:
+        unwritten = {own.key: 0} if own.written < 0 else {}  # after that the lease alone says whose it is
+        state, outputs = _write(replace(state, own=own.write()), {own.key: own.text}, unwritten, leased=True)
+    if state.leader_known and not state.led_by and own.written >= 0 and own.ended is None:
+        if LEADER not in state.asked.values():
+            state, claim = _write(state, {LEADER: own.key}, {LEADER: state.unled_at}, leased=True)
+            outputs += claim
+    if state.lead is None:
+        return state, outputs
+    state, published = _publish(state, state.lead, now)
+    return state, outputs + published
+
+
+def _publish(state: State, lead: Lead, now: float) -> Step:
+    """Publish what is new: a decision on top of the decision before, and the addresses."""
+    decision, values, under_way = None, None, state.asked.values()
+    if DECISION not in under_way:
+        lead, decision = lead.news(now)
+    if VALUES not in under_way:
+        lead, values = lead.new_values()
+    state = _led(state, lead)
+    outputs: tuple[Output, ...] = ()
+    if decision is not None:
+        kept, text = to_text(decision.pop("state")), to_text(decision)
+        compare = {DECISION: state.decision_at, LEADER: lead.revision}
+        state, outputs = _write(replace(state, deciding=text), {DECISION: text, STATE: kept}, compare, leased=False)
+    if values is not None:
+        state, more = _write(state, {VALUES: to_text(values)}, {LEADER: lead.revision}, leased=True)
+        outputs += more
+    return state, outputs
+
+
+def _write(state: State, entries: Mapping[str, str], compare: dict[str, int], *, leased: bool) -> Step:
+    number = state.writes_asked + 1
+    state = replace(state, writes_asked=number, asked={**state.asked, number: next(iter(entries))})
+    return state, (Write(number, tuple(entries.items()), compare, leased),)

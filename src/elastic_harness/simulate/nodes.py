@@ -18,9 +18,9 @@ from typing import Any
 from elastic_harness.membership import leader as core
 from elastic_harness.membership import node as nodes
 from elastic_harness.membership.codec import decode
-from elastic_harness.membership.leading import HISTORY, Known
+from elastic_harness.membership.lead import HISTORY
 from elastic_harness.membership.node import Node
-from elastic_harness.membership.records import read_decision
+from elastic_harness.membership.records import Known, read_decision
 from elastic_harness.membership.store import Put, Watch
 from elastic_harness.membership.types import Digest, Limits
 from elastic_harness.simulate.cluster import Size, index_of
@@ -193,7 +193,7 @@ class Simulation(Workers):
 
     def _where(self) -> str:
         modes = {self.name(i): w.mode for i, w in enumerate(self.world.workers) if w.up}
-        leaders = {h.node.key: str(h.node.state)[:600] for h in self.hosts if h.up and h.node.leads}
+        leaders = {h.node.state.own.key: str(h.node.state.protocol)[:600] for h in self.hosts if h.up and h.node.leads}
         return f"at {self.now:.1f} s: workers {modes}, leaders {leaders}"
 
     # ---- machines
@@ -215,7 +215,7 @@ class Simulation(Workers):
             return
         who = len(self.world.workers)
         self._home.append(number)
-        self._names.append(f"{host.node.name}/w{who}")
+        self._names.append(f"{host.node.state.own.name}/w{who}")
         host.workers.append(who)
         world = self.world
         self.world = world._replace(
@@ -238,8 +238,8 @@ class Simulation(Workers):
                 self._note(number, "is told", each)
         clock = host.ahead_s + self.now * (1 + host.faster)
         self._carry_out(number, host.node.take_all(told, clock))
-        host.known, host.history = host.node.known, host.node.history
-        led = host.node.state
+        own, led = host.node.state.own, host.node.state.protocol
+        host.known, host.history = own.known, own.history
         if led is not None and led.stateless_at is not None and self._without_since is None:
             self._without_since = self.now
 
@@ -313,7 +313,7 @@ class Simulation(Workers):
 
     # ---- what a node asks for
 
-    def _carry_out(self, number: int, outputs: list[nodes.Output]) -> None:
+    def _carry_out(self, number: int, outputs: Iterable[nodes.Output]) -> None:
         host = self.hosts[number]
         for output in outputs:
             self._note(number, "asks", output)

@@ -18,7 +18,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import takewhile
@@ -28,7 +28,8 @@ from elastic_harness.comm.mesh import NONCE_BYTES, published
 from elastic_harness.membership import leader as core
 from elastic_harness.membership import node as nodes
 from elastic_harness.membership.codec import to_text
-from elastic_harness.membership.node import Known, Node
+from elastic_harness.membership.node import Node
+from elastic_harness.membership.records import Known
 from elastic_harness.membership.store import Watch
 from elastic_harness.membership.types import Digest, Limits, Report
 from elastic_harness.simulate import effective
@@ -223,13 +224,13 @@ class LargeCluster:
             self.count.leader_cpu_s += took_s
         self._after(took_s, partial(self._worked, host, outputs))
 
-    def _worked(self, host: LargeHost, outputs: list[nodes.Output]) -> None:
+    def _worked(self, host: LargeHost, outputs: Iterable[nodes.Output]) -> None:
         self._carry_out(host, outputs)
         host.busy = bool(host.inbox)
         if host.busy:
             self._work(host)
 
-    def _carry_out(self, host: LargeHost, outputs: list[nodes.Output]) -> None:
+    def _carry_out(self, host: LargeHost, outputs: Iterable[nodes.Output]) -> None:
         for output in outputs:
             match output:
                 case nodes.Register():

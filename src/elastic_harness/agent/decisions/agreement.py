@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from elastic_harness.agent.loop import JobOutcome
 from elastic_harness.membership import leader
-from elastic_harness.membership.leading import Known, Values
+from elastic_harness.membership.records import Known, Values
 from elastic_harness.membership.types import Limits
 
 CarryOut = Callable[[leader.Action], None]

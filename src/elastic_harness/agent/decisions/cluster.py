@@ -7,6 +7,7 @@ import json
 import os
 import selectors
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from elastic_harness import __version__
@@ -18,7 +19,7 @@ from elastic_harness.agent.loop import Agent, JobOutcome
 from elastic_harness.contract.messages import PROTOCOL
 from elastic_harness.errors import EXIT_CONFIG, InfrastructureError
 from elastic_harness.membership import leader
-from elastic_harness.membership.leading import HISTORY, Known
+from elastic_harness.membership.lead import HISTORY
 from elastic_harness.membership.node import (
     Carry,
     Damaged,
@@ -36,6 +37,7 @@ from elastic_harness.membership.node import (
 from elastic_harness.membership.node import (
     Deliver as Delivered,
 )
+from elastic_harness.membership.records import Known
 from elastic_harness.membership.types import Limits, node_of
 
 AWAY_NOTICE_S = 3.0
@@ -69,7 +71,7 @@ class Together:
 
     @property
     def born(self) -> bool:
-        return self._node.known.born
+        return self._node.state.own.known.born
 
     def start(self) -> None:
         options = self._agent.options
@@ -125,7 +127,7 @@ class Together:
             "store": None
             if trouble is None
             else f"cannot be used for {time.monotonic() - trouble[0]:.0f} s: {trouble[1]}",
-            "leader": self._node.leader.rpartition("/")[2].rpartition(".")[0],
+            "leader": self._node.state.led_by.rpartition("/")[2].rpartition(".")[0],
         }
 
     def close(self) -> None:
@@ -147,7 +149,7 @@ class Together:
     def _take(self, told: Input) -> None:
         self._do(self._node.take(told, time.monotonic()))
 
-    def _do(self, outputs: list[Output]) -> None:
+    def _do(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
             match output:
                 case Carry(action):
@@ -165,8 +167,8 @@ class Together:
                     )
                 case _:
                     self._link.ask(output)
-        if self._node.history != self._agent.records.history:
-            self._agent.records.remember(history=self._node.history)
+        if self._node.state.own.history != self._agent.records.history:
+            self._agent.records.remember(history=self._node.state.own.history)
 
     def _excluded(self, reason: str) -> None:
         message = (

@@ -1,0 +1,398 @@
+"""What the node that leads does: it reads the records of all nodes, steps the protocol, and says what to publish.
+
+Frozen: each method returns the lead after a change. No I/O, no clock, no randomness. A decision, with the state beside
+it, holds everything that the next leader needs: the protocol's state, and how far each record was read. Addresses it
+gathers anew from the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from elastic_harness.membership import leader
+from elastic_harness.membership.codec import decode, encode
+from elastic_harness.membership.records import Known, Values
+from elastic_harness.membership.types import Limits, node_of
+from elastic_harness.runs.fingerprints import fits
+
+ACTIONS_KEPT = 32
+GENERATIONS_KEPT = 2  # each names all members, twice; who missed more hears of the newest as an urgent one
+HISTORY = "history"  # an entry of what nodes must have in common: made when a run begins, kept in their folders
+PER_LAUNCH = ("training.max_steps",)  # entries that may change when all nodes are launched again
+MISSED_MAX = 1000  # generations that all who come after a store's loss may have missed: no number is used twice
+PATIENCE_S = 3.0  # so long other nodes may take to come, or to come back after an outage that ended all leases
+UNPUBLISHED_MAX = 64  # events of a record read since the last decision, which stay in it until there is another
+
+Record = Mapping[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class News:
+    """What of a decision is compared with the one before."""
+
+    count: int = 0  # of actions
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    damaged: tuple[str, ...] = ()
+    known: Known = Known()  # noqa: RUF009  (immutable)
+
+
+@dataclass(frozen=True)
+class Lead:
+    """All that the leading node knows. No mapping in it is ever changed in place.
+
+    What nodes must have in common is that of the first record that tells of it, and once the run is born that of the
+    decision. A node that differs is excluded: nothing in its record counts."""
+
+    key: str  # of the leading node's record
+    revision: int  # of the leader's key
+    limits: Limits
+    patient_until: float | None  # before that the absence of a record says nothing; None: at once, given a decision
+    former_origin: str = ""  # of the decision that was taken over
+    state: leader.State | None = None  # of the protocol; None until everything was read
+    missed: bool = False  # those without a record were taken for lost
+    all_read: bool = False
+    records: Mapping[str, Record] = field(default_factory=dict)
+    known: Known = Known()  # noqa: RUF009  (immutable)  # by anybody whose record was ever seen
+    about: Mapping[str, Any] = field(default_factory=dict)
+    excluded: Mapping[str, str] = field(default_factory=dict)  # nodes, and why
+    damaged: Mapping[str, float | None] = field(default_factory=dict)  # unreadable records: since when that is told
+    given_up: frozenset[str] = frozenset()  # those of them that were not written anew
+    wanted: int = 0  # workers, by all records
+    taken: Mapping[str, int] = field(default_factory=dict)  # how far each record was read
+    events: tuple[leader.Event, ...] = ()  # read, not yet given to the protocol
+    settled: leader.State | None = None  # the state in which nothing follows from time alone
+    actions: tuple[tuple[int, Any], ...] = ()  # the newest, numbered and encoded
+    count: int = 0  # of all actions ever
+    published: News = News()
+    published_taken: Mapping[str, int] = field(default_factory=dict)
+    overdue: bool = False  # a decision is due although nothing follows: for example, a record holds many read events
+    told_values: tuple[Values, ...] = ()  # by records, not yet among `values`
+    values: Values = field(default_factory=dict)
+    values_published: Mapping[int, int] = field(default_factory=dict)  # how many of them were
+    values_waiting: bool = False  # for more of them
+    values_due: bool = False  # that was long enough
+
+    @property
+    def origin(self) -> str:
+        """Where the numbers of actions began: with the first leader that found no decision."""
+        return self.former_origin or f"{self.key}@{self.revision}"
+
+    # ---- what the records say
+
+    def read_all(self, records: Mapping[str, Record | None], decision: Mapping[str, Any] | None, now: float) -> Lead:
+        """Take all records as they are, None for one that cannot be read; and the last decision."""
+        lead = self
+        if self.state is None and decision is not None:
+            kept = decision["about"] if decision["known"]["born"] or decision["formed"] else {}
+            lead = replace(lead, about={name: value for name, value in kept.items() if name not in PER_LAUNCH})
+        followed = {*self.records, *self.excluded, *self.damaged, *self.given_up}
+        for key in sorted(followed - records.keys()):
+            lead = lead.ended(key)
+        for key in sorted(records, key=lambda key: key != self.key):
+            record = records[key]
+            lead = lead.unreadable(key) if record is None else lead.changed(key, record)
+        lead = replace(lead, all_read=True)
+        if lead.state is None and decision is not None:
+            lead = lead._take_over(decision, now)
+        if lead.patient_until is None:
+            lead = replace(lead, patient_until=now if lead.state is not None else now + PATIENCE_S)
+        return lead.tick(now)
+
+    def changed(self, key: str, record: Record) -> Lead:
+        """A node's record is new, or has changed."""
+        lead = self._readable(key, record)
+        if key in lead.excluded:
+            return lead
+        about, why = _in_common(lead.about, record["about"])
+        if why:
+            lead = replace(lead, about=about, excluded={**lead.excluded, key: why})
+            return lead._forget(key)
+        before = lead.records.get(key)
+        lead = replace(
+            lead,
+            about=about,
+            known=lead.known.and_also(Known(**record["known"])),
+            wanted=lead.wanted + record["places"] - (before["places"] if before is not None else 0),
+            records={**lead.records, key: record},
+            told_values=(*lead.told_values, record["values"]) if record["values"] else lead.told_values,
+        )._follow([key])
+        if before is not None:  # events tell it too, but a node may let events go; its record cannot lie
+            lead = lead._lose(member for member in before["members"] if member not in record["members"])
+        return lead
+
+    def _readable(self, key: str, record: Record) -> Lead:
+        lead = replace(self, damaged=_without(self.damaged, key)) if key in self.damaged else self
+        if key in self.given_up:
+            ready = map(leader.Ready, record["members"])
+            lead = replace(lead, given_up=self.given_up - {key}, events=(*self.events, *ready))
+        return lead
+
+    def unreadable(self, key: str) -> Lead:
+        """A node's record cannot be read any more. Decisions tell that node so until it writes the record anew. For
+        `PATIENCE_S` what it said before still counts; after that the node counts as gone."""
+        if key in self.given_up or key in self.damaged:
+            return self
+        return replace(self, damaged={**self.damaged, key: None})
+
+    def _give_up(self, key: str) -> Lead:
+        lead = replace(self, damaged=_without(self.damaged, key), given_up=self.given_up | {key})._forget(key)
+        gone = (member for member in lead._missing() if node_of(member) == _node_at(key))
+        return replace(lead, events=(*lead.events, *map(leader.Lost, gone)))
+
+    def _missing(self) -> list[str]:
+        """Return the workers that are ready as far as the protocol knows, and of which no record tells."""
+        living = {member for record in self.records.values() for member in record["members"]}
+        return [] if self.state is None else [member for member in self.state.ready if member not in living]
+
+    def publish_again(self) -> Lead:
+        """What was published is gone from the store, or cannot be read there: all of it is new once more."""
+        return replace(self, overdue=True, values_published={})
+
+    def ended(self, key: str) -> Lead:
+        """A node is gone, and so are its workers."""
+        lead = replace(
+            self,
+            excluded=_without(self.excluded, key),
+            damaged=_without(self.damaged, key),
+            given_up=self.given_up - {key},
+        )
+        return lead._forget(key)
+
+    def _forget(self, key: str) -> Lead:
+        """Nothing counts any more that this record says."""
+        lead = replace(self, records=_without(self.records, key), taken=_without(self.taken, key))
+        record = self.records.get(key)
+        if record is None:
+            return lead
+        state = None if self.state is None else _perhaps_born(self.state)
+        return replace(lead, wanted=self.wanted - record["places"], state=state)._lose(record["members"])
+
+    def _lose(self, members: Iterable[str]) -> Lead:
+        """No record names these workers any more."""
+        lost = tuple(map(leader.Lost, members))
+        return self if self.state is None or not lost else replace(self, events=(*self.events, *lost))
+
+    def tick(self, now: float) -> Lead:
+        """Time passed."""
+        lead = self if self.values_due == self.values_waiting else replace(self, values_due=self.values_waiting)
+        if not self.all_read or self.patient_until is None:
+            return lead
+        if self.state is None and now >= self.patient_until:
+            lead = lead._begin()
+        lead = lead._wait_for_damaged(now).step(now)
+        if lead.state is not None and now >= self.patient_until and not lead.missed:
+            lead = replace(lead, missed=True)
+            unread = set(map(_node_at, lead.damaged))  # these nodes live, for all that is known
+            lost = [m for m in lead._missing() if node_of(m) not in unread]
+            lead = lead._step([*map(leader.Lost, lost), *lead._scaled()], now)
+        if lead.state is not None and (lead.state is not lead.settled or leader.timed(lead.state)):
+            count = lead.count
+            lead = lead._step([leader.Tick()], now)
+            lead = replace(lead, settled=lead.state if lead.count == count else None)
+        return lead
+
+    def _wait_for_damaged(self, now: float) -> Lead:
+        lead = self
+        for key in [key for key in self.damaged if key in self.published.damaged]:
+            since = self.damaged[key]
+            if since is None:
+                lead = replace(lead, damaged={**lead.damaged, key: now})
+            elif now - since > PATIENCE_S:  # nobody's: it hangs on no lease, or it would have ended
+                lead = lead._give_up(key)
+        return lead
+
+    # ---- what follows
+
+    def step(self, now: float) -> Lead:
+        """Give the protocol all that was read: what becomes known together is decided on together."""
+        lead = replace(self, events=()) if self.events else self
+        return lead._step([*self._scaled(), *self.events], now)
+
+    def news(self, now: float) -> tuple[Lead, dict[str, Any] | None]:
+        """Return the decision to publish, None if there is nothing new."""
+        lead = self.step(now)
+        if lead.state is None:
+            return lead, None
+        damaged = tuple(sorted(lead.given_up.union(lead.damaged))) if lead.given_up or lead.damaged else ()
+        news = News(lead.count, lead.excluded, damaged, Known.of(lead.state))
+        if lead.published == news and not lead.overdue:
+            return lead, None
+        lead = replace(lead, published=news, published_taken=lead.taken, overdue=False)
+        return lead, lead._decision(now)
+
+    def _decision(self, now: float) -> dict[str, Any]:
+        state = self.state
+        assert state is not None
+        generation = state.generation
+        return {
+            "origin": self.origin,
+            "now": now,
+            "state": encode(state),
+            "known": vars(self.published.known),
+            "about": self.about,
+            "generation": generation.number if generation is not None else None,
+            "members": list(generation.members) if generation is not None else None,
+            "formed": state.formed,
+            "paused": state.paused,
+            "finished": next((action["version"] for _, action in self.actions if action["is"] == "Done"), None),
+            "excluded": self.excluded,
+            "damaged": self.published.damaged,
+            "taken": self.taken,
+            "count": self.count,
+            "actions": self.actions,
+        }
+
+    def new_values(self) -> tuple[Lead, Values | None]:
+        """Return the addresses to publish: as soon as every member of the newest generation has given one, or else
+        what there is at the next tick."""
+        state = self.state
+        if state is None or state.generation is None:
+            return self, None
+        generation = state.generation
+        current = {generation.number}
+        if not generation.urgent and state.previous is not None:
+            current.add(state.previous.number)  # its members may still be connecting
+        lead = self._merge_values(current)
+        counts = {number: len(values) for number, values in lead.values.items()}
+        if all(count <= lead.values_published.get(number, 0) for number, count in counts.items()):
+            return lead, None
+        if counts.get(generation.number, 0) < len(generation.members) and not lead.values_due:
+            return (lead if lead.values_waiting else replace(lead, values_waiting=True)), None
+        return replace(lead, values_published=counts, values_waiting=False, values_due=False), lead.values
+
+    def _merge_values(self, current: set[int]) -> Lead:
+        """Take what records have told, and let go what is not of these generations."""
+        if not self.told_values and self.values.keys() <= current:
+            return self
+        values: dict[int, dict[str, str]] = {}
+        for told in (self.values, *self.told_values):
+            for number, by_key in told.items():
+                values.setdefault(int(number), {}).update(by_key)
+        values = {number: by_key for number, by_key in values.items() if number in current}
+        return replace(self, values=values, told_values=())
+
+    # ---- how it begins
+
+    def _begin(self) -> Lead:
+        """There is no decision: a run begins, or the store has lost everything. Others may know more than this node,
+        and have had the time to come."""
+        known = self.known
+        if HISTORY in self.about:  # somebody was in a generation: a step may have been committed
+            known = replace(known, number=known.number + MISSED_MAX, born=True)
+        return replace(self, about=_with_history(self.about, self.origin))._begin_with(known)
+
+    def _begin_another(self, known: Known, now: float) -> Lead:
+        """The job had ended, and was launched again: nothing of it is left but what is known."""
+        ready = (leader.Ready(m) for record in self.records.values() for m in record["members"])
+        return replace(self, actions=(), events=(*self.events, *ready))._begin_with(known).step(now)
+
+    def _begin_with(self, known: Known) -> Lead:
+        """Make a state in which nobody has been in yet, and so nobody can be missing."""
+        veterans = tuple(member for record in self.records.values() for member in record["veterans"])
+        state = leader.State(self.limits, veterans=veterans, **vars(known))
+        return replace(self, state=state, missed=True)._follow(list(self.records))
+
+    def _take_over(self, decision: Mapping[str, Any], now: float) -> Lead:
+        """Go on where the last decision was."""
+        lead = replace(
+            self,
+            former_origin=decision["origin"],
+            about=_with_history(self.about, decision["origin"]),
+            taken=decision["taken"],
+            published_taken=decision["taken"],
+            actions=tuple((number, action) for number, action in decision["actions"]),
+            count=decision["count"],
+            published=News(decision["count"], {}, (), Known(**decision["known"])),
+        )
+        state: leader.State = decode(decision["state"])
+        if state.done:
+            return lead._begin_another(Known.of(_perhaps_born(state)), now)
+        state = _perhaps_born(_later(state, now - decision["now"]))
+        return replace(lead, state=state)._follow(list(lead.records))
+
+    def _follow(self, keys: Iterable[str]) -> Lead:
+        """Read what is new in these records."""
+        if self.state is None:
+            return self
+        known, taken = Known.of(self.state), dict(self.taken)
+        events: list[leader.Event] = []
+        overdue = self.overdue
+        for key in keys:
+            record = self.records[key]
+            more = Known(**record["known"])
+            if self.state.ever_formed:  # what is going on now is this run's history
+                more = replace(more, lineage=known.lineage, from_step=known.from_step)
+            known = known.and_also(more)
+            for number, event in record["events"]:
+                if number > taken.get(key, 0):
+                    taken[key] = number
+                    events.append(decode(event))
+            overdue |= taken.get(key, 0) - self.published_taken.get(key, 0) >= UNPUBLISHED_MAX
+        state = self.state if known == Known.of(self.state) else replace(self.state, **vars(known))
+        if not events and state is self.state and overdue == self.overdue:
+            return self
+        return replace(self, state=state, taken=taken, events=(*self.events, *events), overdue=overdue)
+
+    def _scaled(self) -> list[leader.Event]:
+        """Return how many workers are wanted now: all that the nodes have places for. The leader changes that only
+        after it knows which nodes are gone: if fewer were wanted earlier, living workers would have to go."""
+        if self.state is None or not self.missed or not self.damaged.keys() <= self.records.keys():
+            return []
+        limits = self.state.limits
+        unchanged = max(limits.min_workers, min(self.wanted, limits.max_workers)) == limits.target
+        return [] if unchanged else [leader.Scaled(self.wanted)]
+
+    def _step(self, events: Sequence[leader.Event], now: float) -> Lead:
+        if self.state is None or not events:
+            return self
+        state, new = leader.steps(self.state, events, now)
+        if not new:
+            return replace(self, state=state)
+        count = self.count + len(new)
+        actions = (*self.actions, *enumerate(map(encode, new), self.count + 1))
+        announced = [i for i, (_, action) in enumerate(actions) if action["is"] == "Announce"]
+        older = announced[-GENERATIONS_KEPT] if len(announced) > GENERATIONS_KEPT else 0
+        return replace(self, state=state, count=count, actions=actions[max(older, len(actions) - ACTIONS_KEPT) :])
+
+
+def _in_common(run: Mapping[str, Any], node: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """Return what the nodes of the run have in common, with what this node adds, and why it does not fit ("")."""
+    both = dict(run)
+    for name, value in node.items():
+        if not fits(name, both.setdefault(name, value), value):
+            if name == HISTORY:
+                return both, "its run folder is that of another run, which was begun before or elsewhere"
+            return both, f"{name} is {value!r} on this node and {both[name]!r} in the run"
+    return both, ""
+
+
+def _with_history(about: Mapping[str, Any], history: str) -> Mapping[str, Any]:
+    return about if HISTORY in about else {**about, HISTORY: history}
+
+
+def _later(state: leader.State, seconds: float) -> leader.State:
+    """Return the state with all of its times moved: no two nodes' clocks agree."""
+    return replace(
+        state,
+        trouble_at=None if state.trouble_at is None else state.trouble_at + seconds,
+        stateless_at=None if state.stateless_at is None else state.stateless_at + seconds,
+        first_ready_at=state.first_ready_at + seconds,
+        apart=tuple((at + seconds, a, b) for at, a, b in state.apart),
+    )
+
+
+def _perhaps_born(state: leader.State) -> leader.State:
+    """Members of whom nothing is heard any more may have committed the first step: nobody begins at zero in silence."""
+    return replace(state, born=state.born or state.ever_formed)
+
+
+def _without(mapping: Mapping[str, T], key: str) -> Mapping[str, T]:
+    return {each: value for each, value in mapping.items() if each != key} if key in mapping else mapping
+
+
+def _node_at(key: str) -> str:
+    """Return the name of the node whose record has this key."""
+    return key.rpartition("/")[2].rpartition(".")[0]

@@ -1,0 +1,164 @@
+"""What one node tells the others: its record in the store. Frozen; each method returns the record after a change.
+
+The record names the workers that live, and every event that no decision says was read. A lease that ends takes the
+record along: the node then begins another one, under a new key, and tells again what may not have been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elastic_harness.membership import leader
+from elastic_harness.membership.codec import encode, to_text
+from elastic_harness.membership.lead import HISTORY
+from elastic_harness.membership.records import Known
+
+NODES = "run/node/"
+GENERATIONS_OFFERED = 2  # a planned one may be announced while members still connect in the one before
+
+
+@dataclass(frozen=True)
+class OwnRecord:
+    """A node's record, and how much of it stands in the store. No mapping in it is ever changed in place."""
+
+    name: str  # of the node; no other node ever has it
+    places: int  # workers that the node wants to have
+    known: Known
+    about: Mapping[str, Any]  # what all nodes of a run must have in common
+    history: str = ""  # which history of training this node has a part in
+    session: int = 0  # counts the records that this node began
+    members: tuple[str, ...] = ()  # its living workers, in order of age
+    ever: frozenset[str] = frozenset()  # its workers that were in a generation
+    veterans: frozenset[str] = frozenset()  # … in one that was formed: they have, or are about to have, the state
+    leaves: bool = False  # all its workers are to leave at a step boundary
+    ended: leader.Action | None = None  # how the job ended
+    events: tuple[tuple[int, leader.Event], ...] = ()  # numbered; those that no decision says were read
+    last: int = 0  # the number of the newest event
+    offered: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # values of members, by generation
+    changes: int = 0
+    written: int = -1  # how many changes the store's record holds; -1: there is no record
+    writing: int | None = None  # how many will be in it when the write that is under way takes place
+
+    @property
+    def key(self) -> str:
+        return f"{NODES}{self.name}.{self.session}"
+
+    @property
+    def text(self) -> str:
+        """The record as the store has it."""
+        record = {
+            "about": self.about,
+            "places": self.places,
+            "members": self.members,
+            "veterans": [member for member in self.members if member in self.veterans],
+            "known": vars(self.known),
+            "events": [[number, encode(event)] for number, event in self.events],
+            "values": self.offered,
+        }
+        return to_text(record)
+
+    # ---- what happens on the node
+
+    def happened(self, event: leader.Event) -> OwnRecord:
+        """Tell an event. After the end of the job nothing is told, and what is known to all is told once."""
+        known, members = self.known, self.members
+        if self.ended is not None:
+            return self
+        match event:
+            case leader.Committed() if known.born:
+                return self
+            case leader.Committed():
+                known = replace(known, born=True)
+            case leader.Saved() if known.saved:
+                return self
+            case leader.Saved():
+                known = replace(known, saved=True)
+            case leader.Ready(member) if member not in members:
+                members = (*members, member)
+            case leader.Lost(member):
+                members = tuple(m for m in members if m != member)
+        last = self.last + 1
+        events = (*self.events, (last, event))
+        return replace(self, known=known, members=members, last=last, events=events, changes=self.changes + 1)
+
+    def offer(self, generation: int, key: str, value: str) -> OwnRecord:
+        """Tell a value that a member has set."""
+        offered = {**self.offered, generation: {**self.offered.get(generation, {}), key: value}}
+        newest = sorted(offered)[-GENERATIONS_OFFERED:]
+        offered = {number: values for number, values in offered.items() if number in newest}
+        return replace(self, offered=offered, changes=self.changes + 1)
+
+    def scale(self, places: int) -> OwnRecord:
+        """Want another number of workers."""
+        return replace(self, places=places, changes=self.changes + 1)
+
+    def leave(self) -> OwnRecord:
+        """Want no workers any more, and tell of all of them that they leave."""
+        record = replace(self, leaves=True, places=0, changes=self.changes + 1)
+        for member in self.members:
+            record = record.happened(leader.Leaving(member))
+        return record
+
+    def describe(self, about: Mapping[str, Any]) -> OwnRecord:
+        """Tell more of what all nodes must have in common."""
+        return replace(self, about={**self.about, **about}, changes=self.changes + 1)
+
+    # ---- what is decided
+
+    def heed(self, decision: Mapping[str, Any]) -> OwnRecord:
+        """Let go what a decision says was read, and learn what it knows."""
+        about, history = self.about, self.history
+        if not history and HISTORY in decision["about"] and decision["formed"]:
+            history = decision["about"][HISTORY]
+            about = {**about, HISTORY: history}
+        taken = decision["taken"].get(self.key, 0)
+        events = tuple((number, event) for number, event in self.events if number > taken)
+        known = self.known.and_also(Known(**decision["known"]))
+        return replace(self, about=about, history=history, events=events, known=known)
+
+    def end(self, action: leader.Action) -> OwnRecord:
+        """The job is over: offer nothing to those who may begin it again while this node's workers end."""
+        record = replace(self, places=0, changes=self.changes + 1, events=())
+        for member in self.members:
+            record = record.happened(leader.Lost(member))
+        return replace(record, ended=action)
+
+    def take_part(self, members: Sequence[str], *, formed: bool) -> OwnRecord:
+        """Remember which of the node's workers are in the newest generation."""
+        ours = {member for member in members if member in self.members}
+        veterans = self.veterans | ours if formed else self.veterans
+        return replace(self, ever=self.ever | ours, veterans=veterans)
+
+    def leave_behind(self, members: Sequence[str]) -> OwnRecord:
+        """Before this node comes back, drop those of its workers without whom the others went on: they will leave, and
+        are not to be taken for new ones. (If the others wait, they do so too, and may hold the state.)"""
+        gone = {m for m in self.members if m in self.ever and m not in members}
+        events = tuple(e for e in self.events if not (isinstance(e[1], leader.Ready) and e[1].member in gone))
+        return replace(self, members=tuple(m for m in self.members if m not in gone), events=events)
+
+    # ---- the store
+
+    def write(self) -> OwnRecord:
+        """A write of the record as it is now sets out."""
+        return replace(self, writing=self.changes)
+
+    def wrote(self) -> OwnRecord:
+        """The write took place."""
+        return self if self.writing is None else replace(self, written=self.writing, writing=None)
+
+    def write_anew(self) -> OwnRecord:
+        """The record cannot be read where it stands: write it once more."""
+        return replace(self, changes=self.changes + 1)
+
+    def begin_again(self) -> OwnRecord:
+        """The record is gone: begin another one with the workers that live, and tell again what may not have been read.
+        All events may be told twice."""
+        unread = [event for _, event in self.events if not isinstance(event, leader.Ready)]
+        leaving = map(leader.Leaving, self.members if self.leaves else ())
+        events = [*map(leader.Ready, self.members), *leaving, *unread]
+        record = replace(self, session=self.session + 1, events=(), last=0, written=-1, writing=None)
+        for event in events:
+            record = record.happened(event)
+        return record
