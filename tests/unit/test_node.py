@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_harness.membership import leader, node
+from elastic_harness.membership import leader, line, node
 from elastic_harness.membership.codec import PACKED_FROM, encode, from_text, to_text
 from elastic_harness.membership.lead import Lead
 from elastic_harness.membership.node import (
@@ -21,7 +21,6 @@ from elastic_harness.membership.node import (
     Offered,
     Read,
     Saw,
-    Wrote,
 )
 from elastic_harness.membership.records import Known
 from elastic_harness.membership.store import Change, Entry, Watch
@@ -93,19 +92,14 @@ class Nodes:
             self.seen[name].append(output)
             match output:
                 case node.Register():
-                    self.store.revoke(self.leases.get(name, 0))
-                    self.leases[name] = self.store.lease(1e9)
+                    self.leases[name] = line.register(self.store, self.leases.get(name, 0), 1e9)
                     self._do(name, made.take(node.Registered(), self.now))
-                case node.Follow(everything):
-                    prefix = node.EVERYTHING if everything else node.HEAD
-                    entries, revision = self.store.read(prefix)
-                    self.watches[name] = self.store.watch(prefix, revision + 1)
-                    self._do(name, made.take(Read(tuple(entries)), self.now))
+                case node.Follow():
+                    self.watches[name], read = line.follow(self.store, output)
+                    self._do(name, made.take(read, self.now))
                 case node.Write():
                     self.writes += 1
-                    applied, revision = self.store.txn(output.compare, output.puts(self.leases[name]))
-                    said = Wrote(output.number, revision) if applied else node.WriteRefused(output.number)
-                    self._do(name, made.take(said, self.now))
+                    self._do(name, made.take(line.write(self.store, output, self.leases[name]), self.now))
 
 
 def two(nodes: Nodes, about: Mapping[str, dict[str, Any]] = {}) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic_harness.membership import leader as core
+from elastic_harness.membership import line
 from elastic_harness.membership import node as nodes
 from elastic_harness.membership.codec import decode
 from elastic_harness.membership.lead import HISTORY
@@ -320,9 +321,9 @@ class Simulation(Workers):
             match output:
                 case nodes.Register():
                     self._register(number, host.life)
-                case nodes.Follow(everything):
+                case nodes.Follow():
                     host.watching += 1
-                    self._follow(number, host.life, everything, host.watching)
+                    self._follow(number, host.life, output, host.watching)
                 case nodes.Write():
                     self._write(number, host.life, host.lease, output)
                 case nodes.Carry(action):
@@ -342,8 +343,7 @@ class Simulation(Workers):
         before, host.lease = host.lease, 0
 
         def arrive() -> None:
-            self.store.revoke(before)
-            lease = self.store.lease(TTL_S)
+            lease = line.register(self.store, before, TTL_S)
 
             def granted() -> None:
                 if host.life == life and not host.lease:
@@ -354,16 +354,14 @@ class Simulation(Workers):
 
         self._request(number, life, arrive)
 
-    def _follow(self, number: int, life: int, everything: bool, watching: int) -> None:
+    def _follow(self, number: int, life: int, asked: nodes.Follow, watching: int) -> None:
         host = self.hosts[number]
 
         def arrive() -> None:
             if host.watching != watching:
                 return  # something else is followed by now
-            prefix = nodes.EVERYTHING if everything else nodes.HEAD
-            entries = tuple(self.store.range(prefix))
-            host.watch = self.store.watch(prefix, self.store.revision + 1)
-            self._answer(number, life, nodes.Read(entries), lambda: host.watching == watching, watching)
+            host.watch, read = line.follow(self.store, asked)
+            self._answer(number, life, read, lambda: host.watching == watching, watching)
 
         host.watch = None
         self._request(number, life, arrive)
@@ -373,12 +371,8 @@ class Simulation(Workers):
         host = self.hosts[number]
 
         def arrive() -> None:
-            try:
-                applied, revision = self.store.txn(write.compare, write.puts(lease))
-            except ValueError:
-                applied, revision = False, 0  # the lease has ended
-            told = nodes.Wrote(write.number, revision) if applied else nodes.WriteRefused(write.number)
-            for key, value in write.entries if applied else ():
+            told = line.write(self.store, write, lease)
+            for key, value in write.entries if isinstance(told, nodes.Wrote) else ():
                 if key == nodes.DECISION:
                     self._decided(read_decision(value))
             self._pass_changes()

@@ -26,6 +26,7 @@ from typing import Any
 
 from elastic_harness.comm.mesh import NONCE_BYTES, published
 from elastic_harness.membership import leader as core
+from elastic_harness.membership import line
 from elastic_harness.membership import node as nodes
 from elastic_harness.membership.codec import to_text
 from elastic_harness.membership.node import Node
@@ -235,8 +236,8 @@ class LargeCluster:
             match output:
                 case nodes.Register():
                     self._ask(host, partial(self._register, host))
-                case nodes.Follow(everything):
-                    self._ask(host, partial(self._follow, host, everything))
+                case nodes.Follow():
+                    self._ask(host, partial(self._follow, host, output))
                 case nodes.Write():
                     self._ask(host, partial(self._write, host, output))
                 case nodes.Carry(core.Announce(generation)):
@@ -306,28 +307,26 @@ class LargeCluster:
         self._tell(host, told)
 
     def _register(self, host: LargeHost) -> None:
-        host.lease = self.store.lease(TTL_S)
+        host.lease = line.register(self.store, host.lease, TTL_S)
         self._answer(host, nodes.Registered())
 
-    def _follow(self, host: LargeHost, everything: bool) -> None:
-        prefix = nodes.EVERYTHING if everything else nodes.HEAD
-        entries, revision = self.store.read(prefix)
-        self.count.delivered_bytes += sum(len(e.key) + len(e.value) for e in entries)
-        host.watch, host.everything = self.store.watch(prefix, revision + 1), everything
-        self._answer(host, nodes.Read(tuple(entries)))
+    def _follow(self, host: LargeHost, asked: nodes.Follow) -> None:
+        host.watch, read = line.follow(self.store, asked)
+        host.everything = asked.everything
+        self.count.delivered_bytes += sum(len(e.key) + len(e.value) for e in read.entries)
+        self._answer(host, read)
 
     def _write(self, host: LargeHost, write: nodes.Write) -> None:
         if host not in self.hosts:
             return
         puts = write.puts(host.lease)
-        applied, revision = self.store.txn(write.compare, puts)
+        told = line.write(self.store, write, host.lease)
         self.count.writes += 1
         size = sum(len(put.key) + len(put.value) for put in puts)
         self.count.write_bytes_max = max(self.count.write_bytes_max, size)
-        if applied:
+        self._answer(host, told)
+        if isinstance(told, nodes.Wrote):
             self.count.written_bytes += size
-        self._answer(host, nodes.Wrote(write.number, revision) if applied else nodes.WriteRefused(write.number))
-        if applied:
             self._pass_changes(head=any(put.key.startswith(nodes.HEAD) for put in puts))
 
     def _pass_changes(self, head: bool = True) -> None:

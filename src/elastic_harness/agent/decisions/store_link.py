@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from elastic_harness.errors import ConfigError, HarnessError, InfrastructureError
 from elastic_harness.etcd.once import Once
-from elastic_harness.membership import node
+from elastic_harness.membership import line, node
 from elastic_harness.membership.store import Put, Store, TooLarge, Watch
 
 PAUSE_S = 0.2
@@ -138,26 +138,16 @@ class StoreLink:
         match asked:
             case node.Register():
                 self._former, self._lease = self._lease or self._former, 0
-                if self._former:  # what still hangs on it is of an earlier session, and would pass for another node
-                    self._store.revoke(self._former)
-                self._former = 0
-                self._lease = self._store.lease(self._ttl_s)
+                self._lease, self._former = line.register(self._store, self._former, self._ttl_s), 0
                 self._once = Once(self._store, ONCE, lambda: self._lease, 0.0)
                 self._ever = True
                 self._tell(node.Registered())
-            case node.Follow(everything):
-                if asked is not self._following:
-                    return  # something else is to be followed by now
-                prefix = node.EVERYTHING if everything else node.HEAD
-                entries, revision = self._store.read(prefix)
-                self._tell((self._store.watch(prefix, revision + 1), node.Read(tuple(entries))))
+            case node.Follow():
+                if asked is self._following:  # or else something else is to be followed by now
+                    self._tell(line.follow(self._store, asked))
             case node.Write():
                 assert self._once is not None
-                try:
-                    applied, revision = self._once.txn(asked.compare, asked.puts(self._lease))
-                except ValueError:  # the lease has ended
-                    applied, revision = False, 0
-                self._tell(node.Wrote(asked.number, revision) if applied else node.WriteRefused(asked.number))
+                self._tell(line.write(self._once, asked, self._lease))
 
     # ---- the thread of the lease
 
