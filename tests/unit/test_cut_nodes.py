@@ -199,7 +199,7 @@ def test_a_new_leader_counts_on_by_its_own_clock() -> None:
         "origin": "x", "taken": {}, "actions": [], "count": 0, "now": 1000.125, "about": {},
         "known": {"born": True}, "state": encode(state),
     }  # fmt: skip
-    lead = Lead("run/node/b.0", 1, Limits(), patient_until=100.0).read_all({}, decision, now=5.0)
+    lead = Lead("run/node/b.0", 1, Limits(), 100.0, "origin").read_all({}, decision, now=5.0)
     assert lead.state is not None
     assert (lead.state.apart, lead.state.trouble_at) == (((4.875, "a", "b"),), 4.875)
 

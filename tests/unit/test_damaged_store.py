@@ -94,6 +94,25 @@ def test_a_leader_that_never_read_it_begins_with_what_the_nodes_know(key: str) -
     assert not nodes.actions(other, leader.Evict) and not nodes.actions(other, leader.Pause)[3:]
 
 
+def test_a_leader_whose_decisions_are_damaged_while_it_decides_begins_anew() -> None:
+    """Its write is refused. It reads what stands there, and can go on from nothing, though it leads as before."""
+    nodes = Nodes()
+    two(nodes)
+    (leading,) = [name for name in "ab" if nodes.nodes[name].leads]
+    numbers = [a.generation.number for a in nodes.actions(leading, leader.Announce)]
+    nodes.cut.add(leading)
+    nodes.tell(leading, node.Happened(leader.Lost(f"{leading}/w0")))
+    nodes.tell(leading, node.Happened(leader.Ready(f"{leading}/w1")))
+    nodes.store.txn({}, [Put(node.DECISION, "damaged"), Put(node.STATE, "damaged")])
+    nodes.cut.clear()
+    nodes.settle()
+    go_on(nodes, 40)
+    for name in "ab":
+        last = nodes.actions(name, leader.Announce)[-1].generation
+        assert set(last.members) == {"a/w0", "b/w0", f"{leading}/w1"} - {f"{leading}/w0"}
+        assert last.number > max(numbers)
+
+
 def test_a_node_of_which_the_next_leader_can_read_nothing_keeps_its_workers() -> None:
     nodes = Nodes()
     for name in "abc":

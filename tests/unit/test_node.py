@@ -323,7 +323,7 @@ def test_a_node_that_missed_a_stop_and_a_relaunch_has_no_part_in_what_follows() 
 @pytest.mark.parametrize("is_gone", [False, True], ids=["it stays", "it goes"])
 def test_a_worker_that_no_record_names_is_lost(is_gone: bool) -> None:
     """Whatever a node says of it, or does not."""
-    lead = Lead("run/node/a.0", 1, LIMITS, 0.0)
+    lead = Lead("run/node/a.0", 1, LIMITS, 0.0, "origin")
     record: dict[str, Any] = {"about": {}, "places": 1, "members": ["b/w0"], "events": [], "values": {}}
     record |= {"known": vars(Known()), "veterans": []}
     ready = [[1, encode(leader.Ready("b/w0"))]]

@@ -76,7 +76,7 @@ def test_addresses_of_ten_thousand_fit_into_a_request() -> None:
 
 
 def test_a_decision_names_the_members_of_few_generations() -> None:
-    lead = Lead("run/node/a.0", 1, Limits(1, 500, 500), 0.0)
+    lead = Lead("run/node/a.0", 1, Limits(1, 500, 500), 0.0, "origin")
     members = [f"a/w{i}-1" for i in range(500)]
     for lost in range(30):
         events = [[i + 1, {"is": "Ready", "member": m}] for i, m in enumerate(members)]

@@ -50,7 +50,7 @@ class Lead:
     revision: int  # of the leader's key
     limits: Limits
     patient_until: float | None  # before that the absence of a record says nothing; None: at once, given a decision
-    former_origin: str = ""  # of the decision that was taken over
+    origin: str  # where the numbers of actions began: of the decision that was taken over, or this leader's own
     state: leader.State | None = None  # of the protocol; None until everything was read
     missed: bool = False  # those without a record were taken for lost
     all_read: bool = False
@@ -74,11 +74,6 @@ class Lead:
     values_published: Mapping[int, int] = field(default_factory=dict)  # how many of them were
     values_waiting: bool = False  # for more of them
     values_due: bool = False  # that was long enough
-
-    @property
-    def origin(self) -> str:
-        """Where the numbers of actions began: with the first leader that found no decision."""
-        return self.former_origin or f"{self.key}@{self.revision}"
 
     # ---- what the records say
 
@@ -299,7 +294,7 @@ class Lead:
         """Go on where the last decision was."""
         lead = replace(
             self,
-            former_origin=decision["origin"],
+            origin=decision["origin"],
             about=_with_history(self.about, decision["origin"]),
             taken=decision["taken"],
             published_taken=decision["taken"],

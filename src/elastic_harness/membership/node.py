@@ -536,7 +536,15 @@ def _lead(state: State, revision: int) -> Step:
     if state.lead is not None or DECISION in state.asked.values():
         return state, ()
     patient_until = None if state.returned_at is None else state.returned_at + PATIENCE_S
-    return replace(state, lead=Lead(state.own.key, revision, state.limits, patient_until)), (Follow(everything=True),)
+    lead = Lead(state.own.key, revision, state.limits, patient_until, _new_origin(state, revision))
+    return replace(state, lead=lead), (Follow(everything=True),)
+
+
+def _new_origin(state: State, revision: int) -> str:
+    """Return a name that no decision's origin has had: what was decided may be unreadable by now, and the same claim
+    leads to begin with nothing a second time."""
+    origin = f"{state.own.key}@{revision}"
+    return f"{origin}.{state.writes_asked}" if state.origin.startswith(origin) else origin
 
 
 def _step_down(state: State) -> Step:
