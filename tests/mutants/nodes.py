@@ -88,9 +88,7 @@ PATCHES = [
         "a leader that begins takes its own workers, with or without the state",
         "key=lambda m: m not in view.veterans",
         "key=lambda m: False",
-        (
-            ("state=state, missed=True)._follow", "state=state)._follow"),
-        ),
+        (("state=state, missed=True)._follow", "state=state)._follow"),),
         shape=JobShape(8, 4, 30, 8, kinds=("store loses all", "kill half")),
     ),
     Planted(

@@ -13,11 +13,29 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol, TypeVar
 
 from elastic_harness.simulate.model import Model, Size
-from elastic_harness.simulate.world import Faults, Move, Violation, World
+from elastic_harness.simulate.world import Faults, Move, Violation
+
+W = TypeVar("W")
+
+
+class Explored(Protocol[W]):
+    """What the search needs of a model. Its worlds can be hashed."""
+
+    def start(self) -> W: ...
+
+    def moves(self, world: W) -> Iterator[tuple[Move, W | Violation, bool]]:
+        """Yield (what, next world or violation, whether it is a fault) for everything that can happen now."""
+
+    def is_done(self, world: W) -> bool:
+        """Say whether the job is complete."""
+
+    def check_end(self, world: W) -> None:
+        """Raise Violation if nothing can happen any more but faults, and that is not as it should be."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +54,11 @@ class Result:
     trace: tuple[str, ...] = ()
 
 
-def explore(model: Model, budget: int) -> Result:
+def explore(model: Explored[W], budget: int) -> Result:
     """Breadth first through at most `budget` states; stops at the first violation."""
     began = time.monotonic()
     start = model.start()
-    number: dict[World, int] = {start: 0}
+    number: dict[W, int] = {start: 0}
     parents: list[tuple[int, Move]] = [(-1, ())]
     frontier = [start]
     moves = ends = done = 0
@@ -56,7 +74,7 @@ def explore(model: Model, budget: int) -> Result:
 
     complete = True
     while frontier:
-        following: list[World] = []
+        following: list[W] = []
         for world in frontier:
             at = number[world]
             alive = False
@@ -76,7 +94,7 @@ def explore(model: Model, budget: int) -> Result:
                     following.append(after)
             if not alive:
                 ends += 1
-                done += model.leaders[world.leader].done
+                done += model.is_done(world)
                 try:
                     model.check_end(world)
                 except Violation as violation:
@@ -85,7 +103,7 @@ def explore(model: Model, budget: int) -> Result:
     return Result(len(number), moves, ends, done, complete, time.monotonic() - began)
 
 
-def walks(model: Model, count: int, seed: int, fault_rate: float = 0.05, length_max: int = 2000) -> Result:
+def walks(model: Explored[W], count: int, seed: int, fault_rate: float = 0.05, length_max: int = 2000) -> Result:
     """`count` random paths, each to its end. The seed reproduces them."""
     began = time.monotonic()
     rng = random.Random(seed)
@@ -104,7 +122,7 @@ def walks(model: Model, count: int, seed: int, fault_rate: float = 0.05, length_
                     return _walk_failed(violation, moves, ends, done, began, trace)
                 ends += 1
                 if not faults:
-                    done += model.leaders[world.leader].done
+                    done += model.is_done(world)
                     break
             pool = faults if faults and (not others or rng.random() < fault_rate) else others
             move, after, _ = rng.choice(pool)
@@ -122,6 +140,17 @@ def walks(model: Model, count: int, seed: int, fault_rate: float = 0.05, length_
 def _walk_failed(violation: Violation, moves: int, ends: int, done: int, began: float, trace: list[Move]) -> Result:
     text = tuple(" ".join(map(str, move)) for move in trace)
     return Result(0, moves, ends, done, False, time.monotonic() - began, violation.kind, violation.detail, text)
+
+
+def as_text(result: Result) -> str:
+    """Return what was found, a violation with the path to it."""
+    extent = "every state" if result.complete else "a part of the states"
+    ends = f"{result.ends} ends ({result.done} with the job done)"
+    lines = [f"{extent}: {result.states} states, {result.moves} moves, {ends}, {result.seconds:.1f} s"]
+    if result.violation:
+        lines.append(f"VIOLATION {result.violation}: {result.detail}")
+        lines += [f"  {i:3} {line}" for i, line in enumerate(result.trace, 1)]
+    return "\n".join(lines)
 
 
 def _plain(size: Size) -> dict[str, object]:
@@ -162,12 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps({"size": _plain(size), "seed": args.seed, **asdict(result)}))
     else:
-        extent = "every state" if result.complete else "a part of the states"
-        ends = f"{result.ends} ends ({result.done} with the job done)"
-        print(f"{extent}: {result.states} states, {result.moves} moves, {ends}, {result.seconds:.1f} s")
-        if result.violation:
-            print(f"VIOLATION {result.violation}: {result.detail}")
-            print("\n".join(f"  {i:3} {line}" for i, line in enumerate(result.trace, 1)))
+        print(as_text(result))
     return 1 if result.violation else 0
 
 

@@ -20,6 +20,9 @@ Outcome = tuple[Move, World | Violation, bool]
 class Model(Workers):
     """`moves(world)` yields everything that can happen next."""
 
+    def is_done(self, world: World) -> bool:
+        return self.leaders[world.leader].done
+
     def moves(self, world: World) -> Iterator[Outcome]:
         """(what, next world or violation, whether it is a fault) for everything that can happen now."""
         state = self.leaders[world.leader]

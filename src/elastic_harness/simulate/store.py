@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 
 from elastic_harness.membership.store import Change, Compacted, Entry, Put, Watch, check_changes
@@ -12,8 +13,8 @@ HISTORY_EVENTS_MAX = 10_000
 
 
 class EmbeddedStore:
-    """A store in memory. Not safe for several threads. `revision`, `lease`: the last
-    ones that were ever used."""
+    """A store in memory. Not safe for several threads. `revision`, `lease`: the last ones that were ever used.
+    `entries`, `leases`: what it holds; these leases never end by themselves."""
 
     def __init__(
         self,
@@ -22,20 +23,28 @@ class EmbeddedStore:
         revision: int = 0,
         lease: int = 0,
         history_max: int = HISTORY_EVENTS_MAX,
+        entries: Iterable[Entry] = (),
+        leases: Iterable[int] = (),
     ) -> None:
         self._clock = clock
         self._revision = revision
-        self._entries: dict[str, Entry] = {}
+        self._entries = {entry.key: entry for entry in entries}
         self._history: deque[Change] = deque()
         self._history_max = history_max
         self._compacted = revision
-        self._leases: dict[int, tuple[float, float]] = {}
+        self._leases = dict.fromkeys(leases, (math.inf, math.inf))
         self._lease_last = lease
 
     @property
     def revision(self) -> int:
         self._expire()
         return self._revision
+
+    @property
+    def leases(self) -> tuple[int, ...]:
+        """Those that have not ended."""
+        self._expire()
+        return tuple(self._leases)
 
     def get(self, key: str) -> Entry | None:
         self._expire()

@@ -1,0 +1,61 @@
+"""Looks at every state that nodes which agree through a store can get into, and names the first broken invariant.
+
+    python -m elastic_harness.simulate.node_checker --node-deaths 1 --holds 1
+    python -m elastic_harness.simulate.node_checker --nodes 3 --leases 2 --losses 1 --walks 1000 --seed 7
+
+The search is that of `checker`, in the worlds of `node_model`. Exit code 1 if something was violated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from elastic_harness.simulate.checker import as_text, explore, walks
+from elastic_harness.simulate.node_model import NodeModel, NodeSize
+from elastic_harness.simulate.node_world import NodeFaults
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="node_checker", description="Check how nodes agree, state by state.")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--per-node", type=int, default=1, help="workers of each node")
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--least-nodes", type=int, default=1, help="with fewer the job waits")
+    parser.add_argument("--checkpoint-every", type=int, default=0)
+    parser.add_argument("--cold", action="store_true", help="begin before the nodes know each other")
+    parser.add_argument("--worker-deaths", type=int, default=0)
+    parser.add_argument("--node-deaths", type=int, default=0)
+    parser.add_argument("--leases", type=int, default=0, help="that end though their node lives")
+    parser.add_argument("--losses", type=int, default=0, help="of all that the store holds")
+    parser.add_argument("--damages", type=int, default=0, help="of a value in the store")
+    parser.add_argument("--holds", type=int, default=0, help="on a way to or from the store")
+    parser.add_argument("--budget", type=int, default=200_000, help="states to look at, at most")
+    parser.add_argument("--walks", type=int, default=0, help="random paths instead of all states")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    size = NodeSize(
+        nodes=args.nodes,
+        per_node=args.per_node,
+        steps=args.steps,
+        least_nodes=args.least_nodes,
+        checkpoint_every=args.checkpoint_every,
+        cold=args.cold,
+        faults=NodeFaults(args.worker_deaths, args.node_deaths, args.leases, args.losses, args.damages, args.holds),
+    )
+    model = NodeModel(size)
+    result = walks(model, args.walks, args.seed) if args.walks else explore(model, args.budget)
+    if args.json:
+        told = {**asdict(size), "faults": size.faults._asdict()}
+        print(json.dumps({"size": told, "seed": args.seed, **asdict(result)}))
+    else:
+        print(as_text(result))
+    return 1 if result.violation else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,512 @@
+"""Every move that is possible while nodes agree through a store, faults included: the production `node.step`, explored.
+
+Unlike in `model.py` not every order of messages is looked at: what is under way happens in the order in which it came
+about. A fault may strike at any moment, and a *hold* puts one task off for any while: the requests of a node, the
+answers to it, the changes that it watches, the end of a dead node's lease, its return. So all is explored that takes at
+most so many faults and holds. Time passes when nothing else is due, further than any timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_harness.membership import leader as core
+from elastic_harness.membership import line, node
+from elastic_harness.membership.codec import decode
+from elastic_harness.membership.lead import HISTORY
+from elastic_harness.membership.records import Known, read_decision
+from elastic_harness.membership.store import Put
+from elastic_harness.membership.types import Digest, Generation, Limits, Report
+from elastic_harness.simulate.node_world import Host, Kept, Member, NodeFaults, NodeWorld, Numbered, Task
+from elastic_harness.simulate.store import EmbeddedStore
+from elastic_harness.simulate.world import Move, Violation
+
+STEP_S = 5.0  # so much time passes at once: more than any timeout here
+JOIN_S = 1.0
+CLOCKS_APART_S = 1000.0  # no two nodes' clocks agree
+END_S = 60 * STEP_S  # a job that takes longer never ends …
+WRITES_MAX = 60  # … nor does one in which a node asks for so many writes
+DAMAGE = "damaged"
+
+Outcome = tuple[Move, NodeWorld | Violation, bool]
+"""What happened, the world after it or the invariant it broke, and whether it was a fault."""
+
+
+@dataclass(frozen=True)
+class NodeSize:
+    """How big a world to look at. `cold`: from the first request on; else from the first formed generation on."""
+
+    nodes: int = 2
+    per_node: int = 1
+    steps: int = 1
+    least_nodes: int = 1
+    checkpoint_every: int = 0
+    cold: bool = False
+    faults: NodeFaults = NodeFaults()  # noqa: RUF009  (immutable)
+
+
+class NodeModel:
+    """`moves(world)` yields everything that can happen next. Pure, apart from its memory of states."""
+
+    def __init__(self, size: NodeSize) -> None:
+        self.size = size
+        least, most = size.least_nodes * size.per_node, size.nodes * size.per_node
+        self._limits = Limits(least, most, least, join_timeout_s=JOIN_S, min_nodes=size.least_nodes)
+        self.nodes = Numbered[node.State]()
+        self.requests = Numbered[node.Register | node.Follow | node.Write]()
+        self.digests = Numbered[Digest]()
+        self._steps: dict[tuple[int, tuple[node.Input, ...], float], tuple[int, tuple[node.Output, ...]]] = {}
+        self._decisions: dict[str, dict[str, Any]] = {}
+
+    def start(self) -> NodeWorld:
+        world = NodeWorld(0.0, Kept(), (), NodeFaults())
+        for number in range(self.size.nodes):
+            world = world._replace(hosts=(*world.hosts, self._host(number, 0, Known(), "")))
+        world = self._due(world)
+        while not self.size.cold and not self._formed(world):
+            world = next(after for _, after, _ in self.moves(world) if isinstance(after, NodeWorld))
+        return world._replace(faults=self.size.faults)
+
+    def is_done(self, world: NodeWorld) -> bool:
+        return all(host.over for host in world.hosts)
+
+    def _formed(self, world: NodeWorld) -> bool:
+        everyone = [member for host in world.hosts for member in host.members]
+        wanted = self.size.nodes * self.size.per_node
+        return not world.queue and sum(member.formed for member in everyone) == wanted
+
+    def _host(self, number: int, life: int, known: Known, history: str) -> Host:
+        about = {HISTORY: history} if history else {}
+        state = node.begin(f"n{number}-{life}", self._limits, self.size.per_node, known, about)
+        return Host(self.nodes.number(state), life, asked=(self.requests.number(node.Register()),))
+
+    # ---- moves
+
+    def moves(self, world: NodeWorld) -> Iterator[Outcome]:
+        """Yield (what, next world or violation, whether it is a fault) for everything that can happen now."""
+        if world.queue:
+            yield self._attempt(self._told(world, world.queue[0]), self._serve, world, world.queue[0])
+        elif self._committable(world) is not None:
+            yield self._attempt(("all commit",), self._commit, world)
+        elif not any(waited for _, waited in world.held):
+            yield self._attempt(("time passes",), self._pass_time, world)
+        for task, _ in world.held:
+            yield self._attempt(("no longer held:", *task), self._release, world, task)
+        for what, act, *args in self._faults(world):
+            yield self._attempt(what, act, *args, fault=True)
+
+    def _attempt(
+        self, what: Move, act: Callable[..., NodeWorld], world: NodeWorld, *args: Any, fault: bool = False
+    ) -> Outcome:
+        try:
+            return what, self._due(act(world, *args)), fault
+        except Violation as violation:
+            return what, violation, fault
+
+    def _told(self, world: NodeWorld, task: Task) -> Move:
+        kind, number = task
+        host = world.hosts[number]
+        if kind != "asks":
+            return f"n{number}", kind, *(type(told).__name__ for told in host.told if kind == "hears")
+        asked = self.requests[host.asked[0]]
+        keys = [key for key, _ in asked.entries] if isinstance(asked, node.Write) else []
+        return f"n{number}", "asks", type(asked).__name__, *keys
+
+    def _due(self, world: NodeWorld) -> NodeWorld:
+        """Queue what is under way now and was not; drop what is not under way any more."""
+        due = [task for number, host in enumerate(world.hosts) for task in self._tasks(host, number)]
+        held = tuple((task, waited) for task, waited in world.held if task in due)
+        off = [task for task, _ in held]
+        queue = [task for task in world.queue if task in due and task not in off]
+        queue += [task for task in due if task not in queue and task not in off]
+        return world._replace(queue=tuple(queue), held=held)
+
+    def _tasks(self, host: Host, number: int) -> Iterator[Task]:
+        if host.former:
+            yield "former lease ends", number
+        if not host.up:
+            yield "restarts", number
+            return
+        if host.asked:
+            yield "asks", number
+        if host.told:
+            yield "hears", number
+        if host.changes and not any(isinstance(told, node.Read) for told in host.told):
+            yield "sees", number
+        if len(host.members) < self.size.per_node and not host.over:
+            yield "starts a worker", number
+
+    def _serve(self, world: NodeWorld, task: Task) -> NodeWorld:
+        kind, number = task
+        world = world._replace(queue=tuple(each for each in world.queue if each != task))
+        host = world.hosts[number]
+        match kind:
+            case "asks":
+                return self._request(world, number)
+            case "hears":
+                changes = () if any(each == ("sees", number) for each, _ in world.held) else host.changes
+                world = world.put(number, told=(), changes=host.changes[len(changes) :])
+                return self._take(world, number, *host.told, *map(node.Saw, changes))
+            case "sees":
+                return self._take(world.put(number, changes=()), number, *map(node.Saw, host.changes))
+            case "former lease ends":
+                world = world.put(number, former=host.former[1:])
+                return self._revoked(world, host.former[0])
+            case "restarts":
+                return self._restart(world, number)
+        name = f"{self.nodes[host.node].own.name}/w{host.started}"
+        world = world.put(number, members=(*host.members, Member(name)), started=host.started + 1)
+        return self._take(world, number, node.Happened(core.Ready(name)))
+
+    def _pass_time(self, world: NodeWorld) -> NodeWorld:
+        """More time than any timeout passes, and each node is told so."""
+        later = world._replace(now=world.now + STEP_S, held=tuple((task, True) for task, _ in world.held))
+        if later.now > END_S:
+            raise Violation("never ends", self._where(world))
+        for number, host in enumerate(world.hosts):
+            if host.up:
+                later = self._take(later, number, node.NodeTick())
+        return world if later.hosts == world.hosts else later
+
+    def _release(self, world: NodeWorld, task: Task) -> NodeWorld:
+        held = tuple(each for each in world.held if each[0] != task)
+        return world._replace(held=held, queue=(*world.queue, task)).put(task[1], disturbed_at=world.now)
+
+    # ---- faults
+
+    def _faults(self, world: NodeWorld) -> Iterator[tuple[Any, ...]]:
+        """Yield (what, how, and with what) for every fault that may strike now."""
+        faults = world.faults
+        if self.is_done(world):
+            return
+        if faults.holds and world.queue:
+            yield ("held:", *world.queue[0]), self._hold, world._replace(faults=faults._replace(holds=faults.holds - 1))
+        if faults.losses:
+            spent = world._replace(faults=faults._replace(losses=faults.losses - 1))
+            yield ("the store loses everything",), self._lose_all, spent
+        if faults.damages:
+            spent = world._replace(faults=faults._replace(damages=faults.damages - 1))
+            for entry in world.store.entries:
+                yield ("damaged:", entry.key), self._damage, spent, entry.key
+        for number, host in enumerate(world.hosts):
+            if not host.up:
+                continue
+            if faults.workers:
+                spent = world._replace(faults=faults._replace(workers=faults.workers - 1))
+                for member in host.members:
+                    yield ("dies:", member.name), self._lose_worker, spent, number, member
+            if faults.nodes:
+                spent = world._replace(faults=faults._replace(nodes=faults.nodes - 1))
+                yield (f"n{number}", "dies"), self._kill, spent, number
+            if faults.leases and host.lease in world.store.leases:
+                spent = world._replace(faults=faults._replace(leases=faults.leases - 1))
+                yield (f"n{number}", "lease ends"), self._end_lease, spent, number
+                if any(isinstance(told, node.Wrote) for told in host.told):
+                    yield (f"n{number}", "lease ends, answer lost"), self._lose_answers, spent, number
+
+    def _hold(self, world: NodeWorld) -> NodeWorld:
+        task = world.queue[0]
+        held = (*world.held, (task, False))
+        return world._replace(queue=world.queue[1:], held=held).put(task[1], disturbed_at=world.now)
+
+    def _lose_all(self, world: NodeWorld) -> NodeWorld:
+        """The store begins again: revisions as they were, but no lease that ever was."""
+        world = world._replace(store=Kept(lease=world.store.lease))
+        for number, host in enumerate(world.hosts):
+            told = (*host.told, node.LeaseEnded()) if host.up and host.lease else host.told
+            world = world.put(number, told=told, prefix=None, former=(), disturbed_at=world.now)
+        return world
+
+    def _damage(self, world: NodeWorld, key: str) -> NodeWorld:
+        store = self._open(world.store)
+        store.txn({}, [Put(key, DAMAGE)])
+        for number in range(len(world.hosts)):
+            world = world.put(number, disturbed_at=world.now)
+        return self._kept(world, store)
+
+    def _lose_worker(self, world: NodeWorld, number: int, member: Member) -> NodeWorld:
+        rest = tuple(each for each in world.hosts[number].members if each != member)
+        return self._take(world.put(number, members=rest), number, node.Happened(core.Lost(member.name)))
+
+    def _kill(self, world: NodeWorld, number: int) -> NodeWorld:
+        host = world.hosts[number]
+        former = (*host.former, *((host.lease,) if host.lease in world.store.leases else ()))
+        gone = Host(host.node, host.life, False, former=former, checkpoints=host.checkpoints, disturbed_at=world.now)
+        return world._replace(hosts=(*world.hosts[:number], gone, *world.hosts[number + 1 :]))
+
+    def _restart(self, world: NodeWorld, number: int) -> NodeWorld:
+        """What a folder keeps outlives the node."""
+        host = world.hosts[number]
+        own = self.nodes[host.node].own
+        again = self._host(number, host.life + 1, own.known, own.history)
+        kept = again._replace(former=host.former, checkpoints=host.checkpoints, disturbed_at=world.now)
+        return world._replace(hosts=(*world.hosts[:number], kept, *world.hosts[number + 1 :]))
+
+    def _end_lease(self, world: NodeWorld, number: int) -> NodeWorld:
+        host = world.hosts[number]
+        world = world.put(number, told=(*host.told, node.LeaseEnded()), disturbed_at=world.now)
+        return self._revoked(world, host.lease)
+
+    def _lose_answers(self, world: NodeWorld, number: int) -> NodeWorld:
+        """A write took place, but its answer is lost. Once the lease has ended nobody can find out any more."""
+        told = world.hosts[number].told
+        refused = (node.WriteRefused(each.number) if isinstance(each, node.Wrote) else each for each in told)
+        return self._end_lease(world.put(number, told=tuple(refused)), number)
+
+    # ---- the store
+
+    def _open(self, kept: Kept) -> EmbeddedStore:
+        return EmbeddedStore(
+            lambda: 0.0, revision=kept.revision, lease=kept.lease, entries=kept.entries, leases=kept.leases
+        )
+
+    def _kept(self, world: NodeWorld, store: EmbeddedStore) -> NodeWorld:
+        """What the store holds now; changes set out to those who watch."""
+        before = world.store.revision
+        kept = Kept(store.revision, tuple(store.range("")), store.leases, max((world.store.lease, *store.leases)))
+        world = world._replace(store=kept)
+        for number, host in enumerate(world.hosts):
+            if host.up and host.prefix is not None and kept.revision > before:
+                changes = (*host.changes, *store.watch(host.prefix, before + 1).poll())
+                world = world.put(number, changes=changes)
+        return world
+
+    def _revoked(self, world: NodeWorld, lease: int) -> NodeWorld:
+        store = self._open(world.store)
+        store.revoke(lease)
+        return self._kept(world, store)
+
+    def _request(self, world: NodeWorld, number: int) -> NodeWorld:
+        """The store gets the first request of a node."""
+        host = world.hosts[number]
+        asked, rest = self.requests[host.asked[0]], host.asked[1:]
+        world = world.put(number, asked=rest)
+        store = self._open(world.store)
+        told: node.Input
+        match asked:
+            case node.Register():
+                lease = line.register(store, host.lease, STEP_S)
+                return self._kept(world.put(number, lease=lease, told=(*host.told, node.Registered())), store)
+            case node.Follow():
+                if any(isinstance(self.requests[later], node.Follow) for later in rest):
+                    return world  # something else is to be followed by now
+                _, told = line.follow(store, asked)
+                prefix = node.EVERYTHING if asked.everything else node.HEAD
+                return world.put(number, told=(*host.told, told), prefix=prefix, changes=())
+            case node.Write():
+                if asked.number > WRITES_MAX:
+                    raise Violation("never ends", self._where(world))
+                told = line.write(store, asked, host.lease)
+                if isinstance(told, node.Wrote) and asked.entries[0][0] == node.DECISION:
+                    world = self._decided(world, number, asked.entries[0][1])
+                return self._kept(world.put(number, told=(*host.told, told)), store)
+
+    # ---- a node, and what it asks for
+
+    def _take(self, world: NodeWorld, number: int, *told: node.Input) -> NodeWorld:
+        host, now = world.hosts[number], world.now + number * CLOCKS_APART_S
+        key = (host.node, told, now)
+        if key not in self._steps:
+            state, outputs = node.step(self.nodes[host.node], told, now)
+            self._steps[key] = self.nodes.number(state), outputs
+        state_number, outputs = self._steps[key]
+        world = world.put(number, node=state_number)
+        for output in outputs:
+            match output:
+                case node.Carry(action):
+                    world = self._carry_out(world, number, action)
+                case node.Deliver(values):
+                    counts = tuple((generation, len(by_key)) for generation, by_key in values.items())
+                    world = self._form(world.put(number, addresses=counts))
+                case node.Excluded(reason):
+                    raise Violation("excluded", f"n{number}: {reason}")
+                case node.Register() | node.Follow() | node.Write():
+                    asked = world.hosts[number].asked
+                    world = world.put(number, asked=(*asked, self.requests.number(output)))
+        return world
+
+    def _carry_out(self, world: NodeWorld, number: int, action: core.Action) -> NodeWorld:
+        host = world.hosts[number]
+        match action:
+            case core.Announce(generation):
+                return self._announce(world, number, generation)
+            case core.Publish(digest, _):
+                if any(m.digest >= 0 and m.generation == digest.generation for m in host.members):
+                    raise Violation("carried out twice", f"n{number}: {digest}")
+                mine = {m: m.generation == digest.generation and m.name in digest.sources for m in host.members}
+                found = self.digests.number(digest)
+                members = tuple(m._replace(digest=found) if mine[m] else m for m in host.members)
+                return self._form(world.put(number, members=members))
+            case core.Pause():
+                return world.put(number, members=tuple(m._replace(formed=False) for m in host.members))
+            case core.Done(version):
+                if version != self.size.steps or (self._lineage(world), version) not in world.ledger:
+                    raise Violation("done too early", f"at version {version}, ledger {sorted(world.ledger)}")
+                return world.put(number, over=True, members=())
+        raise Violation("unasked", f"n{number}: {action}")
+
+    def _announce(self, world: NodeWorld, number: int, generation: Generation) -> NodeWorld:
+        """Those who are in the generation report; those who were in one and are not go."""
+        host = world.hosts[number]
+        if generation.number <= host.announced:
+            raise Violation("carried out twice", f"n{number}: {generation} after {host.announced}")
+        told: list[core.Event] = []
+        members = []
+        for member in host.members:
+            if member.name in generation.members:
+                members.append(member._replace(generation=generation.number, digest=-1, formed=False))
+                told.append(core.Reported(member.name, self._report(host, member, generation.number)))
+            elif member.generation:
+                told.append(core.Lost(member.name))
+            else:
+                members.append(member)
+        world = world.put(number, members=tuple(members), announced=generation.number)
+        ranks = {member: str(rank) for rank, member in enumerate(generation.members)}
+        offered = [node.Offered(generation.number, ranks[m.name], f"at {m.name}") for m in members if m.name in ranks]
+        return self._take(world, number, *map(node.Happened, told), *offered)
+
+    def _report(self, host: Host, member: Member, generation: int) -> Report:
+        kept = sorted(host.checkpoints, reverse=True) if member.version < 0 else []
+        versions, lineages = tuple(v for v, _ in kept), tuple(lineage for _, lineage in kept)
+        return Report(generation, member.version, checkpoints=versions, lineages=lineages, lineage=member.lineage)
+
+    # ---- workers
+
+    def _form(self, world: NodeWorld) -> NodeWorld:
+        """Whoever has the digest and all addresses gets to the digest's version, donors before others."""
+        finished: list[tuple[int, Member]] = []
+        for _ in world.hosts:
+            for number, host in enumerate(world.hosts):
+                for member in host.members:
+                    formed = self._at_the_digest(world, host, member)
+                    if formed is not member:
+                        world = world.put(number, members=tuple(formed if m == member else m for m in host.members))
+                        host = world.hosts[number]
+                        finished += [(number, formed)] if formed.version == self.size.steps else []
+        for number, member in finished:
+            world = self._take(world, number, node.Happened(core.Finished(member.name, member.version)))
+        return world
+
+    def _at_the_digest(self, world: NodeWorld, host: Host, member: Member) -> Member:
+        if member.formed or member.digest < 0:
+            return member
+        digest = self.digests[member.digest]
+        if dict(host.addresses).get(digest.generation, 0) < len(digest.sources):
+            return member
+        source = digest.sources[member.name]
+        match source.kind:
+            case "keep" if member.version != digest.version:
+                raise Violation("source unsatisfiable", f"{member} is to keep {digest}")
+            case "restore" if digest.version not in [version for version, _ in host.checkpoints]:
+                raise Violation("source unsatisfiable", f"{member} is to restore {digest}")
+            case "state" | "replay":
+                everyone = {each.name: each for other in world.hosts for each in other.members}
+                donor = everyone.get(source.donor or "")
+                if donor is None or donor.version != digest.version:
+                    return member  # it is gone: there will be another generation
+        return member._replace(version=digest.version, lineage=digest.lineage, formed=True)
+
+    def _committable(self, world: NodeWorld) -> Digest | None:
+        """The newest digest that all of its members have got to, if there is a step to do."""
+        formed = [member for host in world.hosts for member in host.members if member.formed]
+        digest = self.digests[max(formed, key=lambda m: m.generation).digest] if formed else None
+        if digest is None or {m.name for m in formed if m.generation == digest.generation} != digest.sources.keys():
+            return None
+        return digest if all(m.version < self.size.steps for m in formed) else None
+
+    def _commit(self, world: NodeWorld) -> NodeWorld:
+        """All members of a generation commit a step; on each node one of them says so."""
+        digest = self._committable(world)
+        assert digest is not None
+        for number, host in enumerate(world.hosts):
+            ours = [m for m in host.members if m.name in digest.sources]
+            if not ours:
+                continue
+            version = ours[0].version + 1
+            members = tuple(m._replace(version=version) if m in ours else m for m in host.members)
+            told: list[core.Event] = [core.Committed(version - 1)]
+            world = world.put(number, members=members)
+            world = world._replace(ledger=world.ledger | {(digest.lineage, version)})
+            if self.size.checkpoint_every and version % self.size.checkpoint_every == 0:
+                world = world.put(number, checkpoints=(*host.checkpoints, (version, digest.lineage)))
+                told.append(core.Saved(version))
+            if version == self.size.steps:
+                told += [core.Finished(m.name, version) for m in ours]
+            world = self._take(world, number, *map(node.Happened, told))
+        return world
+
+    # ---- invariants
+
+    def _lineage(self, world: NodeWorld) -> int:
+        return max((lineage for lineage, _ in world.ledger), default=-1)
+
+    def _read(self, text: str) -> dict[str, Any]:
+        if text not in self._decisions:
+            decision = read_decision(text)
+            decision["actions"] = {number: decode(action) for number, action in decision["actions"]}
+            self._decisions[text] = decision
+        return self._decisions[text]
+
+    def _decided(self, world: NodeWorld, number: int, text: str) -> NodeWorld:
+        """A decision is to stand in the store: by the leader, on top of the one before, and none that contradicts."""
+        decision, key = self._read(text), self.nodes[world.hosts[number].node].own.key
+        history = decision["about"].get(HISTORY, "")
+        if world.store.value(node.LEADER) not in (key, DAMAGE):
+            raise Violation("decided without leading", f"{key}, led by {world.store.value(node.LEADER)}")
+        before = world.store.value(node.DECISION)
+        if before not in ("", DAMAGE):
+            self._check_on_top(self._read(before), decision)
+        decided = world.decided
+        for action in decision["actions"].values():
+            match action:
+                case core.Announce(generation):
+                    fact: tuple[Any, ...] = "announced", history, generation.number, generation.members
+                    self._check_same(decided, fact)
+                    decided |= {fact}
+                case core.Publish(digest, _):
+                    fact = "published", history, digest.generation, self.digests.number(digest)
+                    self._check_same(decided, fact)
+                    if fact not in decided:
+                        self._check_digest(world, digest)
+                    decided |= {fact}
+        return world._replace(decided=decided)
+
+    def _check_same(self, decided: frozenset[tuple[Any, ...]], fact: tuple[Any, ...]) -> None:
+        if other := next((each for each in decided if each[:3] == fact[:3] and each != fact), None):
+            raise Violation("generation number reused", f"{fact} and {other}")
+
+    def _check_on_top(self, before: dict[str, Any], decision: dict[str, Any]) -> None:
+        if before["origin"] != decision["origin"]:
+            return
+        for number, action in decision["actions"].items():
+            if before["actions"].get(number, action) != action:
+                raise Violation("not on top of the last", f"{action} in place of {before['actions'][number]}")
+        behind = [k for k, number in decision["taken"].items() if number < before["taken"].get(k, 0)]
+        if decision["count"] < before["count"] or behind:
+            raise Violation("not on top of the last", f"{decision['count']} actions; read less of {behind}")
+
+    def _check_digest(self, world: NodeWorld, digest: Digest) -> None:
+        """Nobody begins again while somebody who could take part has the state or a checkpoint."""
+        kinds = {source.kind for source in digest.sources.values()}
+        if kinds.isdisjoint(("init", "restore")):
+            return
+        if digest.lineage <= self._lineage(world):
+            raise Violation("silent restart", f"{digest} although {sorted(world.ledger)} were committed")
+        for host in world.hosts:
+            well = host.up and world.now > host.disturbed_at
+            for member in host.members:
+                if member.version >= 0 and well:
+                    raise Violation("state given up", f"{member}: {digest}")
+            if "init" in kinds and host.checkpoints and well:
+                raise Violation("checkpoint given up", f"{host.checkpoints}: {digest}")
+
+    def check_end(self, world: NodeWorld) -> None:
+        """Nothing can happen any more: that must be because the job is done."""
+        if not self.is_done(world):
+            raise Violation("stuck", self._where(world))
+
+    def _where(self, world: NodeWorld) -> str:
+        led = [str(self.nodes[host.node].protocol)[:400] for host in world.hosts if self.nodes[host.node].lead]
+        return f"at {world.now:.0f} s: {[host.members for host in world.hosts]}, led by {led}"

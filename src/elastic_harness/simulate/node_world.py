@@ -1,0 +1,120 @@
+"""One state of nodes that agree through a store. Plain, hashable values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from elastic_harness.membership.leader import State
+from elastic_harness.membership.node import Input
+from elastic_harness.membership.store import Change, Entry
+
+T = TypeVar("T")
+Task = tuple[str, int]
+"""What is under way, and to or from which host."""
+
+
+class NodeFaults(NamedTuple):
+    """How often something may still go wrong."""
+
+    workers: int = 0  # that die
+    nodes: int = 0  # that die
+    leases: int = 0  # that end though their node lives; the answer that is under way to it may be lost as well
+    losses: int = 0  # of all that the store holds
+    damages: int = 0  # of one value in the store
+    holds: int = 0  # tasks that are put off for any while
+
+
+class Member(NamedTuple):
+    """A worker. It computes nothing: only how far it is counts."""
+
+    name: str
+    version: int = -1
+    lineage: int = -1
+    generation: int = 0  # the newest one that it is in
+    digest: int = -1  # that of this generation, numbered
+    formed: bool = False  # it has the state that the digest tells, and the addresses of all members
+
+
+class Host(NamedTuple):
+    """A machine: its node, its workers, and what is under way between it and the store."""
+
+    node: int  # the node's state, numbered
+    life: int = 0  # how often it was started
+    up: bool = True
+    over: bool = False  # it has heard that the job is done
+    lease: int = 0
+    former: tuple[int, ...] = ()  # leases of earlier lives
+    prefix: str | None = None  # what it watches
+    asked: tuple[int, ...] = ()  # requests, numbered: one is made after the other
+    told: tuple[Input, ...] = ()  # answers on their way
+    changes: tuple[Change, ...] = ()  # on their way
+    members: tuple[Member, ...] = ()
+    started: int = 0  # so many workers ever
+    checkpoints: tuple[tuple[int, int], ...] = ()  # version and lineage
+    addresses: tuple[tuple[int, int], ...] = ()  # how many have arrived, by generation
+    announced: int = 0  # the newest generation that was carried out here
+    disturbed_at: float = -1.0  # when something last kept it from taking part
+
+
+class Kept(NamedTuple):
+    """What the store holds."""
+
+    revision: int = 0
+    entries: tuple[Entry, ...] = ()
+    leases: tuple[int, ...] = ()
+    lease: int = 0  # the last one that was ever given
+
+    def value(self, key: str) -> str:
+        return next((entry.value for entry in self.entries if entry.key == key), "")
+
+
+class NodeWorld(NamedTuple):
+    """`queue`: tasks in the order in which they are due. `held`: those that are put off, and whether time has passed
+    since. `ledger`: lineage and version of every commit. `decided`: generations and digests that decisions told."""
+
+    now: float
+    store: Kept
+    hosts: tuple[Host, ...]
+    faults: NodeFaults
+    queue: tuple[Task, ...] = ()
+    held: tuple[tuple[Task, bool], ...] = ()
+    ledger: frozenset[tuple[int, int]] = frozenset()
+    decided: frozenset[tuple[Any, ...]] = frozenset()
+
+    def put(self, number: int, **changed: Any) -> NodeWorld:
+        """Return the world with this host changed."""
+        host = self.hosts[number]._replace(**changed)
+        return self._replace(hosts=(*self.hosts[:number], host, *self.hosts[number + 1 :]))
+
+
+class Numbered(Generic[T]):
+    """Gives equal values the same small number, so that worlds stay small and comparable."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._values: list[T] = []
+
+    def number(self, value: T) -> int:
+        number = self._numbers.setdefault(hashable(value), len(self._values))
+        if number == len(self._values):
+            self._values.append(value)
+        return number
+
+    def __getitem__(self, number: int) -> T:
+        return self._values[number]
+
+
+def hashable(value: Any) -> Any:
+    """Return what is equal for equal values and can be hashed. Mappings in another order are not equal: their text in
+    the store is not, either."""
+    if isinstance(value, State):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), *(hashable(getattr(value, field.name)) for field in fields(value))
+    if isinstance(value, Mapping):
+        return tuple((key, hashable(each)) for key, each in value.items())
+    if isinstance(value, (tuple, list)):
+        return tuple(map(hashable, value))
+    return value
