@@ -205,7 +205,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class State:
+class NodeState:
     """All that one node knows. No mapping in it is ever changed in place."""
 
     own: OwnRecord  # what it tells the others
@@ -233,17 +233,17 @@ class State:
         return self.lead.state if self.lead is not None else None
 
 
-Step = tuple[State, tuple[Output, ...]]
+Step = tuple[NodeState, tuple[Output, ...]]
 
 
-def begin(name: str, limits: Limits, places: int, known: Known, about: Mapping[str, Any]) -> State:
+def begin(name: str, limits: Limits, places: int, known: Known, about: Mapping[str, Any]) -> NodeState:
     """Return the state of a node that has just come. `name`: of the node, never used by another one. `places`: how many
     workers it wants to have. `about`: what all nodes of a run must have in common, as names and values; a node whose
     own differs is excluded."""
-    return State(OwnRecord(name, places, known, about, str(about.get(HISTORY, ""))), limits)
+    return NodeState(OwnRecord(name, places, known, about, str(about.get(HISTORY, ""))), limits)
 
 
-def step(state: State, inputs: Iterable[Input], now: float) -> Step:
+def step(state: NodeState, inputs: Iterable[Input], now: float) -> Step:
     """Apply inputs that became known together: what follows from all of them is decided, and written, once. Late,
     repeated and unknown input is ignored."""
     before = state
@@ -283,7 +283,7 @@ class Node:
         return outputs
 
 
-def _take(state: State, told: Input, now: float) -> Step:
+def _take(state: NodeState, told: Input, now: float) -> Step:
     own = state.own
     match told:
         case Happened(event):
@@ -318,11 +318,11 @@ def _take(state: State, told: Input, now: float) -> Step:
     return (state if own is state.own else replace(state, own=own)), ()
 
 
-def _led(state: State, lead: Lead) -> State:
+def _led(state: NodeState, lead: Lead) -> NodeState:
     return state if lead is state.lead else replace(state, lead=lead)
 
 
-def _begin_again(state: State, now: float) -> Step:
+def _begin_again(state: NodeState, now: float) -> Step:
     """The record is gone, and with it every claim: come back as a new node with the workers that live."""
     state = replace(
         state,
@@ -342,7 +342,7 @@ def _begin_again(state: State, now: float) -> Step:
 # ---- what the store says
 
 
-def _read(state: State, entries: tuple[Entry, ...], now: float) -> Step:
+def _read(state: NodeState, entries: tuple[Entry, ...], now: float) -> Step:
     by_key = {entry.key: entry for entry in entries}
     state, outputs = _saw(replace(state, has_read=True), LEADER, by_key.get(LEADER), now)
     if DECISION not in by_key:
@@ -364,7 +364,7 @@ def _read(state: State, entries: tuple[Entry, ...], now: float) -> Step:
     return replace(state, lead=state.lead.read_all(records, decision, now)), outputs
 
 
-def _last_decision(state: State, kept: Entry | None) -> tuple[State, dict[str, Any] | None]:
+def _last_decision(state: NodeState, kept: Entry | None) -> tuple[NodeState, dict[str, Any] | None]:
     """Return the decision to go on from, with the leader's state that was written together with it. None if there is
     none, or if one of the two cannot be read: then all is as if the store had lost everything."""
     if state.decision is None or kept is None or kept.revision != state.decision.revision:
@@ -374,7 +374,7 @@ def _last_decision(state: State, kept: Entry | None) -> tuple[State, dict[str, A
     return state, None if read is None else read_decision(state.decision.value) | {"state": read}
 
 
-def _readable(state: State, entry: Entry, read: Callable[[str], T]) -> tuple[State, T | None]:
+def _readable(state: NodeState, entry: Entry, read: Callable[[str], T]) -> tuple[NodeState, T | None]:
     """Return what a value says; None, with the damage noted, if it cannot be read."""
     try:
         return state, read(entry.value)
@@ -382,14 +382,14 @@ def _readable(state: State, entry: Entry, read: Callable[[str], T]) -> tuple[Sta
         return _note_damage(state, entry, str(error)), None
 
 
-def _note_damage(state: State, entry: Entry, why: str) -> State:
+def _note_damage(state: NodeState, entry: Entry, why: str) -> NodeState:
     if state.damaged.get(entry.key, (-1,))[0] == entry.revision:
         return state
     others = {key: said for key, said in state.damaged.items() if key != entry.key}
     return replace(state, damaged={**others, entry.key: (entry.revision, why)})
 
 
-def _saw(state: State, key: str, entry: Entry | None, now: float) -> Step:
+def _saw(state: NodeState, key: str, entry: Entry | None, now: float) -> Step:
     if key == LEADER:
         return _saw_leader(state, entry)
     if key == DECISION:
@@ -407,7 +407,7 @@ def _saw(state: State, key: str, entry: Entry | None, now: float) -> Step:
     return state, ()
 
 
-def _saw_leader(state: State, entry: Entry | None) -> Step:
+def _saw_leader(state: NodeState, entry: Entry | None) -> Step:
     state = replace(state, leader_known=True, led_by=entry.value if entry is not None else "", unled_at=0)
     if entry is not None and not (entry.lease and entry.value.startswith(NODES)):
         state = _note_damage(state, entry, f"it names {entry.value[:40]!r}, on no node's lease")
@@ -419,7 +419,7 @@ def _saw_leader(state: State, entry: Entry | None) -> Step:
     return state, ()
 
 
-def _saw_decision(state: State, entry: Entry | None, now: float) -> Step:
+def _saw_decision(state: NodeState, entry: Entry | None, now: float) -> Step:
     if entry is None or entry.revision <= state.decision_at:
         return state, ()
     state, decision = _readable(state, entry, read_decision)
@@ -428,30 +428,30 @@ def _saw_decision(state: State, entry: Entry | None, now: float) -> Step:
     return _heed(replace(state, decision=entry, decision_at=entry.revision), decision, now)
 
 
-def _saw_record(state: State, lead: Lead, key: str, entry: Entry | None) -> State:
+def _saw_record(state: NodeState, lead: Lead, key: str, entry: Entry | None) -> NodeState:
     if entry is None:
         return replace(state, lead=lead.ended(key))
     state, record = _readable(state, entry, read_record)
     return replace(state, lead=lead.unreadable(key) if record is None else lead.changed(key, record))
 
 
-def _without_a_decision(state: State) -> State:
+def _without_a_decision(state: NodeState) -> NodeState:
     """What stands in the decision's place cannot be read. The leader has it still. If nobody leads, the next leader
     begins with what the nodes know."""
     return _publish_again(replace(state, own=state.own.write_anew(), heeded=state.heeded or 0))
 
 
-def _publish_again(state: State) -> State:
+def _publish_again(state: NodeState) -> NodeState:
     return state if state.lead is None else replace(state, lead=state.lead.publish_again())
 
 
-def _answered(state: State, number: int) -> tuple[State, str]:
+def _answered(state: NodeState, number: int) -> tuple[NodeState, str]:
     """Return the key of a write of which the store has told what became of it; "" if nobody waits for that."""
     asked = {each: key for each, key in state.asked.items() if each != number}
     return replace(state, asked=asked), state.asked.get(number, "")
 
 
-def _wrote(state: State, key: str, revision: int, now: float) -> Step:
+def _wrote(state: NodeState, key: str, revision: int, now: float) -> Step:
     if key == state.own.key:
         return replace(state, own=state.own.wrote()), ()
     if key == LEADER:
@@ -462,7 +462,7 @@ def _wrote(state: State, key: str, revision: int, now: float) -> Step:
     return state, ()
 
 
-def _refused(state: State, key: str, now: float) -> Step:
+def _refused(state: NodeState, key: str, now: float) -> Step:
     if key == state.own.key:
         return _begin_again(state, now)
     if key == LEADER:  # who leads may have come and gone meanwhile
@@ -472,7 +472,7 @@ def _refused(state: State, key: str, now: float) -> Step:
     return state, _look_again(state) if key == DECISION else ()
 
 
-def _look_again(state: State) -> tuple[Output, ...]:
+def _look_again(state: NodeState) -> tuple[Output, ...]:
     """The last decision is known now: whoever holds the leader's key and does not lead yet may."""
     return (Follow(everything=False),) if state.lead is None and state.led_by == state.own.key else ()
 
@@ -480,7 +480,7 @@ def _look_again(state: State) -> tuple[Output, ...]:
 # ---- what is decided
 
 
-def _heed(state: State, decision: dict[str, Any], now: float) -> Step:
+def _heed(state: NodeState, decision: dict[str, Any], now: float) -> Step:
     """Carry out what is new in a decision. A node that has just come to the run has missed nothing of what was decided
     before, except that it may have ended."""
     if state.heeded is None:
@@ -507,7 +507,7 @@ def _heed(state: State, decision: dict[str, Any], now: float) -> Step:
     return replace(state, own=own), outputs
 
 
-def _carry_out(state: State, actions: Iterable[tuple[int, Any]]) -> Step:
+def _carry_out(state: NodeState, actions: Iterable[tuple[int, Any]]) -> Step:
     """Carry out the actions that this node has not heeded yet."""
     heeded, own = state.heeded or 0, state.own
     new = [(number, decode(action)) for number, action in actions if number > heeded]
@@ -530,7 +530,7 @@ def _carry_out(state: State, actions: Iterable[tuple[int, Any]]) -> Step:
 # ---- leading
 
 
-def _lead(state: State, revision: int) -> Step:
+def _lead(state: NodeState, revision: int) -> Step:
     """Begin to lead, once: the claim is told of as an answer, and seen as a change. A leader begins only after it knows
     what has become of a decision of an earlier time."""
     if state.lead is not None or DECISION in state.asked.values():
@@ -540,21 +540,21 @@ def _lead(state: State, revision: int) -> Step:
     return replace(state, lead=lead), (Follow(everything=True),)
 
 
-def _new_origin(state: State, revision: int) -> str:
+def _new_origin(state: NodeState, revision: int) -> str:
     """Return a name that no decision's origin has had: what was decided may be unreadable by now, and the same claim
     leads to begin with nothing a second time."""
     origin = f"{state.own.key}@{revision}"
     return f"{origin}.{state.writes_asked}" if state.origin.startswith(origin) else origin
 
 
-def _step_down(state: State) -> Step:
+def _step_down(state: NodeState) -> Step:
     return replace(state, lead=None), (Follow(everything=False),)
 
 
 # ---- what is written
 
 
-def _writes(state: State, now: float) -> Step:
+def _writes(state: NodeState, now: float) -> Step:
     """Write what is new: the node's record, its claim if nobody leads, and what it decides if it leads."""
     if not state.registered or not state.has_read:
         return state, ()
@@ -573,7 +573,7 @@ def _writes(state: State, now: float) -> Step:
     return state, outputs + published
 
 
-def _publish(state: State, lead: Lead, now: float) -> Step:
+def _publish(state: NodeState, lead: Lead, now: float) -> Step:
     """Publish what is new: a decision on top of the decision before, and the addresses."""
     decision, values, under_way = None, None, state.asked.values()
     if DECISION not in under_way:
@@ -592,7 +592,7 @@ def _publish(state: State, lead: Lead, now: float) -> Step:
     return state, outputs
 
 
-def _write(state: State, entries: Mapping[str, str], compare: dict[str, int], *, leased: bool) -> Step:
+def _write(state: NodeState, entries: Mapping[str, str], compare: dict[str, int], *, leased: bool) -> Step:
     number = state.writes_asked + 1
     state = replace(state, writes_asked=number, asked={**state.asked, number: next(iter(entries))})
     return state, (Write(number, tuple(entries.items()), compare, leased),)

@@ -19,7 +19,7 @@ from elastic_harness.membership.lead import HISTORY
 from elastic_harness.membership.records import Known, read_decision
 from elastic_harness.membership.store import Put
 from elastic_harness.membership.types import Digest, Generation, Limits, Report
-from elastic_harness.simulate.node_world import Host, Kept, Member, NodeFaults, NodeWorld, Numbered, Task
+from elastic_harness.simulate.node_world import Machine, Member, NodeFaults, NodeWorld, Numbered, StoreContents, Task
 from elastic_harness.simulate.store import EmbeddedStore
 from elastic_harness.simulate.world import Move, Violation
 
@@ -54,14 +54,14 @@ class NodeModel:
         self.size = size
         least, most = size.least_nodes * size.per_node, size.nodes * size.per_node
         self._limits = Limits(least, most, least, join_timeout_s=JOIN_S, min_nodes=size.least_nodes)
-        self.nodes = Numbered[node.State]()
+        self.nodes = Numbered[node.NodeState]()
         self.requests = Numbered[node.Register | node.Follow | node.Write]()
         self.digests = Numbered[Digest]()
         self._steps: dict[tuple[int, tuple[node.Input, ...], float], tuple[int, tuple[node.Output, ...]]] = {}
         self._decisions: dict[str, dict[str, Any]] = {}
 
     def start(self) -> NodeWorld:
-        world = NodeWorld(0.0, Kept(), (), NodeFaults())
+        world = NodeWorld(0.0, StoreContents(), (), NodeFaults())
         for number in range(self.size.nodes):
             world = world._replace(hosts=(*world.hosts, self._host(number, 0, Known(), "")))
         world = self._due(world)
@@ -77,10 +77,10 @@ class NodeModel:
         wanted = self.size.nodes * self.size.per_node
         return not world.queue and sum(member.formed for member in everyone) == wanted
 
-    def _host(self, number: int, life: int, known: Known, history: str) -> Host:
+    def _host(self, number: int, life: int, known: Known, history: str) -> Machine:
         about = {HISTORY: history} if history else {}
         state = node.begin(f"n{number}-{life}", self._limits, self.size.per_node, known, about)
-        return Host(self.nodes.number(state), life, asked=(self.requests.number(node.Register()),))
+        return Machine(self.nodes.number(state), life, asked=(self.requests.number(node.Register()),))
 
     # ---- moves
 
@@ -123,7 +123,7 @@ class NodeModel:
         queue += [task for task in due if task not in queue and task not in off]
         return world._replace(queue=tuple(queue), held=held)
 
-    def _tasks(self, host: Host, number: int) -> Iterator[Task]:
+    def _tasks(self, host: Machine, number: int) -> Iterator[Task]:
         if host.former:
             yield "former lease ends", number
         if not host.up:
@@ -213,7 +213,7 @@ class NodeModel:
 
     def _lose_all(self, world: NodeWorld) -> NodeWorld:
         """The store begins again: revisions as they were, but no lease that ever was."""
-        world = world._replace(store=Kept(lease=world.store.lease))
+        world = world._replace(store=StoreContents(lease=world.store.lease))
         for number, host in enumerate(world.hosts):
             told = (*host.told, node.LeaseEnded()) if host.up and host.lease else host.told
             world = world.put(number, told=told, prefix=None, former=(), disturbed_at=world.now)
@@ -233,7 +233,7 @@ class NodeModel:
     def _kill(self, world: NodeWorld, number: int) -> NodeWorld:
         host = world.hosts[number]
         former = (*host.former, *((host.lease,) if host.lease in world.store.leases else ()))
-        gone = Host(host.node, host.life, False, former=former, checkpoints=host.checkpoints, disturbed_at=world.now)
+        gone = Machine(host.node, host.life, False, former=former, checkpoints=host.checkpoints, disturbed_at=world.now)
         return world._replace(hosts=(*world.hosts[:number], gone, *world.hosts[number + 1 :]))
 
     def _restart(self, world: NodeWorld, number: int) -> NodeWorld:
@@ -257,7 +257,7 @@ class NodeModel:
 
     # ---- the store
 
-    def _open(self, kept: Kept) -> EmbeddedStore:
+    def _open(self, kept: StoreContents) -> EmbeddedStore:
         return EmbeddedStore(
             lambda: 0.0, revision=kept.revision, lease=kept.lease, entries=kept.entries, leases=kept.leases
         )
@@ -265,7 +265,9 @@ class NodeModel:
     def _kept(self, world: NodeWorld, store: EmbeddedStore) -> NodeWorld:
         """What the store holds now; changes set out to those who watch."""
         before = world.store.revision
-        kept = Kept(store.revision, tuple(store.range("")), store.leases, max((world.store.lease, *store.leases)))
+        kept = StoreContents(
+            store.revision, tuple(store.range("")), store.leases, max((world.store.lease, *store.leases))
+        )
         world = world._replace(store=kept)
         for number, host in enumerate(world.hosts):
             if host.up and host.prefix is not None and kept.revision > before:
@@ -367,7 +369,7 @@ class NodeModel:
         offered = [node.Offered(generation.number, ranks[m.name], f"at {m.name}") for m in members if m.name in ranks]
         return self._take(world, number, *map(node.Happened, told), *offered)
 
-    def _report(self, host: Host, member: Member, generation: int) -> Report:
+    def _report(self, host: Machine, member: Member, generation: int) -> Report:
         kept = sorted(host.checkpoints, reverse=True) if member.version < 0 else []
         versions, lineages = tuple(v for v, _ in kept), tuple(lineage for _, lineage in kept)
         return Report(generation, member.version, checkpoints=versions, lineages=lineages, lineage=member.lineage)
@@ -389,7 +391,7 @@ class NodeModel:
             world = self._take(world, number, node.Happened(core.Finished(member.name, member.version)))
         return world
 
-    def _at_the_digest(self, world: NodeWorld, host: Host, member: Member) -> Member:
+    def _at_the_digest(self, world: NodeWorld, host: Machine, member: Member) -> Member:
         if member.formed or member.digest < 0:
             return member
         digest = self.digests[member.digest]

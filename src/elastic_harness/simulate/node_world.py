@@ -37,7 +37,7 @@ class Member(NamedTuple):
     formed: bool = False  # it has the state that the digest tells, and the addresses of all members
 
 
-class Host(NamedTuple):
+class Machine(NamedTuple):
     """A machine: its node, its workers, and what is under way between it and the store."""
 
     node: int  # the node's state, numbered
@@ -58,7 +58,7 @@ class Host(NamedTuple):
     disturbed_at: float = -1.0  # when something last kept it from taking part
 
 
-class Kept(NamedTuple):
+class StoreContents(NamedTuple):
     """What the store holds."""
 
     revision: int = 0
@@ -75,8 +75,8 @@ class NodeWorld(NamedTuple):
     since. `ledger`: lineage and version of every commit. `decided`: generations and digests that decisions told."""
 
     now: float
-    store: Kept
-    hosts: tuple[Host, ...]
+    store: StoreContents
+    hosts: tuple[Machine, ...]
     faults: NodeFaults
     queue: tuple[Task, ...] = ()
     held: tuple[tuple[Task, bool], ...] = ()
