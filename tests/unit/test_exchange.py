@@ -194,10 +194,10 @@ class Member:
         self.result = self.exchange.result.fill_(float("nan"))
 
     def send(self) -> None:
-        for node, gradients in random.sample(sorted(self.partials.nodes.items()), len(self.partials.nodes)):
+        for span, gradients in random.sample(sorted(self.partials.spans.items()), len(self.partials.spans)):
             flat = self.exchange.lend_vector()
             self.layout.flatten(gradients, flat)
-            self.exchange.send_partial(node, flat)
+            self.exchange.send_partial(span, flat)
 
     def finish(self, timeout_s: float = PATIENCE_S) -> None:
         table = self.partials.table
@@ -244,7 +244,7 @@ def made_up(layout: Layout, lanes: int, seed: int, absent: float) -> list[Gradie
 
 def in_one_place(layout: Layout, gradients: Sequence[Gradients]) -> Gradients:
     lanes = len(gradients)
-    return Member(layout, lanes, ((0, lanes),), gradients).partials.nodes[0, lanes]
+    return Member(layout, lanes, ((0, lanes),), gradients).partials.spans[0, lanes]
 
 
 def same_bits(layout: Layout, result: Tensor, expected: Gradients) -> bool:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from elastic_harness.comm import plan as planning
 from elastic_harness.comm.placement import Ranges, balanced_cuts, deal, merge_ranges
 from elastic_harness.comm.plan import Plan, Transfer, make_plan
-from elastic_harness.comm.tree import Node, key, maximal_nodes, parent_and_sibling, split
+from elastic_harness.comm.tree import Span, key, maximal_spans, parent_and_sibling, split
 from elastic_harness.membership.types import node_of
 from elastic_harness.train.work import plan_step
 
@@ -34,7 +34,7 @@ def flat(ranges: Ranges) -> list[int]:
     return [lane for lo, hi in ranges for lane in range(lo, hi)]
 
 
-def tree_sum(node: Node, lanes: Sequence[Vector]) -> Vector:
+def tree_sum(node: Span, lanes: Sequence[Vector]) -> Vector:
     if node[1] - node[0] == 1:
         return lanes[node[0]]
     left, right = split(node)
@@ -49,12 +49,12 @@ def execute(plan: Plan, lanes: Sequence[Vector], world: int) -> list[Vector]:
     """Every rank's result: only what the plan sends is ever seen by another rank, and never before its stage."""
     elements, root = len(lanes[0]), (0, len(lanes))
     holder = dict(plan.cover)
-    held: list[dict[Node, Vector]] = [{} for _ in range(world)]
-    used: dict[tuple[int, Node], npt.NDArray[np.bool_]] = {}
+    held: list[dict[Span, Vector]] = [{} for _ in range(world)]
+    used: dict[tuple[int, Span], npt.NDArray[np.bool_]] = {}
     for node, rank in plan.cover:
         held[rank][node] = tree_sum(node, lanes)
 
-    def value(rank: int, node: Node, lo: int, hi: int) -> Vector:
+    def value(rank: int, node: Span, lo: int, hi: int) -> Vector:
         if node in held[rank]:
             if (rank, node) in used:
                 used[rank, node][lo:hi] = True
@@ -63,16 +63,16 @@ def execute(plan: Plan, lanes: Sequence[Vector], world: int) -> list[Vector]:
         return value(rank, left, lo, hi) + value(rank, right, lo, hi)
 
     def deliver(transfers: Sequence[Transfer]) -> None:
-        sent = [value(t.source, t.node, t.lo, t.hi) for t in transfers if t.node is not None]
+        sent = [value(t.source, t.span, t.lo, t.hi) for t in transfers if t.span is not None]
         for t, elements_sent in zip(transfers, sent, strict=True):
-            assert t.node is not None and t.node not in held[t.target], "sent twice, or to whom has it"
+            assert t.span is not None and t.span not in held[t.target], "sent twice, or to whom has it"
             assert t.source != t.target and t.hi > t.lo and not np.isnan(elements_sent).any()
-            held[t.target][t.node] = np.full(elements, np.nan, np.float32)
-            held[t.target][t.node][t.lo : t.hi] = elements_sent
-            used[t.target, t.node] = np.ones(elements, bool)
-            used[t.target, t.node][t.lo : t.hi] = False
+            held[t.target][t.span] = np.full(elements, np.nan, np.float32)
+            held[t.target][t.span][t.lo : t.hi] = elements_sent
+            used[t.target, t.span] = np.ones(elements, bool)
+            used[t.target, t.span][t.lo : t.hi] = False
 
-    assert all(t.node is not None and holder[t.node] == t.source for t in plan.join)
+    assert all(t.span is not None and holder[t.span] == t.source for t in plan.join)
     assert all((t.lo, t.hi) == plan.owned[t.target] for t in plan.reduce)
     deliver(plan.join)
     deliver(plan.reduce)
@@ -83,7 +83,7 @@ def execute(plan: Plan, lanes: Sequence[Vector], world: int) -> list[Vector]:
     assert all(mask.all() for mask in used.values()), "sent, but never needed"
     for transfers in (plan.gather, plan.spread):
         for t in transfers:
-            assert t.node is None and np.isnan(results[t.target][t.lo : t.hi]).all(), "sent twice"
+            assert t.span is None and np.isnan(results[t.target][t.lo : t.hi]).all(), "sent twice"
             results[t.target][t.lo : t.hi] = results[t.source][t.lo : t.hi]
     return results
 
@@ -290,7 +290,7 @@ def test_cuts_are_balanced(lanes: int, parts: int) -> None:
 
 @given(st.integers(1, 70))
 def test_every_node_of_the_tree_has_its_own_number(lanes: int) -> None:
-    nodes: list[Node] = [(0, lanes)]
+    nodes: list[Span] = [(0, lanes)]
     for node in nodes:
         if node[1] - node[0] > 1:
             nodes.extend(split(node))
@@ -304,7 +304,7 @@ def test_every_node_of_the_tree_has_its_own_number(lanes: int) -> None:
 @given(st.integers(1, 40), st.data())
 def test_maximal_nodes_cover_what_is_held_and_nothing_else(lanes: int, data: st.DataObject) -> None:
     held = data.draw(st.sets(st.integers(0, lanes - 1)))
-    nodes = maximal_nodes([(x, x + 1) for x in held], lanes)
+    nodes = maximal_spans([(x, x + 1) for x in held], lanes)
     assert [x for lo, hi in nodes for x in range(lo, hi)] == sorted(held)
     for node in nodes:
         if node != (0, lanes):

@@ -3,7 +3,7 @@
 The plan's four stages are one path for every shape of a run: a stage in which a member has nothing to receive costs it
 no wait. Whoever waits has first sent all that follows from what it has received, so no two wait for each other.
 
-Messages are keyed by (kind, step, tree node or owner), never by their position in a plan. Receives are posted when the
+Messages are keyed by (kind, step, span or owner), never by their position in a plan. Receives are posted when the
 step begins, so that a partial sum travels the moment it is finished. Received bytes go into vectors of their own: they
 never touch a cached partial sum.
 
@@ -22,15 +22,15 @@ import torch
 from elastic_harness.comm.group import Group, Pending
 from elastic_harness.comm.plan import Plan, Transfer
 from elastic_harness.comm.pool import Pool
-from elastic_harness.comm.tree import Node, key, split
+from elastic_harness.comm.tree import Span, key, split
 from elastic_harness.errors import Inconsistent, PeerFailed
 from elastic_harness.failpoints import failpoint
 
 HEADER, JOIN, REDUCE, GATHER, SPREAD, TRANSFER = range(6)
 """Kinds of messages, in the order in which a step needs them."""
 
-Add = Callable[[torch.Tensor, Node, torch.Tensor, Node, torch.Tensor, int], None]
-"""add(out, first, a, second, b, lo): the sum of two sibling nodes' elements, from `lo` on, into `out`, which may be one
+Add = Callable[[torch.Tensor, Span, torch.Tensor, Span, torch.Tensor, int], None]
+"""add(out, first, a, second, b, lo): the sum of two sibling spans' elements, from `lo` on, into `out`, which may be one
 of the two."""
 
 
@@ -66,8 +66,8 @@ class Exchange:
         self.result = result = pool.take(elements)
         self._partials: list[torch.Tensor] = []  # lent for this member's own partial sums
         self._sends: list[Pending] = []
-        self._own: dict[Node, torch.Tensor] = {}
-        self._received: dict[Node, tuple[torch.Tensor, int]] = {}  # a vector and the element it begins at
+        self._own: dict[Span, torch.Tensor] = {}
+        self._received: dict[Span, tuple[torch.Tensor, int]] = {}  # a vector and the element it begins at
         self._joined: list[torch.Tensor] = []
         self._headers: dict[int, Pending] = {}
         self._incoming: dict[int, list[Pending]] = {}
@@ -87,9 +87,9 @@ class Exchange:
             self._incoming[kind] = []
             for t in transfers:
                 if t.target == rank:
-                    into = result[t.lo : t.hi] if t.node is None else pool.take(t.hi - t.lo)
-                    if t.node is not None:
-                        self._received[t.node] = (into, t.lo)
+                    into = result[t.lo : t.hi] if t.span is None else pool.take(t.hi - t.lo)
+                    if t.span is not None:
+                        self._received[t.span] = (into, t.lo)
                     self._incoming[kind].append(group.receive(into, t.source, self._tag(kind, t)))
         failpoint("exchange.posted", step)
 
@@ -100,14 +100,14 @@ class Exchange:
         self._partials.append(self._pool.take(self.result.numel()))
         return self._partials[-1]
 
-    def send_partial(self, node: Node, flat: torch.Tensor) -> None:
+    def send_partial(self, span: Span, flat: torch.Tensor) -> None:
         """Hand over a finished partial sum of the plan's cover, in a vector that was lent for it."""
-        self._own[node] = flat
+        self._own[span] = flat
         if self._group is None:
             return
         for kind in (JOIN, REDUCE):
             for t in self._outgoing[kind]:
-                if t.node == node:
+                if t.span == span:
                     self._send(kind, t, flat[t.lo : t.hi])
                     failpoint("exchange.partial_sent", self._step)
 
@@ -157,7 +157,7 @@ class Exchange:
 
     def _join(self, header: torch.Tensor, adder: Callable[[list[torch.Tensor]], Add], deadline: float) -> None:
         """Add up what this member carries for owners on other nodes, and send it to them. Waits for its node only."""
-        pending = [t for t in self._outgoing[REDUCE] if t.node not in self._own]
+        pending = [t for t in self._outgoing[REDUCE] if t.span not in self._own]
         if not pending:
             return
         mates = sorted({work.rank for work in self._incoming[JOIN]})
@@ -165,11 +165,11 @@ class Exchange:
         add = adder([header, *map(self._header, mates)])
         lo, hi = self._plan.columns[self._rank]
         for t in pending:
-            assert t.node is not None
-            if t.node not in self._received:
-                self._received[t.node] = (self._value(t.node, lo, hi, add)[0], lo)
-                self._joined.append(self._received[t.node][0])
-            self._send(REDUCE, t, self._received[t.node][0][t.lo - lo : t.hi - lo])
+            assert t.span is not None
+            if t.span not in self._received:
+                self._received[t.span] = (self._value(t.span, lo, hi, add)[0], lo)
+                self._joined.append(self._received[t.span][0])
+            self._send(REDUCE, t, self._received[t.span][0][t.lo - lo : t.hi - lo])
             failpoint("exchange.joined_sent", self._step)
 
     def _reduce(self, lo: int, hi: int, add: Add) -> None:
@@ -180,18 +180,18 @@ class Exchange:
             result.copy_(total)
 
     def _value(
-        self, node: Node, lo: int, hi: int, add: Add, into: torch.Tensor | None = None
+        self, span: Span, lo: int, hi: int, add: Add, into: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, bool]:
-        """Elements lo:hi of a node, and whether they may be added into. Additions go into received vectors, the last
+        """Elements lo:hi of a span, and whether they may be added into. Additions go into received vectors, the last
         one into `into` if that is given: of two siblings at most one is this member's own partial sum, which must stay
         as it is. A method, because a function that calls itself through a closure would keep this object, and all it
         received, until the next garbage collection."""
-        if node in self._own:
-            return self._own[node][lo:hi], False
-        if node in self._received:
-            vector, begin = self._received[node]
+        if span in self._own:
+            return self._own[span][lo:hi], False
+        if span in self._received:
+            vector, begin = self._received[span]
             return vector if vector.numel() == hi - lo else vector[lo - begin : hi - begin], True
-        first, second = split(node)
+        first, second = split(span)
         a, a_is_free = self._value(first, lo, hi, add)
         b, b_is_free = self._value(second, lo, hi, add)
         if not (a_is_free or b_is_free):
@@ -201,7 +201,7 @@ class Exchange:
         return out, True
 
     def _tag(self, kind: int, t: Transfer) -> int:
-        return tag(kind, self._step, key(t.node, self._lanes) if t.node is not None else self._owners[t.lo])
+        return tag(kind, self._step, key(t.span, self._lanes) if t.span is not None else self._owners[t.lo])
 
     def _send(self, kind: int, t: Transfer, elements: torch.Tensor) -> None:
         assert self._group is not None

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from elastic_harness.comm.tree import maximal_nodes
+from elastic_harness.comm.tree import maximal_spans
 
 Ranges = tuple[tuple[int, int], ...]
 _SEARCH_LIMIT = 16  # members up to which the best cut points are searched; beyond, the bigger ranges come first
@@ -56,23 +56,23 @@ def levelled_cuts(lanes: int, loads: Sequence[int]) -> tuple[int, ...]:
 @lru_cache(maxsize=256)
 def balanced_cuts(lanes: int, parts: int) -> tuple[int, ...]:
     """Cut points 0 = c₀ ≤ … ≤ c_parts = lanes of contiguous ranges. No range is longer than ⌈lanes / parts⌉, which is
-    what bounds the step's time, and among those cuts the one with the fewest tree nodes wins (each node is a partial
+    what bounds the step's time, and among those cuts the one with the fewest spans wins (each span is a partial
     sum on the wire): 16 lanes on 3 members as 6 + 6 + 4 need 5 partial sums, as 5 + 5 + 6 they need 7."""
     base, extra = divmod(lanes, parts)
     if extra == 0 or parts > _SEARCH_LIMIT or base == 0:
         sizes = [base + (i < extra) for i in range(parts)]
         return tuple(sum(sizes[:i]) for i in range(parts + 1))
-    # best[end] = (nodes, cuts): the cheapest way for the ranges so far to end at lane `end`
+    # best[end] = (spans, cuts): the cheapest way for the ranges so far to end at lane `end`
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
     for part in range(1, parts + 1):
         following: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for start, (nodes, cuts) in best.items():
+        for start, (spans, cuts) in best.items():
             for size in range(max(1, base - 1), base + 2):
                 end = start + size
                 left = parts - part
                 if not left <= lanes - end <= left * (base + 1):
                     continue
-                candidate = (nodes + len(maximal_nodes([(start, end)], lanes)), (*cuts, end))
+                candidate = (spans + len(maximal_spans([(start, end)], lanes)), (*cuts, end))
                 if end not in following or candidate < following[end]:
                     following[end] = candidate
         best = following

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from elastic_harness.comm.placement import Ranges
-from elastic_harness.comm.tree import Node, maximal_nodes
+from elastic_harness.comm.tree import Span, maximal_spans
 from elastic_harness.errors import Inconsistent
 
 BLOCK = 8192
@@ -30,11 +30,11 @@ BLOCK = 8192
 
 @dataclass(frozen=True)
 class Transfer:
-    """`node` (None: the finished sum) elements lo:hi go from rank `source` to rank `target`."""
+    """`span` (None: the finished sum) elements lo:hi go from rank `source` to rank `target`."""
 
     source: int
     target: int
-    node: Node | None
+    span: Span | None
     lo: int
     hi: int
 
@@ -43,10 +43,10 @@ class Transfer:
 class Plan:
     """cover: the partial sums that together make up the step, ascending, with their holder's rank.
     owned: per rank, the elements lo:hi it reduces. columns: per rank, the elements lo:hi it carries on its node, those
-    that it owns among them (in a plan for one rank: of the ranks on its node). A node that `reduce` sends and its
+    that it owns among them (in a plan for one rank: of the ranks on its node). A span that `reduce` sends and its
     sender does not hold is to be joined first."""
 
-    cover: tuple[tuple[Node, int], ...]
+    cover: tuple[tuple[Span, int], ...]
     owned: tuple[tuple[int, int], ...]
     columns: tuple[tuple[int, int], ...]
     join: tuple[Transfer, ...]
@@ -93,7 +93,7 @@ def make_plan(
             via = carrier(node, owner)
             columns[via] = (first.setdefault(via, lo), hi)
 
-    cover = sorted((node, r) for r, m in enumerate(members) for node in maximal_nodes(placed.get(m, ()), lanes))
+    cover = sorted((span, r) for r, m in enumerate(members) for span in maximal_spans(placed.get(m, ()), lanes))
     if sum(hi - lo for (lo, hi), _ in cover) != lanes:
         raise Inconsistent(f"the lanes held, {cover}, do not cover {lanes} lanes once")
     join: list[Transfer] = []
@@ -103,9 +103,9 @@ def make_plan(
     for here, ranks in ranks_on.items():
         local = rank is None or nodes[rank] == here
         owners = range(world) if rank is None or local else (rank,)
-        held = [(node, holder) for node, holder in cover if nodes[holder] == here]
-        for top in maximal_nodes([node for node, _ in held], lanes):
-            parts = [(node, holder) for node, holder in held if top[0] <= node[0] and node[1] <= top[1]]
+        held = [(span, holder) for span, holder in cover if nodes[holder] == here]
+        for top in maximal_spans([span for span, _ in held], lanes):
+            parts = [(span, holder) for span, holder in held if top[0] <= span[0] and span[1] <= top[1]]
             joined = len(parts) > 1  # otherwise nothing can be added here, and its holder sends it to all owners
             for target in ranks if local else ():
                 lo, hi = columns[target] if joined else owned[target]

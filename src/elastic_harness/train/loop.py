@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
-from elastic_harness.comm.tree import Node
+from elastic_harness.comm.tree import Span
 from elastic_harness.contract.board import Phase
 from elastic_harness.errors import GenerationChanged, PeerFailed, Recoverable, UserCodeError
 from elastic_harness.failpoints import failpoint
@@ -27,7 +27,7 @@ from elastic_harness.train.recovery import recover
 from elastic_harness.train.slots import canary_word, samples_word
 from elastic_harness.train.work import Work, finish_exchange, place, record_of
 
-CANARY: Node = (0, 1)
+CANARY: Span = (0, 1)
 """The lane that members new to a run compute once more, for comparison with others and with the first time."""
 
 
@@ -61,16 +61,16 @@ def compute(parts: Parts, progress: Progress, work: Work) -> Iterator[Any]:
         gradients, contributions = parts.slots.take()
         if work.canary_due and unit == CANARY:
             first = canary_word(gradients)
-        node = partials.add(unit, gradients, contributions)
+        span = partials.add(unit, gradients, contributions)
         failpoint("lane.finished", partials.step)
-        work.send_if_finished(node, partials)
+        work.send_if_finished(span, partials)
     if work.canary_due:
         yield from run_slots(parts, progress, CANARY, rehearsal=True)
         work.canary, work.samples = canary_word(parts.slots.take()[0]), samples_word(parts.slots.rehearsed)
         check_pure(first, work.canary, partials.step)
 
 
-def units(parts: Parts, work: Work, begun: Node | None) -> list[Node]:
+def units(parts: Parts, work: Work, begun: Span | None) -> list[Span]:
     """How to compute this worker's lanes; lane 0 by itself where it is compared, which gives the same bits."""
     together = parts.shape.units(work.lanes)
     if work.canary_due and begun not in together:
@@ -90,7 +90,7 @@ def check_pure(first: int, again: int, step: int) -> None:
         )
 
 
-def run_slots(parts: Parts, progress: Progress, unit: Node, *, rehearsal: bool = False) -> Iterator[Any]:
+def run_slots(parts: Parts, progress: Progress, unit: Span, *, rehearsal: bool = False) -> Iterator[Any]:
     """Yield the batches of a unit's slots; between two slots is where an urgent change of generation is noticed."""
     step = progress.version
     assert progress.formed is not None

@@ -1,4 +1,4 @@
-"""The finished part of a running step: partial gradient sums by tree node, and what each slot contributed.
+"""The finished part of a running step: partial gradient sums by span, and what each slot contributed.
 
 Legend: N slots, L lanes, P entries of the layout.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from elastic_harness.comm.placement import Ranges, merge_ranges
-from elastic_harness.comm.tree import Node, parent_and_sibling
+from elastic_harness.comm.tree import Span, parent_and_sibling
 
 Gradients = list[Tensor | None]
 Words = npt.NDArray[np.int64]
@@ -68,7 +68,7 @@ class SlotTable:
         """(L, ⌈P/64⌉) bits: whether the lane has a gradient for the entry."""
         return self.words[3 * self.slots :].view(np.uint64).reshape(self.lanes, -1)
 
-    def enter(self, lanes: Node, gradients: Gradients, contributions: Mapping[int, Contribution]) -> None:
+    def enter(self, lanes: Span, gradients: Gradients, contributions: Mapping[int, Contribution]) -> None:
         """Record finished lanes that were summed together."""
         for slot, contribution in contributions.items():
             self.loss_N[slot], self.weight_N[slot] = contribution.loss, contribution.weight
@@ -77,9 +77,9 @@ class SlotTable:
         bits[: len(gradients)] = [g is not None for g in gradients]
         self.presence[lanes[0] : lanes[1]] = np.packbits(bits, bitorder="little").view(np.uint64)
 
-    def present_in(self, node: Node) -> npt.NDArray[np.bool_]:
-        """(P,) whether any lane of the node has a gradient for the entry."""
-        words = np.bitwise_or.reduce(self.presence[node[0] : node[1]], axis=0)
+    def present_in(self, span: Span) -> npt.NDArray[np.bool_]:
+        """(P,) whether any lane of the span has a gradient for the entry."""
+        words = np.bitwise_or.reduce(self.presence[span[0] : span[1]], axis=0)
         bits = np.unpackbits(words.view(np.uint8), bitorder="little")
         return bits[: self.entries].astype(bool)
 
@@ -90,25 +90,25 @@ class Partials:
 
     step: int
     table: SlotTable
-    nodes: dict[Node, Gradients] = field(default_factory=dict)
+    spans: dict[Span, Gradients] = field(default_factory=dict)
 
     def held(self) -> Ranges:
         """The finished lanes as ranges."""
-        return merge_ranges(tuple(self.nodes))
+        return merge_ranges(tuple(self.spans))
 
-    def add(self, node: Node, gradients: Gradients, contributions: Mapping[int, Contribution]) -> Node:
-        """Take over a finished node; returns the one it has grown into. Adds in place: the tensors belong to this
+    def add(self, span: Span, gradients: Gradients, contributions: Mapping[int, Contribution]) -> Span:
+        """Take over a finished span; returns the one it has grown into. Adds in place: the tensors belong to this
         object from now on."""
-        self.table.enter(node, gradients, contributions)
-        while node != (0, self.table.lanes):
-            parent, sibling = parent_and_sibling(node, self.table.lanes)
-            if sibling not in self.nodes:
+        self.table.enter(span, gradients, contributions)
+        while span != (0, self.table.lanes):
+            parent, sibling = parent_and_sibling(span, self.table.lanes)
+            if sibling not in self.spans:
                 break
-            other = self.nodes.pop(sibling)
-            gradients = add_into(other, gradients) if sibling < node else add_into(gradients, other)
-            node = parent
-        self.nodes[node] = gradients
-        return node
+            other = self.spans.pop(sibling)
+            gradients = add_into(other, gradients) if sibling < span else add_into(gradients, other)
+            span = parent
+        self.spans[span] = gradients
+        return span
 
 
 def add_into(target: Gradients, other: Gradients) -> Gradients:

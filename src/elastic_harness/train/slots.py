@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor, nn
 
 from elastic_harness.checkpoint.tensors import content_of
-from elastic_harness.comm.tree import Node
+from elastic_harness.comm.tree import Span
 from elastic_harness.data.order import Order
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
 from elastic_harness.errors import UserCodeError
@@ -51,15 +51,15 @@ class Shape:
     micro_batch: int
     pairs: bool = True
 
-    def unit_slots(self, unit: Node) -> range:
+    def unit_slots(self, unit: Span) -> range:
         """The slots of some consecutive lanes; lanes differ by at most one slot."""
         return range(unit[0] * self.slots // self.lanes, unit[1] * self.slots // self.lanes)
 
-    def units(self, lanes: Sequence[int]) -> list[Node]:
+    def units(self, lanes: Sequence[int]) -> list[Span]:
         """How to compute `lanes`, ascending: one by one, except that two siblings of one slot each are accumulated
         by autograd in place, which is the very addition the tree asks for, and cheaper. Not so where a parameter is
         of a narrower type than the sums: autograd would round once more."""
-        units: list[Node] = []
+        units: list[Span] = []
         for lane in lanes:
             pair = (lane - 1, lane + 1)
             if self.pairs and lane % 2 and units and units[-1] == (lane - 1, lane) and len(self.unit_slots(pair)) == 2:
@@ -100,7 +100,7 @@ class SlotComputer:
         self._seed = seed
         self._reading = reading
         self._scaler = scaler
-        self._unit: tuple[int, Node, bool] | None = None  # step, lanes, rehearsal: what is in p.grad
+        self._unit: tuple[int, Span, bool] | None = None  # step, lanes, rehearsal: what is in p.grad
         self._slot: tuple[int, int, float] | None = None  # step, slot, share of a full slot
         self._seen: tuple[float, float] | None = None  # loss, weight of the running slot
         self._failed = False  # whether a backward of the running slot ended half-way
@@ -110,7 +110,7 @@ class SlotComputer:
 
     # ---- one unit: a lane, or two lanes of one slot each
 
-    def run(self, step: int, unit: Node, *, rehearsal: bool = False) -> Iterator[tuple[int, Any]]:
+    def run(self, step: int, unit: Span, *, rehearsal: bool = False) -> Iterator[tuple[int, Any]]:
         """Yield (slot, batch) for every non-empty slot of a unit; the caller runs forward and `backward` before it
         asks for the next. Afterwards `take` has the unit's sum and what its slots contributed. A unit that was left
         half-way is taken up where it was left: finished slots are not computed again. A `rehearsal` is for comparison
@@ -155,7 +155,7 @@ class SlotComputer:
         found: list[int] = self._ids(step, slot).tolist()
         return found
 
-    def begun(self) -> Node | None:
+    def begun(self) -> Span | None:
         """The unit that has a finished slot but was not taken yet."""
         if self._unit is None or not self._contributions:
             return None

@@ -11,7 +11,7 @@ from torch import Tensor
 from elastic_harness.comm.exchange import Add, Exchange
 from elastic_harness.comm.placement import Ranges, deal, merge_ranges
 from elastic_harness.comm.plan import Plan, make_plan
-from elastic_harness.comm.tree import Node
+from elastic_harness.comm.tree import Span
 from elastic_harness.contract.board import Phase
 from elastic_harness.errors import PeerFailed, Unreachable
 from elastic_harness.membership.types import node_of
@@ -43,12 +43,12 @@ class Work:
     canary: int = 0
     samples: int = 0
 
-    def send_if_finished(self, node: Node, partials: Partials) -> None:
-        """If `node` is one of this member's partial sums on the wire, flatten it and let it go."""
-        if (node, self.rank) in self.plan.cover:
+    def send_if_finished(self, span: Span, partials: Partials) -> None:
+        """If `span` is one of this member's partial sums on the wire, flatten it and let it go."""
+        if (span, self.rank) in self.plan.cover:
             flat = self.exchange.lend_vector()
-            self.layout.flatten(partials.nodes[node], flat)
-            self.exchange.send_partial(node, flat)
+            self.layout.flatten(partials.spans[span], flat)
+            self.exchange.send_partial(span, flat)
 
 
 def place(parts: Parts, progress: Progress) -> Work:
@@ -78,8 +78,8 @@ def place(parts: Parts, progress: Progress) -> Work:
     work.reference = reference
     alone = formed.world == 1 and not progress.verified and parts.canary
     work.canary_due = formed.rank in canaries or alone
-    for node in tuple(partials.nodes):
-        work.send_if_finished(node, partials)
+    for span in tuple(partials.spans):
+        work.send_if_finished(span, partials)
     return work
 
 
@@ -145,14 +145,14 @@ def record_of(parts: Parts, formed: Formed, work: Work, headers: list[Header]) -
 
 
 class Adder:
-    """Adds two nodes' received elements, skipping parameters that are absent in one of them. table: of all lanes of
-    the nodes that are to be added, at least."""
+    """Adds two spans' received elements, skipping parameters that are absent in one of them. table: of all lanes of
+    the spans that are to be added, at least."""
 
     def __init__(self, layout: Layout, table: SlotTable) -> None:
         self._layout = layout
         self._table = table
 
-    def __call__(self, out: Tensor, first: Node, a: Tensor, second: Node, b: Tensor, lo: int) -> None:
+    def __call__(self, out: Tensor, first: Span, a: Tensor, second: Span, b: Tensor, lo: int) -> None:
         in_first, in_second = self._table.present_in(first), self._table.present_in(second)
         if in_first.all() and in_second.all():
             torch.add(a, b, out=out)
