@@ -29,6 +29,8 @@ def deal(
             finished[lo:hi] = [True] * (hi - lo)
     missing = [lane for lane in range(lanes) if not finished[lane]]
 
+    # Members in the order of the lanes that they hold already; one that holds none, where its share would lie. So the
+    # lanes of a member lie side by side, and sum up before they travel.
     def place(item: tuple[int, str]) -> tuple[float, int]:
         rank, member = item
         ranges = held.get(member, ())
@@ -36,6 +38,7 @@ def deal(
 
     order = [member for _, member in sorted(enumerate(members), key=place)]
     loads = tuple((handicap or {}).get(member, 0) for member in order)
+    # Without handicaps no member has a lane more than another needs; with them all end at about the same time.
     cuts = levelled_cuts(len(missing), loads) if any(loads) else balanced_cuts(len(missing), len(members))
     return {m: _ranges(missing[cuts[i] : cuts[i + 1]]) for i, m in enumerate(order)}
 

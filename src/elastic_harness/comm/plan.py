@@ -85,6 +85,7 @@ def make_plan(
     def listed(*ends: int) -> bool:
         return rank is None or rank in ends
 
+    # A column is what a member carries for the owners on all nodes: their runs lie side by side around its own place.
     columns = list(owned)
     for node in ranks_on if rank is None else [nodes[rank]]:
         first: dict[int, int] = {}
@@ -93,6 +94,7 @@ def make_plan(
             via = carrier(node, owner)
             columns[via] = (first.setdefault(via, lo), hi)
 
+    # The partial sums on the wire: as few as possible for each member, and together every lane once.
     cover = sorted((span, r) for r, m in enumerate(members) for span in maximal_spans(placed.get(m, ()), lanes))
     if sum(hi - lo for (lo, hi), _ in cover) != lanes:
         raise Inconsistent(f"the lanes held, {cover}, do not cover {lanes} lanes once")
@@ -106,7 +108,9 @@ def make_plan(
         held = [(span, holder) for span, holder in cover if nodes[holder] == here]
         for top in maximal_spans([span for span, _ in held], lanes):
             parts = [(span, holder) for span, holder in held if top[0] <= span[0] and span[1] <= top[1]]
-            joined = len(parts) > 1  # otherwise nothing can be added here, and its holder sends it to all owners
+            # join: what this node can add up goes to its carriers first. A single part has nothing to be added to here,
+            # so its holder sends it to the owners itself.
+            joined = len(parts) > 1
             for target in ranks if local else ():
                 lo, hi = columns[target] if joined else owned[target]
                 if hi > lo:
@@ -115,12 +119,14 @@ def make_plan(
                         for part, holder in parts
                         if holder != target and listed(holder, target)
                     ]
+            # reduce: the sum goes to its owners on other nodes, once per node.
             for owner in owners:
                 lo, hi = owned[owner]
                 if nodes[owner] != here and hi > lo:
                     source = carrier(here, owner) if joined else parts[0][1]
                     if listed(source, owner):
                         reduce.append(Transfer(source, owner, top, lo, hi))
+        # gather and spread: the finished sum comes to one carrier of the node, who passes it on.
         for owner in owners:
             lo, hi = owned[owner]
             via = carrier(here, owner)

@@ -14,28 +14,21 @@ EXACT_MAX = 12
 
 @dataclass(frozen=True)
 class View:
-    """What the leader sees. ready: living, admitted members, oldest first. finished: those that reached the final
-    version. broken: pairs of living members that cannot talk to each other, as reported by one of them. reform: the
-    current generation failed without a death, or its members `waited`, and has to be formed anew. leaving: living
-    members that are to be let go at the next step boundary. first_ready_at: when the first member became ready (for the
-    join timeout of the first generation). veterans: members that hold the state. apart: pairs of nodes whose network is
-    cut. unheard: nodes of the current generation that are cut from others of it and have not said anything since;
-    heard_out: they had the time to. stateless: members that have neither state nor a checkpoint, while somebody who has
-    may still come."""
+    """What the leader sees."""
 
-    current: Generation | None
-    ready: tuple[str, ...]
-    finished: frozenset[str] = frozenset()
-    broken: frozenset[frozenset[str]] = frozenset()
-    reform: bool = False
-    leaving: frozenset[str] = frozenset()
-    first_ready_at: float = 0.0
-    veterans: frozenset[str] = frozenset()
-    apart: frozenset[frozenset[str]] = frozenset()
-    unheard: frozenset[str] = frozenset()
-    heard_out: bool = True
-    stateless: frozenset[str] = frozenset()
-    waited: bool = False
+    current: Generation | None  # the newest one
+    ready: tuple[str, ...]  # living, admitted members, oldest first
+    finished: frozenset[str] = frozenset()  # members that reached the final version
+    broken: frozenset[frozenset[str]] = frozenset()  # pairs of living members that cannot talk, as one of them says
+    reform: bool = False  # the current generation failed without a death, or `waited`: it has to be formed anew
+    leaving: frozenset[str] = frozenset()  # living members that are let go at the next step boundary
+    first_ready_at: float = 0.0  # when the first member became ready: for the join timeout of the first generation
+    veterans: frozenset[str] = frozenset()  # members that hold the state
+    apart: frozenset[frozenset[str]] = frozenset()  # pairs of nodes whose network is cut
+    unheard: frozenset[str] = frozenset()  # nodes of the current generation that are cut and have been silent since
+    heard_out: bool = True  # the unheard nodes had the time to say something
+    stateless: frozenset[str] = frozenset()  # members without state and checkpoint, while one with them may still come
+    waited: bool = False  # the members of the current generation waited for others
 
 
 @dataclass(frozen=True)
@@ -77,26 +70,38 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Form:
     surviving = set(survivors)
     lost = len(view.current.members) - len(survivors) if view.current else 0
 
+    # Once a member has finished, the others only catch up. Nobody is admitted then, with one exception: if no survivor
+    # holds the state, the members that finished outside of the generation bring it back.
     ending = bool(view.finished) and view.current is not None  # without one, the leader has forgotten who was in it
     bereft = surviving.isdisjoint(view.veterans | view.finished)
     admitted = (view.finished if bereft else frozenset()) if ending else ready
     newcomers = sorted((m for m in view.ready if m in admitted - surviving), key=lambda m: m not in view.veterans)
+
+    # Members that wanted to leave go at a boundary. Near the end they stay: there will be no boundary any more.
     least = 1 if view.finished else limits.min_workers
     most = max(limits.target, len(survivors)) if ending else limits.target
     candidates = [m for m in survivors + newcomers if ending or m not in view.leaving]
+
+    # Nodes that a cut separates do not go on together. A silent node may be the one that everybody else can reach, so
+    # the leader first gives it the time to speak; after that it goes on without the node.
     together = on_connected_nodes(candidates, view)
     doubtful = view.unheard & {node_of(m) for m in together}
     if doubtful and not view.heard_out:
         return Keep(f"hearing whether {', '.join(sorted(doubtful))} can be reached")
     if doubtful:
         together = on_connected_nodes([m for m in candidates if node_of(m) not in view.unheard], view)
+
+    # Members with a broken link are separated, unless too few would remain: the link may heal, and they try again.
     connected = mutually_connected(together, view.broken) if view.broken else together
     able = connected if len(connected) >= least else together
+
+    # Of too many, those with nothing to go on from make room.
     chosen = set(sorted(able, key=lambda m: m in view.stateless)[:most])
     wanted = [m for m in able if m in chosen]
 
     cuts = sorted(" and ".join(sorted(pair)) for pair in view.apart if pair <= {node_of(m) for m in candidates})
     why = f"; the network is cut between {', '.join(cuts[:CUTS_NAMED])}" if cuts else ""
+    # The minima hold until a member has finished.
     if not wanted:
         return Hold(f"waiting: no worker is ready{why}")
     if len(wanted) < limits.min_workers and not view.finished:
@@ -104,16 +109,19 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Form:
     nodes = len({node_of(m) for m in wanted})
     if nodes < limits.min_nodes and not view.finished:
         return Hold(f"waiting: workers of {nodes} of at least {limits.min_nodes} nodes are ready{why}")
+    # A first generation that has no state waits for latecomers: to begin with all is cheaper than to grow.
     if view.current is None and len(wanted) < limits.target and view.veterans.isdisjoint(wanted):
         left_s = view.first_ready_at + limits.join_timeout_s - now
         if left_s > 0:
             patience = f"the others have {limits.join_timeout_s:.0f} s to join"
             return Hold(f"waiting: {len(wanted)} of {limits.target} workers are ready, {patience}")
 
+    # To begin at step 0 would make the checkpoints worthless that an absent node may have.
     if view.stateless.issuperset(wanted):
         patience = f"they have {limits.join_timeout_s:.0f} s (--join-timeout), then the run begins again at step 0"
         return Hold(f"waiting: no node that is ready has a checkpoint of this run; others may: {patience}")
 
+    # A loss cannot wait. Everything else happens at a step boundary.
     members = tuple(wanted)
     if view.current is not None and members == view.current.members and not view.reform:
         return Keep("unchanged")
