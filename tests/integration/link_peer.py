@@ -17,20 +17,20 @@ from pathlib import Path
 import torch
 from tcp_peer import ELEMENTS, Folder
 
-from elastic_harness.comm import reach, tcp
+from elastic_harness.comm import silence, tcp
 from elastic_harness.errors import PeerFailed, Unreachable
 
 probes: list[int] = []
-original = reach.Probe.__init__
+original = silence.Probe.__init__
 
 
-def counted(self: reach.Probe, addresses: dict[int, reach.Address]) -> None:
+def counted(self: silence.Probe, addresses: dict[int, silence.Address]) -> None:
     probes.append(len(addresses))
     original(self, addresses)
 
 
 def main(rank: int, world: int, folder: Path, host: str, command: str) -> None:
-    reach.Probe.__init__ = counted  # type: ignore[method-assign]
+    silence.Probe.__init__ = counted  # type: ignore[method-assign]
     what, _, source = command.partition(":")
     began, error, ways = time.monotonic(), "", {}
     try:

@@ -27,7 +27,7 @@ from typing import Any
 from elastic_harness import failpoints
 from elastic_harness.contract.wire import as_fields
 from elastic_harness.gpt import trainer
-from elastic_harness.train import work
+from elastic_harness.train import attempt
 from elastic_harness.train.link import AgentLink
 from elastic_harness.train.partials import Partials
 from elastic_harness.train.run import Run, Step
@@ -137,7 +137,7 @@ def note_leftovers(folder: Path) -> None:
 
 
 def alternate_nodes() -> None:
-    work.node_of = lambda member: "even" if int(member[1:].split("-")[0]) % 2 == 0 else "odd"
+    attempt.node_of = lambda member: "even" if int(member[1:].split("-")[0]) % 2 == 0 else "odd"
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.hosts import Network
 
-from elastic_harness.comm.reach import Probe
+from elastic_harness.comm.silence import Probe
 
 PEER = Path(__file__).with_name("link_peer.py")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("namespaces")]

@@ -27,10 +27,10 @@ from elastic_harness.comm.placement import Ranges, deal, merge_ranges
 from elastic_harness.comm.plan import Plan, make_plan
 from elastic_harness.comm.pool import Pool
 from elastic_harness.errors import PeerFailed
-from elastic_harness.train.commit import FIXED_WORDS, Header, combine
+from elastic_harness.train.attempt import Adder
+from elastic_harness.train.header import FIXED_WORDS, Header, combine
 from elastic_harness.train.layout import Layout, LayoutEntry
 from elastic_harness.train.partials import Contribution, Gradients, Partials, SlotTable
-from elastic_harness.train.work import Adder
 
 BLOCK = 4
 STEP = 7

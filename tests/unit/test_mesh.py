@@ -17,7 +17,7 @@ import pytest
 
 from elastic_harness.comm import mesh
 from elastic_harness.comm.mesh import _HELLO, _MAGIC, PROOF_BYTES
-from elastic_harness.comm.reach import Address
+from elastic_harness.comm.silence import Address
 from elastic_harness.errors import GenerationChanged, PeerFailed
 
 HOST = "127.0.0.1"

@@ -17,7 +17,7 @@ from elastic_harness.comm.placement import Ranges, balanced_cuts, deal, merge_ra
 from elastic_harness.comm.plan import Plan, Transfer, make_plan
 from elastic_harness.comm.tree import Span, key, maximal_spans, parent_and_sibling, split
 from elastic_harness.membership.types import node_of
-from elastic_harness.train.work import plan_step
+from elastic_harness.train.attempt import plan_step
 
 Vector = npt.NDArray[np.float32]
 BLOCK = 4

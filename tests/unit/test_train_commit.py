@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from elastic_harness.errors import Inconsistent
-from elastic_harness.train.commit import Header, combine
 from elastic_harness.train.gate import canaries_due, gate
+from elastic_harness.train.header import Header, combine
 from elastic_harness.train.partials import Contribution, SlotTable
 from elastic_harness.train.slots import samples_word
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from elastic_harness.errors import ConfigError, HarnessError, UserCodeError
 from elastic_harness.policies import Apply, Halt, Skip, State, StepFacts, Verdict
-from elastic_harness.train.accept import check_names
 from elastic_harness.train.apply import Applier, Record
 from elastic_harness.train.layout import make_layout
 from elastic_harness.train.partials import SlotTable
 from elastic_harness.train.policies import Policies, settings
+from elastic_harness.train.refusals import check_names
 from elastic_harness.train.watch import StateWatch
 
 FACTS = StepFacts(3, 1.5, 2.0, 0.1, (1.0, 2.0), (1.0, 1.0))

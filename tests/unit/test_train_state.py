@@ -24,9 +24,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from elastic_harness.checkpoint import load_optimizer
 from elastic_harness.checkpoint.structure import decode, encode
 from elastic_harness.errors import ConfigError, UserCodeError
-from elastic_harness.train.accept import check_state_dict
 from elastic_harness.train.buffers import Buffers
 from elastic_harness.train.imprint import differences, imprint, state_hash
+from elastic_harness.train.refusals import check_state_dict
 from elastic_harness.train.state import Registry, weights, weights_sha256
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

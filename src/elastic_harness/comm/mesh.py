@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from elastic_harness.comm.reach import Address, Connecting
+from elastic_harness.comm.silence import Address, Connecting
 from elastic_harness.errors import PeerFailed
 
 if TYPE_CHECKING:

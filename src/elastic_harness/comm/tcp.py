@@ -26,8 +26,8 @@ import torch
 
 from elastic_harness.comm import mesh
 from elastic_harness.comm.group import Pending
-from elastic_harness.comm.reach import LOOK_AFTER_S, LOOK_EVERY_S, Address, Silence, TcpLink, ask_again_and_again
 from elastic_harness.comm.rendezvous import KeyValue
+from elastic_harness.comm.silence import LOOK_AFTER_S, LOOK_EVERY_S, Address, Silence, TcpLink, ask_again_and_again
 from elastic_harness.errors import Inconsistent, PeerFailed
 
 READY, DATA = 1, 2

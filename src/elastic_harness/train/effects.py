@@ -20,16 +20,16 @@ from elastic_harness.contract.messages import Commit, HandOver, LogEvent, Policy
 from elastic_harness.errors import Diverged
 from elastic_harness.runs.ledger import STATE
 from elastic_harness.train.apply import Metrics, Record
+from elastic_harness.train.attempt import Attempt
 from elastic_harness.train.gate import GateVerdict
 from elastic_harness.train.link import Left
 from elastic_harness.train.nonfinite import NAME as NONFINITE
 from elastic_harness.train.nonfinite import NAMED_MAX
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Formed, Progress
-from elastic_harness.train.work import Work
 
 
-def committed(parts: Parts, progress: Progress, record: Record, metrics: Metrics, work: Work) -> Progress:
+def committed(parts: Parts, progress: Progress, record: Record, metrics: Metrics, attempt: Attempt) -> Progress:
     """The progress after a commit; the vectors of the step before are free now, and rank 0 tells the world."""
     assert progress.formed is not None
     if progress.exchange is not None:
@@ -38,7 +38,7 @@ def committed(parts: Parts, progress: Progress, record: Record, metrics: Metrics
     step_s = now - progress.committed_at if progress.committed_at else None
     progress = replace(
         progress.at(record.step + 1, record=record, metrics=metrics),
-        exchange=work.exchange,
+        exchange=attempt.exchange,
         verified=True,
         committed_at=now,
     )

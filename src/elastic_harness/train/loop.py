@@ -18,6 +18,7 @@ from elastic_harness.comm.tree import Span
 from elastic_harness.contract.board import Phase
 from elastic_harness.errors import GenerationChanged, PeerFailed, Recoverable, UserCodeError
 from elastic_harness.failpoints import failpoint
+from elastic_harness.train.attempt import Attempt, finish_exchange, place, record_of
 from elastic_harness.train.effects import after_commit, before_apply, committed, report_unfit
 from elastic_harness.train.gate import gate
 from elastic_harness.train.interrupts import interrupts_wait
@@ -25,7 +26,6 @@ from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
 from elastic_harness.train.slots import canary_word, samples_word
-from elastic_harness.train.work import Work, finish_exchange, place, record_of
 
 CANARY: Span = (0, 1)
 """The lane that members new to a run compute once more, for comparison with others and with the first time."""
@@ -42,39 +42,39 @@ def commit_step(parts: Parts, progress: Progress) -> Generator[Any, None, Progre
     while progress.version == step:
         try:
             progress = progress if progress.partials else replace(progress, partials=parts.new_partials(step))
-            work = place(parts, progress)
-            yield from compute(parts, progress, work)
-            progress = exchange_and_apply(parts, progress, work)
+            attempt = place(parts, progress)
+            yield from compute(parts, progress, attempt)
+            progress = exchange_and_apply(parts, progress, attempt)
         except Recoverable as failure:
             progress = recover(parts, progress, failure)
     return progress
 
 
-def compute(parts: Parts, progress: Progress, work: Work) -> Iterator[Any]:
+def compute(parts: Parts, progress: Progress, attempt: Attempt) -> Iterator[Any]:
     """Run the slots of this worker's lanes; each finished partial sum starts to travel at once."""
     partials = progress.partials
     assert partials is not None and progress.formed is not None
     begun = parts.slots.begun()  # left half-way when the generation changed; first, before p.grad is needed for others
     first = 0
-    for unit in sorted(units(parts, work, begun), key=lambda unit: unit != begun):
+    for unit in sorted(units(parts, attempt, begun), key=lambda unit: unit != begun):
         yield from run_slots(parts, progress, unit)
         gradients, contributions = parts.slots.take()
-        if work.canary_due and unit == CANARY:
+        if attempt.canary_due and unit == CANARY:
             first = canary_word(gradients)
         span = partials.add(unit, gradients, contributions)
         failpoint("lane.finished", partials.step)
-        work.send_if_finished(span, partials)
-    if work.canary_due:
+        attempt.send_if_finished(span, partials)
+    if attempt.canary_due:
         yield from run_slots(parts, progress, CANARY, rehearsal=True)
-        work.canary, work.samples = canary_word(parts.slots.take()[0]), samples_word(parts.slots.rehearsed)
-        check_pure(first, work.canary, partials.step)
+        attempt.canary, attempt.samples = canary_word(parts.slots.take()[0]), samples_word(parts.slots.rehearsed)
+        check_pure(first, attempt.canary, partials.step)
 
 
-def units(parts: Parts, work: Work, begun: Span | None) -> list[Span]:
+def units(parts: Parts, attempt: Attempt, begun: Span | None) -> list[Span]:
     """How to compute this worker's lanes; lane 0 by itself where it is compared, which gives the same bits."""
-    together = parts.shape.units(work.lanes)
-    if work.canary_due and begun not in together:
-        return replace(parts.shape, pairs=False).units(work.lanes)
+    together = parts.shape.units(attempt.lanes)
+    if attempt.canary_due and begun not in together:
+        return replace(parts.shape, pairs=False).units(attempt.lanes)
     return together
 
 
@@ -103,16 +103,16 @@ def run_slots(parts: Parts, progress: Progress, unit: Span, *, rehearsal: bool =
         parts.watch.check_slot(f"in slot {slot} of step {step}")
 
 
-def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress:
+def exchange_and_apply(parts: Parts, progress: Progress, attempt: Attempt) -> Progress:
     """Complete the exchange and commit, or refuse to: the same decision from the same headers everywhere."""
     formed, partials = progress.formed, progress.partials
     assert formed is not None and partials is not None
-    headers = finish_exchange(parts, progress, work)
-    verdict, reason = gate(headers, work.reference, parts.watch.compared())
+    headers = finish_exchange(parts, progress, attempt)
+    verdict, reason = gate(headers, attempt.reference, parts.watch.compared())
     if not verdict.commit:
         report_unfit(parts, formed, verdict, reason)
         raise PeerFailed(reason)
-    record = record_of(parts, formed, work, headers)
+    record = record_of(parts, formed, attempt, headers)
     failpoint("exchange.finished", record.step)
     before_apply(parts, progress)
     with interrupts_wait():
@@ -121,7 +121,7 @@ def exchange_and_apply(parts: Parts, progress: Progress, work: Work) -> Progress
             parts.registry.rehearse()  # most optimizers have no state before their first step
         parts.accept_state(record.step + 1)
         failpoint("apply.finished", record.step)
-        progress = committed(parts, progress, record, metrics, work)
+        progress = committed(parts, progress, record, metrics, attempt)
     return replace(progress, verdict=verdict)
 
 

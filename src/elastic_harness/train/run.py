@@ -49,7 +49,6 @@ from elastic_harness.failpoints import failpoint
 from elastic_harness.policies import UpdatePolicy
 from elastic_harness.runs import origin as origins
 from elastic_harness.train import standalone
-from elastic_harness.train.accept import check_extra, check_model, check_names, check_state_dict, check_trainable
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.effects import describe
@@ -67,6 +66,7 @@ from elastic_harness.train.policies import Policies
 from elastic_harness.train.policies import settings as policy_settings
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
+from elastic_harness.train.refusals import check_extra, check_model, check_names, check_state_dict, check_trainable
 from elastic_harness.train.saver import make_saver
 from elastic_harness.train.slots import Shape, SlotComputer
 from elastic_harness.train.state import Registry, Stateful, weights_sha256

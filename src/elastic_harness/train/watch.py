@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from elastic_harness.checkpoint.structure import encode
 from elastic_harness.checkpoint.tensors import content_of
 from elastic_harness.errors import UserCodeError
-from elastic_harness.train.accept import check_hooks
 from elastic_harness.train.policies import Policies
+from elastic_harness.train.refusals import check_hooks
 
 PART_BYTES = 1 << 20
 """Of parameters, with their optimizer state on top, hashed in each step, unless PARTS_MAX asks for more."""

@@ -16,9 +16,9 @@ from elastic_harness.contract.board import Phase
 from elastic_harness.errors import PeerFailed, Unreachable
 from elastic_harness.membership.types import node_of
 from elastic_harness.train.apply import Record
-from elastic_harness.train.commit import FIXED_WORDS, Header, combine
 from elastic_harness.train.ending import ends
 from elastic_harness.train.gate import canaries_due
+from elastic_harness.train.header import FIXED_WORDS, Header, combine
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import Partials, SlotTable
 from elastic_harness.train.parts import Parts
@@ -27,7 +27,7 @@ from elastic_harness.train.progress import Formed, Progress
 
 
 @dataclass
-class Work:
+class Attempt:
     """One attempt at a step. canary_due: this member computes lane 0 once more, for comparison with `reference`, and
     with what it gave the first time if that was here."""
 
@@ -51,7 +51,7 @@ class Work:
             self.exchange.send_partial(span, flat)
 
 
-def place(parts: Parts, progress: Progress) -> Work:
+def place(parts: Parts, progress: Progress) -> Attempt:
     """Deal the lanes that are missing, plan the exchange and post its receives. Every member comes to the same plan
     from the same digest."""
     formed, partials = progress.formed, progress.partials
@@ -74,13 +74,13 @@ def place(parts: Parts, progress: Progress) -> Work:
     )
     done = {lane for lo, hi in partials.held() for lane in range(lo, hi)}
     own = [lane for lo, hi in placed[members[formed.rank]] for lane in range(lo, hi) if lane not in done]
-    work = Work(tuple(own), placed, plan, exchange, parts.layout, formed.rank, formed.digest.lineage)
-    work.reference = reference
+    attempt = Attempt(tuple(own), placed, plan, exchange, parts.layout, formed.rank, formed.digest.lineage)
+    attempt.reference = reference
     alone = formed.world == 1 and not progress.verified and parts.canary
-    work.canary_due = formed.rank in canaries or alone
+    attempt.canary_due = formed.rank in canaries or alone
     for span in tuple(partials.spans):
-        work.send_if_finished(span, partials)
-    return work
+        attempt.send_if_finished(span, partials)
+    return attempt
 
 
 @lru_cache(maxsize=4)
@@ -102,7 +102,7 @@ def plan_step(
     return placed, make_plan(members, nodes, lanes, placed, elements, rank)
 
 
-def finish_exchange(parts: Parts, progress: Progress, work: Work) -> list[Header]:
+def finish_exchange(parts: Parts, progress: Progress, attempt: Attempt) -> list[Header]:
     """Send this member's header, receive all others' and the finished sum. Collective. A broken connection or a peer
     that never comes raises PeerFailed naming whom this member was waiting for, or Unreachable naming whose way here is
     cut."""
@@ -116,8 +116,8 @@ def finish_exchange(parts: Parts, progress: Progress, work: Work) -> list[Header
         version=partials.step,
         switch=parts.link.planned(generation.number),
         stop=parts.link.stop_requested is not None,
-        canary=work.canary,
-        samples=work.samples,
+        canary=attempt.canary,
+        samples=attempt.samples,
         state=state if parts.config.elastic.exactness == "strict" else 0,
         table=partials.table,
         ends=ends(parts.link.stop_asked, partials.step),
@@ -127,20 +127,20 @@ def finish_exchange(parts: Parts, progress: Progress, work: Work) -> list[Header
         return Adder(parts.layout, combine([Header.unpack(w, partials.table) for w in packed]))
 
     try:
-        packed = work.exchange.finish(header.pack(), adder, timeout_s)
+        packed = attempt.exchange.finish(header.pack(), adder, timeout_s)
     except Unreachable as failure:
         failure.name(generation.members)
         raise
     except PeerFailed as failure:
-        waiting = tuple(generation.members[r] for r in work.exchange.waiting_for())
+        waiting = tuple(generation.members[r] for r in attempt.exchange.waiting_for())
         raise PeerFailed(str(failure), waiting) from failure
     return [Header.unpack(words, partials.table) for words in packed]
 
 
-def record_of(parts: Parts, formed: Formed, work: Work, headers: list[Header]) -> Record:
+def record_of(parts: Parts, formed: Formed, attempt: Attempt, headers: list[Header]) -> Record:
     """The outcome of the completed exchange."""
-    computed_by = tuple((member, lo, hi) for member in formed.generation.members for lo, hi in work.placed[member])
-    last, flat = any(header.ends for header in headers), work.exchange.result
+    computed_by = tuple((member, lo, hi) for member in formed.generation.members for lo, hi in attempt.placed[member])
+    last, flat = any(header.ends for header in headers), attempt.exchange.result
     return Record(headers[0].version, formed.generation.number, flat, combine(headers), computed_by, last)
 
 
