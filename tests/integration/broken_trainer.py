@@ -80,7 +80,7 @@ def _no_gate(*words: str) -> None:
 def torn_update() -> None:
     """The second worker's first tensor misses the update of one step, and nobody compares states in between."""
     _no_gate("state")
-    whole = apply.Applier._apply
+    whole = apply.Applier.apply
 
     def torn(applier: apply.Applier, record: apply.Record) -> Any:
         kept = applier._parameters[0].detach().clone()
@@ -91,7 +91,7 @@ def torn_update() -> None:
         return metrics
 
     if IS_SECOND:
-        apply.Applier._apply = torn  # type: ignore[method-assign]
+        apply.Applier.apply = torn  # type: ignore[method-assign]
 
 
 def joiner_without_the_optimizer() -> None:

@@ -187,7 +187,7 @@ def weights(run_dir: Path) -> str:
         ("model", "model.layout: the run has"),
         ("arithmetic", "the canary of ranks"),
         ("noise", "read other samples under the same numbers"),
-        ("drift", "the state of version 8 (0.weight … 2.bias) of ranks"),
+        ("drift", "the state of version 8 (0.weight … 2.bias, states of policies) of ranks"),
     ],
 )
 def test_an_odd_worker_is_refused_and_the_others_stay_exact(

@@ -70,7 +70,11 @@ class NodeModel:
         return world._replace(faults=self.size.faults)
 
     def is_done(self, world: NodeWorld) -> bool:
-        return all(host.over for host in world.hosts)
+        """Whether the job has ended everywhere. If the store has lost everything, nothing can tell a node that comes
+        later that the others have ended: too few for a job, such nodes wait for others."""
+        left = sum(not host.over for host in world.hosts)
+        forgotten = world.faults.losses < self.size.faults.losses
+        return left == 0 or (forgotten and left < self.size.least_nodes)
 
     def _formed(self, world: NodeWorld) -> bool:
         everyone = [member for host in world.hosts for member in host.members]

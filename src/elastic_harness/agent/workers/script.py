@@ -100,7 +100,7 @@ def _installed(spec: ModuleSpec) -> bool:
     """Whether a module is of the standard library, of an installed package, or of this one."""
     places = (spec.origin or "", *(spec.submodule_search_locations or ()))
     known = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
-    known += (str(Path(__file__).parents[1]),)
+    known += (str(Path(__file__).parents[2]),)
     return spec.origin in ("built-in", "frozen") or any(place.startswith(known) for place in places)
 
 
