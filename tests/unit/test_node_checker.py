@@ -55,7 +55,7 @@ def test_every_state_with_two_faults(faults: NodeFaults) -> None:
     check_every_state(NodeSize(faults=faults), 20_000)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("faults", [pair for pair in PAIRS if pair not in QUICK], ids=named)
 def test_every_state_with_any_two_faults(faults: NodeFaults) -> None:
     check_every_state(NodeSize(faults=faults), 100_000)
