@@ -250,9 +250,10 @@ class Applier:
 
     def _scaled(self, norm: Tensor, scale: float) -> Tensor:
         """Multiply the gradients, and give the norm that they have then."""
-        if scale == 1.0:
+        gradients = self._gradients()
+        if scale == 1.0 or not gradients:
             return norm
-        torch._foreach_mul_(self._gradients(), scale)
+        torch._foreach_mul_(gradients, scale)
         return norm * scale
 
     def _facts(self, record: Record, norm: Tensor, buffers: Mapping[str, Tensor]) -> StepFacts:
