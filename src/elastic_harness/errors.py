@@ -68,7 +68,8 @@ class Recoverable(HarnessError):
 
 
 class PeerFailed(Recoverable):
-    """A collective broke; `peers` are the members it was waiting for, as far as known. A transport knows their `ranks`;
+    """A collective broke: a peer died, the gate refused the step, or this worker broke the group because of newer news.
+    `peers` are the members it was waiting for, as far as known. A transport knows their `ranks`;
     whoever knows the members calls `name`."""
 
     def __init__(self, message: str, peers: tuple[str, ...] = (), ranks: tuple[int, ...] = ()) -> None:

@@ -81,7 +81,7 @@ def decided(decisions: Sequence[PolicyDecision]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Commit:
-    """A step was committed. From rank 0; a new rank 0 repeats the last one."""
+    """A step was committed. From the first member of each node; one that becomes that repeats the last one."""
 
     lineage: int
     step: int

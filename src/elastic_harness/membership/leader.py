@@ -1,7 +1,7 @@
 """The leader's protocol: (state, event, now) → (state, actions). No I/O, no clock, no randomness.
 
 The agent drives this module with real events; the model checker and the simulator drive the very same one.
-A generation lives through three phases:
+A generation is announced, then formed, and ends with the next one:
 
     announced ──(every member reported)──► formed ──(a member lost, links broke, a join, a removal)──► next one
         └────────(a member lost, links broke)───────────────────────────────────────────────────────► next one

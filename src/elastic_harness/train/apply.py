@@ -172,7 +172,7 @@ class Applier:
         seed_everything(self._seed, record.step, -1)
         self._set_gradients(record, in_order(record.table.weight_N))
         buffers = self._new_buffers(record)
-        norm = self._norm()
+        norm = self._unscale_and_norm()
         facts = self._facts(record, norm, buffers)
         scale, decisions = self._policies.before_apply(facts)
         return Decided(scale, decisions, facts, norm, buffers)
@@ -183,11 +183,11 @@ class Applier:
         if applies:
             self._set_buffers(buffers)
             failpoint("apply.gradients", record.step)
-            self._optimize(self._scaled(norm, scale))
+            self._optimize(self._scale_gradients(norm, scale))
             failpoint("apply.optimizer", record.step)
         else:
             failpoint("apply.skipped", record.step)
-            if self._scales:
+            if self._has_scaler:
                 self._scaler.update()  # its answer to what it has seen
         lr = float(self._optimizer.param_groups[0]["lr"])
         self._schedule(expected=applies)
@@ -238,17 +238,17 @@ class Applier:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     @property
-    def _scales(self) -> bool:
+    def _has_scaler(self) -> bool:
         return self._scaler is not None and bool(self._scaler.is_enabled())
 
-    def _norm(self) -> Tensor:
+    def _unscale_and_norm(self) -> Tensor:
         """Unscale the gradients, and give their global norm. Every member computes it alike, from all of them."""
-        if self._scales:
+        if self._has_scaler:
             self._scaler.scale(torch.zeros((), device=self._parameters[0].device))  # creates its state if no slot did
             self._scaler.unscale_(self._optimizer)
         return get_total_norm(self._gradients())
 
-    def _scaled(self, norm: Tensor, scale: float) -> Tensor:
+    def _scale_gradients(self, norm: Tensor, scale: float) -> Tensor:
         """Multiply the gradients, and give the norm that they have then."""
         gradients = self._gradients()
         if scale == 1.0 or not gradients:
@@ -273,7 +273,7 @@ class Applier:
             slot_losses=tuple(table.loss_N.tolist()),
             slot_weights=tuple(table.weight_N.tolist()),
             finite=finite,
-            scaler_skips=self._scales and not elements,
+            scaler_skips=self._has_scaler and not elements,
             bad_buffers=tuple(bad_buffers),
         )
 
@@ -281,7 +281,7 @@ class Applier:
         """Clip by the global norm, step."""
         if self._clip_norm is not None:
             clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
-        if self._scales:
+        if self._has_scaler:
             self._scaler.step(self._optimizer)
             self._scaler.update()
         else:

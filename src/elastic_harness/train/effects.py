@@ -30,7 +30,8 @@ from elastic_harness.train.progress import Formed, Progress
 
 
 def committed(parts: Parts, progress: Progress, record: Record, metrics: Metrics, attempt: Attempt) -> Progress:
-    """The progress after a commit; the vectors of the step before are free now, and rank 0 tells the world."""
+    """Return the progress after a commit. The vectors of the step before are free now; the first member of each node
+    tells its agent."""
     assert progress.formed is not None
     if progress.exchange is not None:
         progress.exchange.retire(parts.config.elastic.exchange_timeout_s)
@@ -186,7 +187,7 @@ def halt_if_decided(parts: Parts, progress: Progress) -> None:
 
 
 def recovered(parts: Parts, progress: Progress, started_at: float, stages: dict[str, float], planned: bool) -> None:
-    """The event of a completed recovery or planned change."""
+    """Tell of a completed recovery or planned change; at a run's start also of what it is made of, for `verify`."""
     formed = progress.formed
     assert formed is not None
     source = formed.digest.sources[parts.link.member]

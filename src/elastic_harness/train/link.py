@@ -52,8 +52,8 @@ class Link(Protocol):
     """What the training loop needs from a coordinator. `announced` is the newest generation heard of."""
 
     member: str
-    wake: Callable[[], None]
-    stop_requested: Leave | None
+    wake: Callable[[], None]  # breaks the group, so that whoever waits in it hears the news; set by `recovery._meet`
+    stop_requested: Leave | None  # by whoever runs the job
     stop_asked: EndAsked | None  # by the script, here or elsewhere
 
     def hello(self, fingerprint: dict[str, Any], max_steps: int, deadline_max_s: float) -> None: ...

@@ -81,7 +81,7 @@ def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Pr
                 )
             progress = replace(progress, announced=generation.number)
             if failure is not None:
-                parts.saver.failed()
+                parts.saver.note_loss()
             if parts.link.member not in generation.members:
                 parts.link.left_out(generation)
             report = _report(parts, progress, generation.number)

@@ -69,17 +69,17 @@ class RunSaver:
                     shares=shares,
                 )
 
-    def follow(self, version: int, rank: int, world: int) -> None:
-        """As another worker: start copying this one's share if the first has begun a snapshot of this version. Costs
-        microseconds if not. Does not block."""
-        if rank == 0:
+    def follow(self, version: int, place: int, shares: int) -> None:
+        """As another worker: start copying this one's share if the first has begun a snapshot of this version. `place`:
+        among the workers of this node, who are `shares`. Costs microseconds if there is none. Does not block."""
+        if place == 0:
             return
-        awaited = self._tiers.awaited(version, world)
+        awaited = self._tiers.awaited(version, shares)
         if awaited is not None:
             with self._saver.reported(version):
-                self._tiers.follow(awaited, self._capture()[1], rank)
+                self._tiers.follow(awaited, self._capture()[1], place)
 
-    def failed(self) -> None:
+    def note_loss(self) -> None:
         """Note that a worker was lost: it counts for intervals that follow the failure rate."""
         self._saver.timing.failures += 1
 

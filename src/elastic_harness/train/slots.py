@@ -124,6 +124,7 @@ class SlotComputer:
         self._prefetch(step + 1, slots)
         for slot in slots[len(self._contributions) :]:
             ids = self._ids(step, slot)
+            # The ledger keeps this digest; `runs.verify.slot_digest` computes it again.
             samples = int.from_bytes(hashlib.sha256(ids.astype("<i8").tobytes()).digest()[:8], "big")
             if len(ids) == 0:
                 self._contributions[slot] = Contribution(0.0, 0.0, samples)
@@ -221,7 +222,7 @@ class SlotComputer:
         scaled = loss if share == 1.0 else loss * share
         if self._scaler is not None and self._scaler.is_enabled():
             scaled = self._scaler.scale(scaled)
-        self._gradients.lend(self.where())
+        self._gradients.lend(self.where())  # `run` takes them back when the next batch is asked for
         self._failed = True
         scaled.backward()
         self._failed = False

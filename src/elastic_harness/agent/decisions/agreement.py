@@ -1,4 +1,4 @@
-"""Who decides about the workers of this node: this node alone, or all nodes of the run together (`together.py`)."""
+"""Who decides about the workers of this node: this node alone, or all nodes of the run together (`cluster.py`)."""
 
 from __future__ import annotations
 

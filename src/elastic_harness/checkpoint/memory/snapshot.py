@@ -1,8 +1,8 @@
 """The memory tier of a node: the newest states in shared memory, which outlives any worker. Without torch.
 
-Each frame is a memfd; whoever holds a descriptor keeps it: under `elastic-harness launch` the agent and its writer. A
-snapshot is begun by one process, which writes the header; each of the workers then copies its share of the pieces and
-says so; when all have, the writer hashes the pieces, which seals it, and may write it to disk.
+Each frame is a memfd; whoever holds a descriptor keeps it: under `elastic-harness launch` the launcher, the agent and
+its writer. A snapshot is begun by one process, which writes the header; each of the workers then copies its share of
+the pieces and says so; when all have, the writer hashes the pieces, which seals it, and may write it to disk.
 
     0      control: which attempt this is, of which version and lineage; how it went
     4096   shares: a word for each worker, the attempt whose share it has copied
