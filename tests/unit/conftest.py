@@ -1,13 +1,14 @@
-"""Servers that speak S3, for tests of object storage."""
+"""Servers that speak S3, for tests of object storage; a check that a test leaves no descriptor open."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import s3_server
 
 _NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def no_descriptor_is_left() -> Iterator[None]:
+    """Check that what the test opened is closed. What earlier tests left to the garbage collector may end meanwhile."""
+    gc.collect()
+    before = _descriptors()
+    yield
+    assert not _descriptors() - before
+
+
+def _descriptors() -> set[tuple[str, str]]:
+    """The number of every open descriptor and what it leads to."""
+    found = set[tuple[str, str]]()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one with which the folder itself was read is closed
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -254,14 +254,14 @@ def test_a_forked_process_has_connections_of_its_own(tmp_path: Path) -> None:
 
 
 def test_threads_end_with_the_watch(tmp_path: Path) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     watch = EtcdStore(Gateway(Address(("http://127.0.0.1:9",)))).watch("", 1)
     assert watch.poll() == []
     watch.close()
     give_up_at = time.monotonic() + PATIENCE_S
-    while threading.active_count() > before and time.monotonic() < give_up_at:
+    while set(threading.enumerate()) - before and time.monotonic() < give_up_at:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert not set(threading.enumerate()) - before
 
 
 # ---- who may come in

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -19,6 +18,8 @@ from elastic_harness.comm import mesh
 from elastic_harness.comm.mesh import _HELLO, _MAGIC, PROOF_BYTES
 from elastic_harness.comm.silence import Address
 from elastic_harness.errors import GenerationChanged, PeerFailed
+
+pytestmark = pytest.mark.usefixtures("no_descriptor_is_left")
 
 HOST = "127.0.0.1"
 Mesh = tuple[dict[int, socket.socket], dict[int, Address]]
@@ -72,13 +73,6 @@ def check_and_close(built: list[Mesh]) -> None:
     for connected, _ in built:
         for sock in connected.values():
             sock.close()
-
-
-@pytest.fixture(autouse=True)
-def no_descriptor_is_left() -> Iterator[None]:
-    before = len(os.listdir("/proc/self/fd"))
-    yield
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])
