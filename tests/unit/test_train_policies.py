@@ -6,10 +6,12 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from elastic_harness.contract import messages
 from elastic_harness.errors import ConfigError, HarnessError, UserCodeError
 from elastic_harness.policies import Apply, Halt, Skip, State, StepFacts, Verdict
 from elastic_harness.train.apply import Applier, Record
@@ -103,6 +105,8 @@ class Impure:
             return None, Apply()
         if self.kind == "evidence":
             return state, Skip("no", {"why": object()})
+        if self.kind == "number of numpy":
+            return state, Skip("no", {"norm": np.float32(2.5)})
         if self.kind == "word":
             return state, "skip"
         if self.kind == "no reason":
@@ -118,12 +122,14 @@ class Impure:
         ("tensor", "has tensors"),
         ("object", "cannot be kept"),
         ("no state", "is a NoneType; it must be a dict"),
-        ("evidence", "evidence of the policy impure cannot be kept"),
+        ("evidence", "which an event cannot hold: Object of type object is not JSON"),
+        ("number of numpy", "which an event cannot hold: Object of type float32 is not JSON"),
         ("word", "returns its state and one of Apply"),
         ("no reason", "Skip was given the reason ''"),
         ("nan", "must be finite and above 0"),
         ("0", "must be finite and above 0"),
         ("-1", "must be finite and above 0"),
+        ("1e300", "step 3, whose norm is 2, by 1e.300: the update would not be finite"),
     ],
 )
 def test_what_is_no_pure_function_is_noticed_and_changes_no_state(kind: str, said: str) -> None:
@@ -131,6 +137,21 @@ def test_what_is_no_pure_function_is_noticed_and_changes_no_state(kind: str, sai
     with pytest.raises(UserCodeError, match=said):
         policies.before_apply(FACTS)
     assert policies.states["counting"].value["asked"] == 0
+
+
+def test_what_numbers_a_verdict_may_have() -> None:
+    """NaN among the evidence is no second answer; the scale of numpy's and torch's types is a plain number; many small
+    scales are not the 0.0 that means: skipped."""
+    nan = Policies([Counting(Skip("no", {"norm": float("nan"), "of": (1, 2)}))])
+    scale, (decision,) = nan.before_apply(FACTS)
+    assert (scale, decision.verdict, repr(decision.evidence)) == (0.0, "skip", "{'norm': nan, 'of': [1, 2]}")
+    for half in (np.float32(0.5), np.float64(0.5), torch.tensor(0.5)):
+        scale, (decision,) = Policies([Counting(Apply(half, "too large"))]).before_apply(FACTS)  # type: ignore[arg-type]
+        assert (type(scale), type(decision.scale), scale, decision.scale) == (float, float, 0.5, 0.5)
+        assert messages.TO_AGENT.pack(messages.Commit(0, 3, 1, 2, decisions=(decision,)))
+    tiny = Policies([Counting(Apply(1e-200, "much too large"), name) for name in "ab"])
+    scale, decisions = tiny.before_apply(FACTS)
+    assert scale > 0 and [decision.verdict for decision in decisions] == ["scale", "scale"]
 
 
 def test_a_state_that_is_changed_in_place_is_only_a_copy() -> None:

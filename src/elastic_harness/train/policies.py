@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+import torch
 import xxhash
 from torch import Tensor
 
@@ -15,19 +18,42 @@ from elastic_harness.contract.messages import PolicyDecision
 from elastic_harness.errors import ConfigError, UserCodeError
 from elastic_harness.policies import Apply, Halt, Skip, State, StepFacts, UpdatePolicy, Verdict
 
+KINDS: dict[type[Verdict], Literal["scale", "skip", "halt"]] = {Apply: "scale", Skip: "skip", Halt: "halt"}
+LARGEST_NORM = torch.finfo(torch.float32).max
+LEAST_SCALE = sys.float_info.min  # many small scales must not become the 0.0 that means: skipped
+
 
 class PolicyState:
-    """A policy's state as registered state: joiners, snapshots and restores have it."""
+    """A policy's state as registered state: joiners, snapshots and restores have it. `text` is all of it: nobody can
+    change that, and every reader of `value` has a copy of its own."""
 
     def __init__(self, policy: UpdatePolicy) -> None:
-        self.value = policy.begin()
-        _frozen(f"The state of the policy {policy.name}", self.value)
+        self._what = f"The state of the policy {policy.name}"
+        self.load_state_dict(policy.begin())
+
+    @property
+    def value(self) -> State:
+        state: State = decode(json.loads(self.text), {})
+        return state
+
+    def frozen(self, state: Any) -> str:
+        """Return a state as text, which shows every bit of it. Raises UserCodeError if that cannot be."""
+        tensors: dict[str, Tensor] = {}
+        if not isinstance(state, dict):
+            raise UserCodeError(f"{self._what} is a {type(state).__name__}; it must be a dict.")
+        try:
+            text = json.dumps(encode(state, "value", tensors))
+        except ConfigError as error:
+            raise UserCodeError(f"{self._what} cannot be kept: {error}") from None
+        if tensors:
+            raise UserCodeError(f"{self._what} has tensors ({', '.join(tensors)}); give numbers or lists of them.")
+        return text
 
     def state_dict(self) -> State:
         return self.value
 
     def load_state_dict(self, state: State) -> None:
-        self.value = state
+        self.text = self.frozen(state)
 
 
 class Policies:
@@ -45,31 +71,27 @@ class Policies:
         """Return what the gradient is multiplied with (0.0: the update is skipped), and the decisions of the policies
         that did not simply apply it. Their states move on together, or not at all: raises UserCodeError for a policy
         that is not a pure function."""
-        scale, decisions, states = 1.0, list[PolicyDecision](), dict[str, State]()
+        scale, decisions, texts = 1.0, list[PolicyDecision](), dict[str, str]()
         for policy in self._policies:
-            states[policy.name], verdict = _ask(policy, self.states[policy.name].value, facts)
-            match verdict:
-                case Apply(1.0):
-                    continue
-                case Apply(by, reason, evidence):
-                    scale *= by
-                    decisions.append(PolicyDecision(policy.name, "scale", reason, by, dict(evidence)))
-                case Skip(reason, evidence):
-                    scale = 0.0
-                    decisions.append(PolicyDecision(policy.name, "skip", reason, 0.0, dict(evidence)))
-                    break
-                case Halt(reason, evidence):
-                    scale = 0.0
-                    decisions.append(PolicyDecision(policy.name, "halt", reason, 0.0, dict(evidence)))
-                    break
-        for name, state in states.items():
-            self.states[name].value = state
+            texts[policy.name], decision = _ask(policy, self.states[policy.name], facts)
+            if decision.scale != 1.0:
+                decisions.append(decision)
+            if decision.verdict != "scale":
+                scale = 0.0
+                break
+            scale = max(scale * decision.scale, LEAST_SCALE)
+        if math.isfinite(facts.grad_norm) and not facts.grad_norm * scale <= LARGEST_NORM:
+            raise UserCodeError(
+                f"Policies scale the gradient of step {facts.step}, whose norm is {facts.grad_norm:g}, by {scale:g}: "
+                "the update would not be finite."
+            )
+        for name, text in texts.items():
+            self.states[name].text = text
         return scale, tuple(decisions)
 
     def word(self) -> int:
         """64 bits of the hash over all states."""
-        texts = [_frozen(f"The state of the policy {name}", state.value) for name, state in self.states.items()]
-        return xxhash.xxh3_64_intdigest("".join(texts).encode())
+        return xxhash.xxh3_64_intdigest("".join(state.text for state in self.states.values()).encode())
 
 
 def settings(policies: Sequence[UpdatePolicy]) -> dict[str, Any]:
@@ -98,44 +120,34 @@ def _check(policy: Any) -> None:
         )
 
 
-def _ask(policy: UpdatePolicy, state: State, facts: StepFacts) -> tuple[State, Verdict]:
-    """Ask a policy, twice: each time with a copy of its state. Raises UserCodeError if the answers differ, or are
-    none."""
-    named = f"The state of the policy {policy.name}"
-    before = _frozen(named, state)
-    answers = [policy.before_apply(_thawed(before), facts) for _ in range(2)]
-    found = []
-    for answer in answers:
-        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Apply | Skip | Halt)):
-            raise UserCodeError(
-                f"The policy {policy.name} gave {answer!r:.200} for step {facts.step}; before_apply returns its state "
-                "and one of Apply(), Skip(reason) and Halt(reason)."
-            )
-        _frozen(f"The evidence of the policy {policy.name}", answer[1].evidence)
-        found.append((_frozen(named, answer[0]), answer[1]))
-    if found[0] != found[1]:
+def _ask(policy: UpdatePolicy, state: PolicyState, facts: StepFacts) -> tuple[str, PolicyDecision]:
+    """Ask a policy, twice: each time with a copy of its state. Return its new state as text, and what it decided.
+    Raises UserCodeError if the answers differ, or are none."""
+    first, second = (_answer(policy, state, facts) for _ in range(2))
+    if repr(first) != repr(second):  # the texts, for NaN in the evidence is not equal to itself
         raise UserCodeError(
             f"The policy {policy.name} was asked twice about step {facts.step} and gave two answers, so workers would "
             "come to different weights. It may depend on its state and the facts alone: no clock, no random numbers, "
             "no attribute or global that it changes."
         )
-    return _thawed(found[0][0]), found[0][1]
+    return first
 
 
-def _frozen(what: str, values: Any) -> str:
-    """Names and plain values as text, which shows every bit of them. Raises UserCodeError if that cannot be."""
-    tensors: dict[str, Tensor] = {}
-    if not isinstance(values, dict):
-        raise UserCodeError(f"{what} is a {type(values).__name__}; it must be a dict.")
+def _answer(policy: UpdatePolicy, state: PolicyState, facts: StepFacts) -> tuple[str, PolicyDecision]:
+    """Ask a policy, once. Raises UserCodeError for what is no answer."""
+    answer = policy.before_apply(state.value, facts)
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Apply | Skip | Halt)):
+        raise UserCodeError(
+            f"The policy {policy.name} gave {answer!r:.200} for step {facts.step}; before_apply returns its state "
+            "and one of Apply(), Skip(reason) and Halt(reason)."
+        )
+    verdict = answer[1]
     try:
-        text = json.dumps(encode(values, "value", tensors))
-    except ConfigError as error:
-        raise UserCodeError(f"{what} cannot be kept: {error}") from None
-    if tensors:
-        raise UserCodeError(f"{what} has tensors ({', '.join(tensors)}); give numbers or lists of them.")
-    return text
-
-
-def _thawed(text: str) -> State:
-    state: State = decode(json.loads(text), {})
-    return state
+        evidence = json.loads(json.dumps(dict(verdict.evidence)))
+    except (TypeError, ValueError) as error:
+        raise UserCodeError(
+            f"The policy {policy.name} gave the evidence {verdict.evidence!r:.200}, which an event cannot "
+            f"hold: {error}. Give a dict of numbers, texts, lists and dicts; of an array or a tensor take float(x)."
+        ) from None
+    scale = float(verdict.scale) if isinstance(verdict, Apply) else 0.0
+    return state.frozen(answer[0]), PolicyDecision(policy.name, KINDS[type(verdict)], verdict.reason, scale, evidence)

@@ -52,7 +52,7 @@ class StateWatch:
     ) -> None:
         """trained: names of the parameters that have a place in the layout. buffers: those that are state."""
         self._optimizer = optimizer
-        self._policies = policies
+        self._policies = policies or Policies(())
         self._trained = set(trained)
         self._others = {name: part for name, part in (("scheduler", scheduler), ("scaler", scaler)) if part is not None}
         self._modules = dict(model.named_modules())
@@ -175,8 +175,7 @@ class StateWatch:
                 "inside the commit on every worker. If your code does nothing of the kind, check this machine's memory."
             )
         digest = xxhash.xxh3_64(bytes(self._requires_grad))
-        if self._policies is not None:
-            digest.update(f"{self._policies.word()}\n".encode())
+        digest.update(f"{self._policies.word()}\n".encode())
         for name, value in now.items():
             digest.update(f"{name} {value}\n".encode())
         return digest.intdigest() >> 1 | 1
