@@ -40,8 +40,9 @@ def test_a_policy_decides_alike_whoever_dies(tmp_path: Path) -> None:
     assert {event["step"]: event["decisions"] for event in told if "decisions" in event} == expected
     verdict = verify(run_dir)
     assert verdict.ok and (verdict.skipped, verdict.scaled) == (1, len(expected) - 1), verdict
-    shown = [event["what"] for event in read_events(run_dir / "events.jsonl") if event["event"] == "incident"]
-    assert any(what.startswith(f"the update of step {scaled} was scaled by 0.") for what in shown), shown
+    shown = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "incident"]
+    assert any(event["what"].startswith(f"the update of step {scaled} was scaled by 0.") for event in shown), shown
+    assert "None" not in str([event["evidence"] for event in shown]), "without clipping no norm is told"
 
 
 def test_a_resumed_run_goes_on_with_its_state_and_refuses_other_settings(tmp_path: Path) -> None:

@@ -116,7 +116,8 @@ def build(facts: Evidence, done: str, advice: str = "") -> Incident:
 
 def policy_decision(commit: Commit, decision: PolicyDecision, ledger: str) -> Incident:
     """The block for a committed step whose update a policy has skipped or scaled."""
-    evidence = [f"loss of the step {commit.loss}, norm of the gradient {commit.grad_norm}"]
+    norm = "" if commit.grad_norm is None else f", norm of the gradient {commit.grad_norm}"
+    evidence = [f"loss of the step {commit.loss}{norm}"]
     evidence += [in_words(decision.evidence)] if decision.evidence else []
     evidence += [f"  slot {slot} read the samples {samples}" for slot, samples in commit.bad_samples.items()]
     done = {
