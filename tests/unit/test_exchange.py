@@ -207,7 +207,7 @@ class Member:
 
         own = {node: flat.clone() for node, flat in self.exchange._own.items()}
         headers = self.exchange.finish(Header(1, STEP, 0, False, 0, 0, 0, table).pack(), adder, timeout_s)
-        assert combine([Header.unpack(words, table) for words in headers]).samples_N.tolist() == [*range(self.lanes)]
+        assert combine([Header.unpack(words, table) for words in headers]).ids_hash_N.tolist() == [*range(self.lanes)]
         for node, flat in own.items():
             assert torch.equal(self.exchange._own[node], flat), "a cached partial sum was written to"
 

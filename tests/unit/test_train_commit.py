@@ -13,23 +13,23 @@ from elastic_harness.errors import Inconsistent
 from elastic_harness.train.gate import canaries_due, gate
 from elastic_harness.train.header import Header, combine
 from elastic_harness.train.partials import Contribution, SlotTable
-from elastic_harness.train.slots import samples_word
+from elastic_harness.train.slots import batch_word
 
 
 def header(
-    *, switch: int = 0, stop: bool = False, canary: int = 0, samples: int = 0, version: int = 5, state: int = 0
+    *, switch: int = 0, stop: bool = False, canary: int = 0, canary_batch: int = 0, version: int = 5, state: int = 0
 ) -> Header:
-    return Header(3, version, switch, stop, canary, samples, state, SlotTable.empty(4, 2, 70))
+    return Header(3, version, switch, stop, canary, canary_batch, state, SlotTable.empty(4, 2, 70))
 
 
 def test_a_header_survives_the_wire() -> None:
-    sent = header(switch=9, stop=True, canary=2**63 - 1, samples=2**62 + 1, state=2**63 - 2)
+    sent = header(switch=9, stop=True, canary=2**63 - 1, canary_batch=2**62 + 1, state=2**63 - 2)
     sent.table.enter((0, 1), [None] * 70, {0: Contribution(1.25, 0.5, 2**64 - 1)})
     got = Header.unpack(sent.pack(), sent.table)
     assert (got.generation, got.version, got.switch, got.stop, got.canary) == (3, 5, 9, True, 2**63 - 1)
-    assert (got.samples, got.state) == (2**62 + 1, 2**63 - 2)
+    assert (got.canary_batch, got.state) == (2**62 + 1, 2**63 - 2)
     assert (got.table.words == sent.table.words).all()
-    assert got.table.samples_N[0] == 2**64 - 1
+    assert got.table.ids_hash_N[0] == 2**64 - 1
 
 
 def test_all_move_to_the_oldest_generation_that_everybody_has_heard_of() -> None:
@@ -63,11 +63,11 @@ def test_a_canary_that_differs_holds_up_the_commit(
 
 
 def test_whoever_read_other_samples_is_told_from_whoever_computes_otherwise() -> None:
-    same, data = header(canary=7, samples=1), header(canary=8, samples=2)
-    verdict, reason = gate([data, same, header(canary=9, samples=1), same], None)
+    same, data = header(canary=7, canary_batch=1), header(canary=8, canary_batch=2)
+    verdict, reason = gate([data, same, header(canary=9, canary_batch=1), same], None)
     assert (verdict.unfit, verdict.other_samples) == ((0, 2), (0,))
     assert "ranks (0,) read other samples" in reason
-    assert gate([same, header(canary=7, samples=2)], None)[0].commit, "what does not change the gradient harms nobody"
+    assert gate([same, header(canary=7, canary_batch=2)], None)[0].commit, "it does not change the gradient"
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ def test_whoever_read_other_samples_is_told_from_whoever_computes_otherwise() ->
     ],
 )
 def test_batches_that_differ_have_another_word(one: Any, other: Any) -> None:
-    assert samples_word(one) != samples_word(other)
-    assert samples_word(one) == samples_word(copy.deepcopy(one)) > 0
+    assert batch_word(one) != batch_word(other)
+    assert batch_word(one) == batch_word(copy.deepcopy(one)) > 0
 
 
 def test_a_batch_may_hold_anything() -> None:
     tensors = [torch.eye(2).to_sparse(), torch.zeros(0), torch.zeros(2, dtype=torch.bfloat16)]
     odd = [object(), np.array([object()]), *tensors]
-    assert samples_word(odd) > 0
+    assert batch_word(odd) > 0
 
 
 @pytest.mark.parametrize(
@@ -131,6 +131,6 @@ def test_tables_of_disjoint_lanes_add_up() -> None:
     other.table.enter((1, 2), [None] * 69 + [here], {2: Contribution(3.0, 1.0, 13), 3: Contribution(0.0, 0.0, 14)})
     table = combine([one, other])
     assert table.loss_N.tolist() == [1.0, 2.0, 3.0, 0.0] and table.weight_N.tolist() == [1.0, 0.5, 1.0, 0.0]
-    assert table.samples_N.tolist() == [11, 12, 13, 14]
+    assert table.ids_hash_N.tolist() == [11, 12, 13, 14]
     assert table.present_in((0, 2)).all()
     assert table.present_in((0, 1)).tolist() == [True] * 69 + [False]

@@ -93,7 +93,7 @@ class Board:
         self.phase = Phase.STARTING
         self.step = -1
         self.slot = -1
-        self.samples: list[int] = []  # of the slot; for error reports, not on the page
+        self.sample_ids: list[int] = []  # of the slot; for error reports, not on the page
 
     def show(self, phase: Phase, step: int = -1, slot: int = -1, deadline_s: float = 0.0) -> None:
         """Enter a phase. `deadline_s`: how long it may last before the agent takes the worker for hung (0: any)."""

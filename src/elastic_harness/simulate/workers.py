@@ -178,7 +178,7 @@ class Workers(Cluster):
     def signals(self, w: SimulatedWorker, header: tuple[Any, ...]) -> Signals:
         """A header as the gate knows it."""
         switch, canary, stop = header
-        return Signals(w.gen, w.version, switch, stop, canary, samples=0, state=0)
+        return Signals(w.gen, w.version, switch, stop, canary, canary_batch=0, state=0)
 
     def stop_at_boundary(self, world: World, who: int) -> World:
         """Save, and leave."""

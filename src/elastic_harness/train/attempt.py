@@ -41,7 +41,7 @@ class Attempt:
     canary_due: bool = False
     reference: int | None = None
     canary: int = 0
-    samples: int = 0
+    canary_batch: int = 0
 
     def send_if_finished(self, span: Span, partials: Partials) -> None:
         """If `span` is one of this member's partial sums on the wire, flatten it and let it go."""
@@ -117,7 +117,7 @@ def finish_exchange(parts: Parts, progress: Progress, attempt: Attempt) -> list[
         switch=parts.link.planned(generation.number),
         stop=parts.link.stop_requested is not None,
         canary=attempt.canary,
-        samples=attempt.samples,
+        canary_batch=attempt.canary_batch,
         state=state if parts.config.elastic.exactness == "strict" else 0,
         table=partials.table,
         ends=ends(parts.link.stop_asked, partials.step),

@@ -149,7 +149,7 @@ def tell_commit(parts: Parts, progress: Progress, step_s: float | None) -> None:
                 "slots": parts.shape.slots,
                 "lanes": parts.shape.lanes,
                 "computed_by": record.computed_by,
-                "slot_samples": [f"{int(h):016x}" for h in record.table.samples_N],
+                "slot_samples": [f"{int(h):016x}" for h in record.table.ids_hash_N],
                 "slot_weight": record.table.weight_N.tolist(),
                 "loss": metrics.loss,
                 **decided(metrics.decisions),

@@ -17,31 +17,26 @@ from elastic_harness.errors import Inconsistent
 
 @dataclass(frozen=True)
 class Signals:
-    """generation, version: of the sender, to be sure. switch: the newest planned generation it knows of, or 0.
-    stop: whether it was asked to stop. canary: 63 bits of the hash of its canary micro-batch's gradient, or 0 if none
-    was due. samples: of that micro-batch itself, as it was read, to tell other data from other arithmetic. state: 63
-    bits of the hash of a part of the state, or 0 where replicas need not be equal."""
+    """What a member says of itself in the header of a step, besides the table of its slots."""
 
-    generation: int
-    version: int
-    switch: int
-    stop: bool
-    canary: int
-    samples: int
-    state: int
+    generation: int  # of the sender, to be sure
+    version: int  # likewise
+    switch: int  # the newest planned generation that it knows of, or 0
+    stop: bool  # whether it was asked to stop
+    canary: int  # 63 bits of the hash of its canary micro-batch's gradient; 0: none was due
+    canary_batch: int  # of that micro-batch itself, as it was read: tells other data from other arithmetic
+    state: int  # 63 bits of the hash of a part of the state; 0 where replicas need not be equal
 
 
 @dataclass(frozen=True)
 class GateVerdict:
-    """commit: whether this step may be applied. unfit: ranks whose canary or state differs from the reference. switch:
-    the generation everybody moves to after this step, or 0. stop: everybody leaves after this step. other_samples:
-    those of the unfit whose samples differ already."""
+    """What all members conclude from the headers of a step."""
 
-    commit: bool
-    unfit: tuple[int, ...]
-    switch: int
-    stop: bool
-    other_samples: tuple[int, ...] = ()
+    commit: bool  # whether this step may be applied
+    unfit: tuple[int, ...]  # ranks whose canary or state differs from the reference
+    switch: int  # the generation everybody moves to after this step, or 0
+    stop: bool  # everybody leaves after this step
+    other_samples: tuple[int, ...] = ()  # those of the unfit that read other samples
 
 
 def gate(headers: Sequence[Signals], reference: int | None, compared: str = "state") -> tuple[GateVerdict, str]:
@@ -56,8 +51,8 @@ def gate(headers: Sequence[Signals], reference: int | None, compared: str = "sta
             )
     unfit, expected = odd([h.canary for h in headers], reference)
     if unfit:
-        true = next(h.samples for h in headers if h.canary == expected)
-        other_samples = tuple(rank for rank in unfit if headers[rank].samples != true)
+        true = next(h.canary_batch for h in headers if h.canary == expected)
+        other_samples = tuple(rank for rank in unfit if headers[rank].canary_batch != true)
         reason = f"the canary of ranks {unfit} differs from {expected:#x}"
         if other_samples:
             reason += f": ranks {other_samples} read other samples under the same numbers"

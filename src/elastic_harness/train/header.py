@@ -23,16 +23,16 @@ class Header(Signals):
     ends: bool = False
 
     def pack(self) -> torch.Tensor:
-        signals = [self.generation, self.version, self.switch, self.stop, self.canary, self.samples, self.state]
+        signals = [self.generation, self.version, self.switch, self.stop, self.canary, self.canary_batch, self.state]
         fixed = np.array([*signals, self.ends], np.int64)
         return torch.from_numpy(np.concatenate([fixed, self.table.words]))
 
     @staticmethod
     def unpack(words: torch.Tensor, like: SlotTable) -> Header:
         array: Words = words.numpy()
-        generation, version, switch, stop, canary, samples, state, ends = (int(word) for word in array[:FIXED_WORDS])
+        generation, version, switch, stop, canary, batch, state, ends = (int(word) for word in array[:FIXED_WORDS])
         table = SlotTable(like.slots, like.lanes, like.entries, array[FIXED_WORDS:])
-        return Header(generation, version, switch, bool(stop), canary, samples, state, table, bool(ends))
+        return Header(generation, version, switch, bool(stop), canary, batch, state, table, bool(ends))
 
 
 def combine(headers: Sequence[Header]) -> SlotTable:

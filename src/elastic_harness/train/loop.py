@@ -25,7 +25,7 @@ from elastic_harness.train.interrupts import interrupts_wait
 from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
-from elastic_harness.train.slots import canary_word, samples_word
+from elastic_harness.train.slots import batch_word, canary_word
 
 CANARY: Span = (0, 1)
 """The lane that members new to a run compute once more, for comparison with others and with the first time."""
@@ -66,7 +66,7 @@ def compute(parts: Parts, progress: Progress, attempt: Attempt) -> Iterator[Any]
         attempt.send_if_finished(span, partials)
     if attempt.canary_due:
         yield from run_slots(parts, progress, CANARY, rehearsal=True)
-        attempt.canary, attempt.samples = canary_word(parts.slots.take()[0]), samples_word(parts.slots.rehearsed)
+        attempt.canary, attempt.canary_batch = canary_word(parts.slots.take()[0]), batch_word(parts.slots.rehearsed)
         check_pure(first, attempt.canary, partials.step)
 
 

@@ -27,7 +27,7 @@ class Contribution:
 
     loss: float
     weight: float
-    samples: int
+    ids_hash: int
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SlotTable:
         return self.words[self.slots : 2 * self.slots].view(np.float64)
 
     @property
-    def samples_N(self) -> npt.NDArray[np.uint64]:
+    def ids_hash_N(self) -> npt.NDArray[np.uint64]:
         """Per slot, 64 bits of the hash of the sample ids that were read."""
         return self.words[2 * self.slots : 3 * self.slots].view(np.uint64)
 
@@ -72,7 +72,7 @@ class SlotTable:
         """Record finished lanes that were summed together."""
         for slot, contribution in contributions.items():
             self.loss_N[slot], self.weight_N[slot] = contribution.loss, contribution.weight
-            self.samples_N[slot] = contribution.samples
+            self.ids_hash_N[slot] = contribution.ids_hash
         bits = np.zeros(self.presence.shape[1] * 64, np.uint8)
         bits[: len(gradients)] = [g is not None for g in gradients]
         self.presence[lanes[0] : lanes[1]] = np.packbits(bits, bitorder="little").view(np.uint64)

@@ -388,7 +388,7 @@ def start(
     deadlines = Deadlines(config.elastic, board)
 
     def reading(step: int, slot: int, sample_ids: list[int]) -> None:
-        board.samples = sample_ids
+        board.sample_ids = sample_ids
         deadlines.enter(Phase.DATA, step, slot)
 
     device = next(model.parameters()).device
@@ -537,7 +537,7 @@ def _report_errors(link: AgentLink, board: Board) -> None:
         summary = "".join(traceback.format_exception_only(kind, error)).strip()
         in_slot = board.phase in (Phase.SLOT, Phase.DATA) and board.slot >= 0
         if in_slot:
-            link.send(SlotError(board.step, board.slot, summary, text, tuple(board.samples)))
+            link.send(SlotError(board.step, board.slot, summary, text, tuple(board.sample_ids)))
         else:
             link.send(ScriptError(summary, text))
         _leave(error.exit_code if isinstance(error, HarnessError) else EXIT_USER_CODE)

@@ -125,20 +125,20 @@ class SlotComputer:
         for slot in slots[len(self._contributions) :]:
             ids = self._ids(step, slot)
             # The ledger keeps this digest; `runs.verify.slot_digest` computes it again.
-            samples = int.from_bytes(hashlib.sha256(ids.astype("<i8").tobytes()).digest()[:8], "big")
+            ids_hash = int.from_bytes(hashlib.sha256(ids.astype("<i8").tobytes()).digest()[:8], "big")
             if len(ids) == 0:
-                self._contributions[slot] = Contribution(0.0, 0.0, samples)
+                self._contributions[slot] = Contribution(0.0, 0.0, ids_hash)
                 continue
             self._reading(step, slot, ids.tolist())
             seed_everything(self._seed, step, slot)
             batch = own_memory(self._dataset.read(ids))
             if rehearsal:
-                self.rehearsed.append(samples_word(batch))  # now: the user's code may change it
+                self.rehearsed.append(batch_word(batch))  # now: the user's code may change it
             self._slot = (step, slot, len(ids) / self._shape.micro_batch)
             self._seen, self._failed = None, False
             yield slot, batch
             self._gradients.take_back(self.where())
-            self._contributions[slot] = Contribution(*self._contributed(step, slot), samples)
+            self._contributions[slot] = Contribution(*self._contributed(step, slot), ids_hash)
             self._slot = None
             self._buffers.finish_slot(self._buffer_sums, counts=self._contributions[slot].weight > 0)
 
@@ -263,7 +263,7 @@ def canary_word(gradients: Gradients) -> int:
     return digest.intdigest() >> 1 | 1
 
 
-def samples_word(batch: Any) -> int:
+def batch_word(batch: Any) -> int:
     """63 bits of the hash over what a batch holds, never 0. What is no tensor, array, collection or plain value does
     not count: two batches may differ in it and have the same word."""
     digest = xxhash.xxh3_64()
