@@ -141,7 +141,7 @@ class Worker:
             version=self.version,
             record=self.version - 1 if self.version > 0 else None,
             lanes=[],
-            checkpoints=[self.checkpoint()] if self.version < 0 and self.checkpoint() else [],
+            checkpoints=self.checkpoints() if self.version < 0 else [],
             verified=True,
             lineages=[],
         )
@@ -263,22 +263,22 @@ class Worker:
             self.take()
         raise Left("done")
 
-    # ---- a checkpoint is a number in a file
+    # ---- checkpoints are numbers in a file, the newest first
 
     def save(self) -> None:
         with open(os.path.join(self.run_dir, "fake-checkpoint.tmp"), "w") as file:
-            json.dump(self.version, file)
+            json.dump([self.version, *self.checkpoints()], file)
         os.replace(file.name, file.name[:-4])
         self.send(
             "event", event="checkpoint_saved", fields={"step": self.version, "path": "x", "seconds": 0, "bytes": 0}
         )
 
-    def checkpoint(self) -> int:
+    def checkpoints(self) -> list[int]:
         try:
             with open(os.path.join(self.run_dir, "fake-checkpoint")) as file:
-                return int(json.load(file))
+                return [version for version in json.load(file) if isinstance(version, int)]
         except OSError:
-            return 0
+            return []
 
 
 def main() -> None:
