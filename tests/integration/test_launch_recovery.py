@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from elastic_harness.runs.verify import verify
 from integration.launch_tools import Job, run, workers
+from integration.script_tools import SCRIPTS
 
 pytestmark = pytest.mark.slow
 Start = Callable[..., Job]
@@ -125,6 +127,21 @@ def test_the_agents_death_takes_its_workers_and_is_repaired(start: Start) -> Non
     assert "the agent died by itself" in job.output
     assert job.events("run_started")[1]["lineage"] == 0
     assert job.events("step_committed")[-1]["lineage"] == 1
+
+
+def test_no_checkpoint_is_ahead_of_what_the_agent_wrote_down(start: Start) -> None:
+    """The agent stands still while the workers go on over many checkpoints, and is killed: none of them is restored."""
+    options = workers(2)
+    job = start("--how", "never", "--steps", 80, "--step-s", 0.05, script=SCRIPTS / "stopping.py", options=options)
+    job.until_step(7)
+    agent = job.record()["agent_pid"]
+    os.kill(agent, signal.SIGSTOP)
+    time.sleep(2.5)  # in which the workers do some thirty steps, and a checkpoint every five
+    os.kill(agent, signal.SIGKILL)
+    job.finish()
+    assert verify(job.run_dir).ok, str(verify(job.run_dir))
+    told, again = ([e["step"] for e in job.events("step_committed") if e["lineage"] == lineage] for lineage in (0, 1))
+    assert again == list(range(again[0], 80)) and again[0] % 5 == 0 and again[0] <= told[-1] + 1
 
 
 def test_scaling_up_and_down_restarts_nobody(start: Start) -> None:

@@ -77,6 +77,20 @@ def test_a_snapshot_counts_when_all_shares_are_there(memory: Memory) -> None:
     assert versions(Frames(memory)) == [10], "as another process sees it"
 
 
+def test_a_snapshot_of_a_run_counts_when_the_ledger_is_as_far(memory: Memory) -> None:
+    frames, state = Frames(memory), some_state(10)
+    taken = frames.begin(10, 0, list(state), {"meta": {}}, awaits_ledger=True)
+    assert taken is not None
+    for number in (taken.control.attempt - 1, taken.control.attempt + 1):
+        memory_slots.note_ledger(memory, number)
+    taken.finish(0)
+    assert taken.copied and not taken.complete and not taken.waits_for_disk and versions(frames) == []
+    memory_slots.note_ledger(memory, taken.control.attempt)
+    assert taken.complete and versions(Frames(memory)) == [10], "as another process sees it"
+    take(frames, 11)
+    assert versions(frames) == [11, 10], "one that does not wait for the ledger"
+
+
 def test_the_newest_complete_one_is_never_overwritten(memory: Memory) -> None:
     frames = Frames(memory)
     take(frames, 1, to_disk=False)

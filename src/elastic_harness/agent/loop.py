@@ -343,6 +343,11 @@ class Agent:
 
     def on_checkpoint(self, event: str, fields: dict[str, Any]) -> None:
         """What the writer, or a worker that saves, says of checkpoints."""
+        if event == "checkpoint_begun":  # by who told of the commits before: they are in the ledger now
+            *slots, wake = self._snapshots
+            memory_slots.note_ledger(slots, fields["attempt"])
+            os.eventfd_write(wake, 1)
+            return
         if event == "checkpoint_saved":
             self.records.sync()
             self.supervisor.on_saved(fields["step"])

@@ -23,16 +23,25 @@ from elastic_harness.errors import HarnessError, InfrastructureError
 
 class Saver:
     """One process's saving. `report(event, fields)` tells what went wrong. `own`: the writer, if there is no agent that
-    has one."""
+    has one. `awaits_ledger`: a snapshot only counts once the agent has written down the steps before it, which it is
+    asked for by a report."""
 
     def __init__(
-        self, tiers: Tiers, config: CheckpointConfig, policy: Policy, report: Report, own: OwnWriter | None = None
+        self,
+        tiers: Tiers,
+        config: CheckpointConfig,
+        policy: Policy,
+        report: Report,
+        own: OwnWriter | None = None,
+        *,
+        awaits_ledger: bool = False,
     ) -> None:
         self.tiers = tiers
         self.policy = policy
         self.timing = Timing(config)
         self._report = report
         self._own = own
+        self._awaits_ledger = awaits_ledger
 
     @property
     def alone(self) -> bool:
@@ -65,10 +74,20 @@ class Saver:
     ) -> Snapshot | None:
         """Start copying a state to shared memory, as `Tiers.begin`; None if no place is free there now."""
         snapshot = self.tiers.begin(
-            version, skeleton, tensors, meta, policy, shares=shares, to_disk=to_disk, part=part
+            version,
+            skeleton,
+            tensors,
+            meta,
+            policy,
+            shares=shares,
+            to_disk=to_disk,
+            part=part,
+            awaits_ledger=self._awaits_ledger,
         )
         if snapshot is not None:
             self.timing.saved(to_disk=to_disk)
+            if self._awaits_ledger:
+                self._report("checkpoint_begun", {"attempt": snapshot.control.attempt})
         return snapshot
 
     def begin_when_free(self, *state: Any, **how: Any) -> Snapshot:

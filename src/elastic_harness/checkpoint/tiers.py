@@ -100,16 +100,23 @@ class Tiers:
         index: int = 0,
         to_disk: bool = True,
         part: Part | None = None,
+        awaits_ledger: bool = False,
     ) -> Snapshot | None:
         """Open a snapshot and start copying this process's share of it; None if all frames are in use. The tensors must
-        not change before `join`. `part`: of a checkpoint that several processes write. Does not block, except for an
-        earlier copy."""
+        not change before `join`. `part`: of a checkpoint that several processes write. `awaits_ledger`: as for
+        `Frames.begin`. Does not block, except for an earlier copy."""
         self.join()
         if self._writer is not None:
             self._writer.keep_alive()
         header = {"skeleton": skeleton, "meta": meta, "policy": policy.to_json(), "part": part and asdict(part)}
         snapshot = self._frames.begin(
-            version, int(meta.get("lineage", 0)), list(tensors), header, shares=shares, to_disk=to_disk
+            version,
+            int(meta.get("lineage", 0)),
+            list(tensors),
+            header,
+            shares=shares,
+            to_disk=to_disk,
+            awaits_ledger=awaits_ledger,
         )
         if snapshot is not None:
             failpoint("checkpoint.begun", version)
@@ -168,13 +175,13 @@ class Tiers:
         return any(snapshot.waits_for_disk for snapshot in self._frames.complete())
 
     def newest(self) -> Snapshot | None:
-        """The newest snapshot that is complete, if there is one."""
-        return next(iter(self._frames.complete()), None)
+        """The newest snapshot that is copied, if there is one."""
+        return next(iter(self._frames.copied()), None)
 
     def wait(self, snapshot: Snapshot) -> SnapshotOutcome:
-        """Block until it is settled on disk, or until there is no more hope for that. It is complete, or nobody but
+        """Block until it is settled on disk, or until there is no more hope for that. It is copied, or nobody but
         this process copies it."""
-        while snapshot.here and snapshot.outcome == SnapshotOutcome.OPEN and (self.copying or snapshot.complete):
+        while snapshot.here and snapshot.outcome == SnapshotOutcome.OPEN and (self.copying or snapshot.copied):
             if self._writer is not None:
                 self._writer.keep_alive()
             time.sleep(POLL_S)

@@ -49,6 +49,8 @@ class CheckpointEvent:
     def __post_init__(self) -> None:
         if self.event in ("checkpoint_saved", "checkpoint_uploaded", "checkpoint_failed"):
             shape.expect(self.fields, {"step": int})
+        if self.event == "checkpoint_begun":
+            shape.expect(self.fields, {"attempt": int})
 
     def to_line(self) -> str:
         return json.dumps({"event": self.event, "fields": self.fields})

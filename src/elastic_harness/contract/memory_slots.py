@@ -4,9 +4,12 @@ hands its descriptors down, to the writer too."""
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Sequence
 
 SLOTS = 2  # snapshots that are kept at once
+LEDGER_AT = 512  # where a snapshot says which attempt waits for the ledger, and the agent that it need not
+_WORD = struct.Struct("<Q")
 
 
 def create() -> list[int]:
@@ -25,3 +28,11 @@ def to_text(descriptors: Sequence[int]) -> str:
 
 def from_text(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
+
+
+def note_ledger(descriptors: Sequence[int], attempt: int) -> None:
+    """As the agent: say that the ledger has all steps before this snapshot, if it is still here."""
+    for descriptor in descriptors:
+        waiting = os.pread(descriptor, _WORD.size, LEDGER_AT)
+        if waiting == _WORD.pack(attempt):
+            os.pwrite(descriptor, waiting, LEDGER_AT + _WORD.size)

@@ -213,7 +213,10 @@ def make_saver(
         frames = own.frames
     else:
         frames, own = Frames([]), None
-    return RunSaver(Saver(Tiers(frames, folder, own, report), config, policy, report, own), registry, inherited)
+    saver = Saver(
+        Tiers(frames, folder, own, report), config, policy, report, own, awaits_ledger=handed is not None
+    )
+    return RunSaver(saver, registry, inherited)
 
 
 def _is_saved(snapshot: Snapshot, version: int, lineage: int) -> bool:

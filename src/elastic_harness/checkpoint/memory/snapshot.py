@@ -3,8 +3,10 @@
 Each frame is a memfd; whoever holds a descriptor keeps it: under `elastic-harness launch` the launcher, the agent and
 its writer. A snapshot is begun by one process, which writes the header; each of the workers then copies its share of
 the pieces and says so; when all have, the writer hashes the pieces, which seals it, and may write it to disk.
+A snapshot of a run also waits for the agent, which says that the ledger has all steps before it: a checkpoint that was
+ahead of the ledger would leave steps of which nobody knows anything.
 
-    0      control: which attempt this is, of which version and lineage; how it went
+    0      control: which attempt this is, of which version and lineage; how it went; whether the ledger is as far
     4096   shares: a word for each worker, the attempt whose share it has copied
     8192   header: JSON (meta, skeleton, slices), then a 16-byte hash for each piece, then the pieces
 
@@ -31,6 +33,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from elastic_harness.checkpoint.layout import Piece, Slice, pieces, share
+from elastic_harness.contract.memory_slots import LEDGER_AT
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.shape import parse_object
@@ -89,8 +92,10 @@ class Frames:
         *,
         shares: int = 1,
         to_disk: bool = True,
+        awaits_ledger: bool = False,
     ) -> Snapshot | None:
-        """Open a snapshot in a free frame; None if none is free now. `header`: JSON, goes with it. Does not block.
+        """Open a snapshot in a free frame; None if none is free now. `header`: JSON, goes with it. `awaits_ledger`: it
+        is not complete before the agent has called `note_ledger` for it. Does not block.
         Raises InfrastructureError if there is not enough memory."""
         if not 1 <= shares <= MAX_SHARES:
             raise InfrastructureError(f"{shares} workers on one node, 1 to {MAX_SHARES} can share a snapshot.")
@@ -127,7 +132,7 @@ class Frames:
                     continue
                 short = frame.shortage(nbytes)
                 if not short:
-                    frame.open(control, text)
+                    frame.open(control, text, awaits_ledger=awaits_ledger)
                     return Snapshot(frame, control, positions)
         if short and newest is None:
             raise InfrastructureError(short)
@@ -138,10 +143,14 @@ class Frames:
         found = [snapshot for frame in self._frames if (snapshot := frame.snapshot()) is not None]
         return max(found, key=lambda snapshot: snapshot.control.attempt, default=None)
 
-    def complete(self) -> list[Snapshot]:
+    def copied(self) -> list[Snapshot]:
         """The snapshots whose shares are all there, the newest first."""
-        found = [snapshot for frame in self._frames if (snapshot := frame.snapshot()) is not None and snapshot.complete]
+        found = [snapshot for frame in self._frames if (snapshot := frame.snapshot()) is not None and snapshot.copied]
         return sorted(found, key=lambda snapshot: -snapshot.control.attempt)
+
+    def complete(self) -> list[Snapshot]:
+        """Those of them that wait for nothing else, the newest first."""
+        return [snapshot for snapshot in self.copied() if snapshot.complete]
 
     def room(self, nbytes: int) -> Room | None:
         """Room for a copy of another node's snapshot, where it replaces the older one; None if there is no memory."""
@@ -183,11 +192,17 @@ class Snapshot:
         return self._frame.control() == self.control
 
     @property
-    def complete(self) -> bool:
+    def copied(self) -> bool:
         """Whether all have copied their shares."""
         shares = self.control.shares
         words = struct.unpack_from(f"<{shares}Q", self._frame.map, _SHARES_AT)
         return all(word == self.control.attempt for word in words)
+
+    @property
+    def complete(self) -> bool:
+        """Whether it may be restored: all have copied their shares, and the ledger has the steps before it."""
+        awaiting, noted = _PAIR.unpack_from(self._frame.map, LEDGER_AT)
+        return self.copied and (awaiting != self.control.attempt or noted == self.control.attempt)
 
     @property
     def outcome(self) -> SnapshotOutcome:
@@ -371,11 +386,12 @@ class _Frame:
         control = self.control()
         return None if control is None else Snapshot(self, control)
 
-    def open(self, control: Control, header: bytes) -> None:
+    def open(self, control: Control, header: bytes, *, awaits_ledger: bool) -> None:
         """Make the frame hold an attempt of which nothing is copied yet."""
         self.invalidate()
         self.grow(control.nbytes)
         mapped = self.map
+        _PAIR.pack_into(mapped, LEDGER_AT, control.attempt * awaits_ledger, 0)
         mapped[_SHARES_AT:_HEADER_AT] = bytes(_HEADER_AT - _SHARES_AT)
         mapped[_HEADER_AT : _HEADER_AT + len(header)] = header
         packed = _CONTROL.pack(_MAGIC, *control)
