@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import builtins
 import contextlib
-import ctypes
 import errno
 import gc
 import importlib
@@ -31,7 +30,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_harness import failpoints
+from elastic_harness import failpoints, processes
 from elastic_harness.contract import wire
 from elastic_harness.contract.forking import (
     BLANK,
@@ -49,7 +48,7 @@ from elastic_harness.contract.forking import (
 
 PARENT_PATIENCE_S = 5.0
 DESCRIPTORS_MAX = 64
-_PR_SET_PDEATHSIG = 1
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m elastic_harness.fork_server", description=__doc__)
@@ -149,9 +148,7 @@ def _become_child_of(agent_pid: int) -> None:
         if time.monotonic() > give_up_at:
             os._exit(1)
         time.sleep(0.0002)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != agent_pid:
-        os._exit(128 + signal.SIGKILL)
+    processes.die_with_parent(agent_pid, signal.SIGKILL)
     os.setpgid(0, 0)
 
 
@@ -249,7 +246,7 @@ def _traces() -> dict[str, Any]:
     return {
         "threads": set(os.listdir("/proc/self/task")),
         "descriptors": _descriptors(),
-        "children": _children(),
+        "children": set(processes.children()),
         "random": _random_states(),
     }
 
@@ -278,12 +275,6 @@ def _descriptors() -> set[str]:
 
 def _must_not_be_shared(what: str) -> bool:
     return what.startswith(("socket:", "/dev/nvidia", "/dev/dri", "/dev/kfd", "anon_inode:"))
-
-
-def _children() -> set[str]:
-    with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return set(file.read().split())
-    return set()
 
 
 def _random_states() -> dict[str, Any]:

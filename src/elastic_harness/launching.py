@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_harness.agent.options import parse
-from elastic_harness.agent.workers.process import die_with_parent
 from elastic_harness.errors import ConfigError
+from elastic_harness.processes import die_with_parent
 
 
 def launch(command: Sequence[str | Path], **options: object) -> int:

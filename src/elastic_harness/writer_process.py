@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_harness import processes
 from elastic_harness.contract import memory_slots, variables
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
 
@@ -157,7 +158,7 @@ class WriterProcess:
     def check_stopped(self) -> None:
         """Kill it if it stands still because somebody has stopped it: everybody waits for it, and another one can do
         its work. Call this about once a second."""
-        if self._process is None or not _is_stopped(self._process.pid):
+        if self._process is None or processes.stat(self._process.pid).state != "T":
             self._stopped_at = None
         elif self._stopped_at is None:
             self._stopped_at = time.monotonic()
@@ -201,9 +202,3 @@ class WriterProcess:
             then = f"another is started in {self.restart_in_s:g} s"
         error = f"the process that writes checkpoints {how}; {then}"
         self._report("checkpoint_writer_died", {"exit_code": code, "restart_in_s": self.restart_in_s, "error": error})
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] == b"T"
-    return False

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_harness import processes
 from elastic_harness.agent.workers import forks
 from elastic_harness.agent.workers.forks import Blank, ForkServer, uses_our_api
 from elastic_harness.agent.workers.process import Process
@@ -115,7 +116,7 @@ class Loop:
 def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     monkeypatch.setattr(forks, "BASE", ("json", "decimal"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    forks.become_child_subreaper()
+    processes.become_child_subreaper()
     loop = Loop(tmp_path)
     try:
         yield loop
@@ -409,7 +410,7 @@ def test_a_child_that_dies_before_it_has_told_its_pid_is_replaced(
 def test_a_server_that_is_killed_while_it_forks_leaves_nothing(loop: Loop, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('here')\n")
-    before = set(forks.children())
+    before = set(processes.children())
     start(loop)
     for after_s in (0.0, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032):
         loop.until(lambda: loop.server._ready, "a server")
@@ -427,7 +428,7 @@ def test_a_server_that_is_killed_while_it_forks_leaves_nothing(loop: Loop, tmp_p
 
     def left() -> set[int]:
         forks.reap_orphans(())
-        return set(forks.children()) - before
+        return set(processes.children()) - before
 
     loop.until(lambda: not left(), "the end of the blanks whose server died before it could tell of them")
 
@@ -439,7 +440,7 @@ def test_fifty_in_a_row_leave_nothing(loop: Loop, tmp_path: Path) -> None:
     def used() -> tuple[int, int, int]:
         pids = (os.getpid(), loop.server._process.pid) if loop.server._process is not None else ()
         agent, server = (len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
-        return agent, server, len(forks.children())
+        return agent, server, len(processes.children())
 
     start(loop)
     assert loop.run(script).stdout == "here\n"

@@ -21,7 +21,7 @@ from elastic_harness.agent.reporting.records import Records
 from elastic_harness.agent.reporting.reporter import Reporter
 from elastic_harness.agent.workers import worker as workers
 from elastic_harness.agent.workers.environment import base_environment
-from elastic_harness.agent.workers.forks import ForkServer, become_child_subreaper, reap_orphans, uses_our_api
+from elastic_harness.agent.workers.forks import ForkServer, reap_orphans, uses_our_api
 from elastic_harness.agent.workers.hangs import Hang, HangWatch
 from elastic_harness.agent.workers.worker import Why, Worker
 from elastic_harness.contract import memory_slots, variables, wire
@@ -35,6 +35,7 @@ from elastic_harness.errors import (
     HarnessError,
     InfrastructureError,
 )
+from elastic_harness.processes import become_child_subreaper
 from elastic_harness.runs.events import SCHEMA, passed_over
 from elastic_harness.runs.folder import RunFolder
 from elastic_harness.runs.origin import versions_in

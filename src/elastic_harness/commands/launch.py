@@ -8,7 +8,6 @@ parent's child and is ended before the next one starts (`orphans`).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -23,19 +22,18 @@ from pathlib import Path
 from types import FrameType
 
 from elastic_harness.agent.options import LaunchRequest, parse
-from elastic_harness.agent.workers.orphans import Orphans, children
-from elastic_harness.agent.workers.process import die_with_parent
+from elastic_harness.agent.workers.orphans import Orphans
 from elastic_harness.agent.workers.script import check_command
 from elastic_harness.contract import memory_slots
 from elastic_harness.errors import EXIT_INFRASTRUCTURE, InfrastructureError
 from elastic_harness.names import TRAINER
+from elastic_harness.processes import become_child_subreaper, children, die_with_parent
 from elastic_harness.runs import folder as folders
 from elastic_harness.runs import origin as origins
 
 AGENT_RESTARTS_MAX = 10
 AGENT_RESTARTS_WINDOW_S = 3600.0
 _KNOWN_EXITS = frozenset({0, 1, 2, 3, 4, 129, 130, 143})
-_PR_SET_CHILD_SUBREAPER = 36
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -119,7 +117,7 @@ class _Parent:
         self._starts: deque[float] = deque()
 
     def run(self) -> int:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        become_child_subreaper()
         previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._reap_orphans)
         try:
@@ -157,9 +155,6 @@ class _Parent:
         if _colour():
             command.append("--colour")
 
-        def before_exec() -> None:
-            die_with_parent(parent, signal.SIGTERM)
-
         self._agent = None
         try:
             agent = subprocess.Popen(
@@ -170,7 +165,7 @@ class _Parent:
                 stderr=subprocess.STDOUT,
                 pass_fds=(self._lock, *self._slots),
                 start_new_session=True,
-                preexec_fn=before_exec,
+                preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
             )
         except OSError as error:
             raise InfrastructureError(f"cannot start the agent: {error.strerror or error}") from error

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
-import ctypes
 import fcntl
 import json
 import multiprocessing
@@ -34,6 +33,7 @@ from elastic_harness.data.readers import Document, TextPiece, Unit, documents, f
 from elastic_harness.data.token_index import TokenIndexFile, token_dtype, write_index
 from elastic_harness.data.tokenizers import Tokenizer
 from elastic_harness.errors import EXIT_INTERRUPTED, ConfigError, HarnessError, InfrastructureError
+from elastic_harness.processes import die_with_parent
 
 BATCH_BYTES = 256 << 10
 COPY_BYTES = 1 << 20
@@ -265,9 +265,7 @@ _tokenizer: Tokenizer  # of a pool's process
 def _begin(identity: dict[str, Any], file: str, parent: int) -> None:
     """In each process of the pool: it ends with its parent, and leaves Ctrl-C to it."""
     global _tokenizer
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it has died before this one asked to hear of it
-        os._exit(1)
+    die_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _tokenizer = tokenizers.restore(identity, file)
 

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from elastic_harness import durable_file, file_lock
+from elastic_harness import durable_file, file_lock, processes
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.etcd.address import PORT, Address
 from elastic_harness.etcd.gateway import Gateway
@@ -124,13 +124,9 @@ def stop(folder: Path) -> ServerRecord | None:
 
 
 def started_at(pid: int) -> str:
-    """When the kernel started a process, in its clock ticks; empty if it has ended. Tells a process from a later one
-    with the same id."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+    """When the kernel started a process; empty if it has ended."""
+    stat = processes.stat(pid)
+    return "" if stat.state in ("Z", "X") else stat.started_at
 
 
 def _spawn(folder: Path, port: int, listen: str) -> ServerRecord:

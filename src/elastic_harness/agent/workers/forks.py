@@ -7,7 +7,6 @@ import the same things themselves.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import selectors
@@ -20,9 +19,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_harness import durable_file
-from elastic_harness.agent.workers.orphans import children
-from elastic_harness.agent.workers.process import Process, die_with_parent
+from elastic_harness import durable_file, processes
+from elastic_harness.agent.workers.process import Process
 from elastic_harness.contract import wire
 from elastic_harness.contract.forking import (
     BLANK,
@@ -47,7 +45,6 @@ RESTARTS_MAX = 10
 CALM_S = 600.0
 REFUSED_S = 2.0
 DESCRIPTORS_MAX = 16
-_PR_SET_CHILD_SUBREAPER = 36
 Listen = Callable[[int, int, Callable[[int], None] | None], None]
 
 
@@ -231,7 +228,7 @@ class ForkServer:
                     stderr=log,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
-                    preexec_fn=lambda: die_with_parent(parent, signal.SIGKILL),
+                    preexec_fn=lambda: processes.die_with_parent(parent, signal.SIGKILL),
                 )
         except OSError as error:
             mine.close()
@@ -384,24 +381,12 @@ def uses_our_api(command: Sequence[str], mode: str | None) -> bool:
     return False
 
 
-def become_child_subreaper() -> None:
-    """Have orphaned descendants become this process's children."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def reap_orphans(known: Collection[int]) -> None:
     """Let no process that workers left behind stay as a zombie; the children that are `known` are others' business."""
-    for pid in children():
-        if pid not in known and _is_zombie(pid):
+    for pid in processes.children():
+        if pid not in known and processes.stat(pid).state == "Z":
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()[0] == b"Z"
-    except (OSError, IndexError):
-        return False
 
 
 def _read(path: Path) -> dict[str, Any]:

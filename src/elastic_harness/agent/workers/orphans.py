@@ -12,6 +12,7 @@ import signal
 from pathlib import Path
 
 from elastic_harness.contract import variables
+from elastic_harness.processes import children
 
 
 class Orphans:
@@ -50,12 +51,3 @@ class Orphans:
                 if name == variables.LAUNCHERS.encode():
                     return self._mark.encode() in value.split(b":")
         return False
-
-
-def children() -> list[int]:
-    """The direct children of this process."""
-    try:
-        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-    except OSError:
-        return []
-    return [int(pid) for pid in text.split()]

@@ -1,20 +1,9 @@
-"""A child that another process has forked, and how a child is tied to its parent's life."""
+"""A child that another process has forked."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with_parent(parent_pid: int, signal_number: int) -> None:
-    """Let the kernel send this process a signal when its parent's thread ends. For use between fork and exec."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os._exit(128 + signal_number)
 
 
 class Process:

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from elastic_harness.agent.workers.forks import Blank
 from elastic_harness.agent.workers.logs import WorkerLog
-from elastic_harness.agent.workers.process import Process, die_with_parent
+from elastic_harness.agent.workers.process import Process
 from elastic_harness.contract import variables, wire
 from elastic_harness.contract.board import BoardReader, Reading
 from elastic_harness.contract.messages import TO_WORKER, LastStepDone
+from elastic_harness.processes import Stat, die_with_parent
 
 START_NICENESS = 5
 
@@ -119,19 +120,17 @@ class Worker:
 
     def exit_code_early(self) -> int | None:
         """The exit code as the kernel shows it before the process can be reaped; None if it does not tell."""
-        try:
-            fields = os.pread(self._stat, 4096, 0).rsplit(b")", 1)[1].split()
-            status = int(fields[49])
-        except (OSError, IndexError, ValueError):
-            return None
+        status = self._stat_now().wait_status
         return os.waitstatus_to_exitcode(status) if status else None
 
     def stopped(self) -> bool:
         """True while the process is stopped by a job-control signal (not by a debugger)."""
-        try:
-            return os.pread(self._stat, 4096, 0).rsplit(b")", 1)[1].split()[0] == b"T"
-        except (OSError, IndexError):
-            return False
+        return self._stat_now().state == "T"
+
+    def _stat_now(self) -> Stat:
+        with contextlib.suppress(OSError):
+            return Stat.parse(os.pread(self._stat, 4096, 0))
+        return Stat()
 
     def send(self, message: object) -> bool:
         """Queue a message and send as much as the socket takes; True while something is left to send."""

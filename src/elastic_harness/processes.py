@@ -1,0 +1,53 @@
+"""What Linux tells of processes, and how it ties them to each other."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None)
+
+
+class Stat(NamedTuple):
+    """What `/proc/PID/stat` holds. All is empty if the process is gone."""
+
+    state: str = ""  # one letter: T is stopped by a signal (not by a debugger), Z has ended and was not reaped
+    started_at: str = ""  # in ticks of the kernel's clock: tells a process from a later one with the same id
+    wait_status: int = 0  # set before the process can be reaped
+
+    @staticmethod
+    def parse(content: bytes) -> Stat:
+        """Parse the file's content. A program's name stands in it too, and may hold blanks and parentheses."""
+        fields = content.rpartition(b")")[2].decode().split()
+        return Stat(fields[0], fields[19], int(fields[49])) if fields else Stat()
+
+
+def stat(pid: int) -> Stat:
+    """Read what the kernel tells of a process."""
+    with contextlib.suppress(OSError):
+        return Stat.parse(Path(f"/proc/{pid}/stat").read_bytes())
+    return Stat()
+
+
+def children() -> list[int]:
+    """Return the direct children of this process's first thread."""
+    with contextlib.suppress(OSError):
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    return []
+
+
+def die_with_parent(parent_pid: int, signal_number: int) -> None:
+    """Let the kernel send this process a signal when its parent's thread ends. May be called between fork and exec."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
+    if os.getppid() != parent_pid:  # the parent has ended before the kernel was asked
+        os._exit(128 + signal_number)
+
+
+def become_child_subreaper() -> None:
+    """Have orphaned descendants become this process's children."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
