@@ -22,9 +22,10 @@ from integration.launch_tools import environment, run
 pytestmark = pytest.mark.slow
 SMALL_UNITS = """
 import sys
-from elastic_harness.data import index_builder, readers
+from elastic_harness import cli
+from elastic_harness.data import readers
 readers.UNIT_BYTES = 20_000
-sys.exit(index_builder.main(sys.argv[1:]))
+sys.exit(cli.main(["index", "build", *sys.argv[1:]]))
 """
 KILLED_IN_REMOVAL = """
 import os, pathlib, signal

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from elastic_harness import cli
 from elastic_harness.commands import index as index_command
 from elastic_harness.data import ResumableDataset, index_builder, readers, tokenizers
 from elastic_harness.data.index_builder import build
@@ -273,7 +274,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert index_command.main(["verify", index]) == 0
     assert index_command.main(["head", index, "-n", "2"]) == 0
     assert "first text" in capsys.readouterr().out
-    assert index_builder.main([str(path), "-o", index, "--max-bad-fraction", "2"]) == 2
+    assert cli.main(["index", "build", str(path), "-o", index, "--max-bad-fraction", "2"]) == 2
     assert "between 0 and 1" in capsys.readouterr().err
 
 

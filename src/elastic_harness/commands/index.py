@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_harness.data import index_builder, tokenizers
 from elastic_harness.data.packing import pack
+from elastic_harness.data.readers import find_inputs
 from elastic_harness.data.token_index import TokenIndexFile, copy_with_packing
-from elastic_harness.errors import ConfigError
+from elastic_harness.data.tokenizers import Tokenizer
+from elastic_harness.errors import EXIT_INTERRUPTED, ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one of the subcommands; returns the exit code. Raises HarnessError."""
     parser = argparse.ArgumentParser(prog="elastic-harness index", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    building = commands.add_parser("build", help="tokenize files into an index")
-    index_builder.add_arguments(building)
-    building.set_defaults(run=index_builder.run)
+    building = commands.add_parser(
+        "build",
+        help="tokenize files into an index",
+        description="Build a token index from JSONL, plain text or Parquet files (.gz, .zst too), folders or patterns.",
+        epilog="example: elastic-harness index build data/*.jsonl -o index.bin --train-bpe 32000 --processes 8",
+    )
+    _add_build_arguments(building)
+    building.set_defaults(run=build_index)
     packing = commands.add_parser(
         "pack",
         help="put whole documents together into windows, for documents='pack'",
@@ -46,6 +55,82 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.add_argument("--tokens", type=int, default=200, help="at most so many of each (default: 200)")
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
+
+
+def _add_build_arguments(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("inputs", nargs="+", metavar="INPUT", help="a file, a folder, or a pattern in quotes")
+    option("-o", "--output", required=True, metavar="FILE", help="the index to write")
+    option("--text-key", default="text", metavar="KEY", help="JSONL key or Parquet column of the text (default: text)")
+    option(
+        "--tokenizer",
+        default="bytes",
+        metavar="T",
+        help="bytes (default), tiktoken:NAME, a tokenizer.json, a folder with one, or a name on the Hugging Face hub",
+    )
+    option("--train-bpe", type=int, metavar="N", help="learn a byte-level BPE of N entries from these files instead")
+    option("--eot", metavar="TOKEN", help="the token that ends a document (default: the tokenizer's own)")
+    option("--processes", type=int, default=os.cpu_count() or 1, metavar="P", help="default: one for each core")
+    option(
+        "--max-bad-fraction",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="fraction of bad documents that may be left out (default: 0, any is an error)",
+    )
+
+
+def build_index(arguments: argparse.Namespace) -> int:
+    try:
+        return _build(arguments)
+    except KeyboardInterrupt:
+        print("interrupted; the parts that are finished are kept: the same command goes on there", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    from rich import progress as bars
+    from rich.console import Console
+
+    if arguments.processes < 1:
+        raise ConfigError(f"--processes is {arguments.processes}; it must be at least 1.")
+    if not 0 <= arguments.max_bad_fraction <= 1:
+        raise ConfigError(f"--max-bad-fraction is {arguments.max_bad_fraction}; it must lie between 0 and 1.")
+    paths = find_inputs(arguments.inputs)
+    if arguments.train_bpe:
+        texts = index_builder.first_texts(paths, arguments.text_key)
+        tokenizer: Tokenizer = tokenizers.train_bpe(texts, arguments.train_bpe)
+    else:
+        tokenizer = tokenizers.load(arguments.tokenizer, arguments.eot)
+    total = sum(path.stat().st_size for path in paths)
+    columns = (
+        bars.TextColumn("tokenizing"),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        bars.TransferSpeedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, transient=True, console=Console(stderr=True)) as shown:
+        task = shown.add_task("", total=total)
+        report = index_builder.build(
+            arguments.inputs,
+            arguments.output,
+            tokenizer=tokenizer,
+            text_key=arguments.text_key,
+            processes=arguments.processes,
+            max_bad_fraction=arguments.max_bad_fraction,
+            progress=lambda nbytes: shown.advance(task, nbytes),
+        )
+    for problem in report.problems[: index_builder.SHOWN_PROBLEMS]:
+        print(f"left out: {problem}", file=sys.stderr)
+    left_out = f"; left out: {report.bad} bad, {report.empty} empty" if report.bad or report.empty else ""
+    print(
+        f"{report.path}: {report.documents:,} documents, {report.tokens:,} tokens of a vocabulary of "
+        f"{tokenizer.vocab_size:,}, in {report.seconds:.1f} s "
+        f"({report.input_bytes / 1e6 / max(report.seconds, 1e-9):.0f} MB/s){left_out}\n"
+        f"fingerprint {TokenIndexFile(report.path).fingerprint}"
+    )
+    return 0
 
 
 def info(arguments: argparse.Namespace) -> int:

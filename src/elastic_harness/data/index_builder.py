@@ -1,4 +1,4 @@
-"""Builds a token index from text: `python -m elastic_harness.data.index_builder data/*.jsonl -o index.bin`.
+"""Builds a token index from text.
 
 Each unit of the input (readers.py) becomes one part file, in any order and by any number of processes; the parts are
 then put together in the order of the input. A part that is finished stays, so a build that was killed goes on where it
@@ -7,7 +7,6 @@ was; the bytes of the index depend on the input and the tokenizer alone.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import contextlib
 import fcntl
@@ -15,7 +14,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,9 +28,9 @@ import xxhash
 from elastic_harness import durable_file
 from elastic_harness.data import tokenizers
 from elastic_harness.data.readers import Document, TextPiece, Unit, documents, find_inputs, plan_units
-from elastic_harness.data.token_index import TokenIndexFile, token_dtype, write_index
+from elastic_harness.data.token_index import token_dtype, write_index
 from elastic_harness.data.tokenizers import Tokenizer
-from elastic_harness.errors import EXIT_INTERRUPTED, ConfigError, HarnessError, InfrastructureError
+from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.processes import die_with_parent
 
 BATCH_BYTES = 256 << 10
@@ -413,97 +411,8 @@ def _token_bytes(folder: Path, parts: Sequence[IndexPart]) -> Iterator[bytes]:
             raise InfrastructureError(f"The part {number} in {folder} is damaged; remove that folder and start again.")
 
 
-# ---- the command
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m elastic_harness.data.index_builder",
-        description="Build a token index from JSONL, plain text or Parquet files (.gz, .zst too), folders or patterns.",
-        epilog="example: elastic-harness index build data/*.jsonl -o index.bin --train-bpe 32000 --processes 8",
-    )
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(argv))
-    except HarnessError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted; the parts that are finished are kept: the same command goes on there", file=sys.stderr)
-        return EXIT_INTERRUPTED
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
-    option("inputs", nargs="+", metavar="INPUT", help="a file, a folder, or a pattern in quotes")
-    option("-o", "--output", required=True, metavar="FILE", help="the index to write")
-    option("--text-key", default="text", metavar="KEY", help="JSONL key or Parquet column of the text (default: text)")
-    option(
-        "--tokenizer",
-        default="bytes",
-        metavar="T",
-        help="bytes (default), tiktoken:NAME, a tokenizer.json, a folder with one, or a name on the Hugging Face hub",
-    )
-    option("--train-bpe", type=int, metavar="N", help="learn a byte-level BPE of N entries from these files instead")
-    option("--eot", metavar="TOKEN", help="the token that ends a document (default: the tokenizer's own)")
-    option("--processes", type=int, default=os.cpu_count() or 1, metavar="P", help="default: one for each core")
-    option(
-        "--max-bad-fraction",
-        type=float,
-        default=0.0,
-        metavar="F",
-        help="fraction of bad documents that may be left out (default: 0, any is an error)",
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """`index build` with parsed arguments."""
-    from rich import progress as bars
-    from rich.console import Console
-
-    if arguments.processes < 1:
-        raise ConfigError(f"--processes is {arguments.processes}; it must be at least 1.")
-    if not 0 <= arguments.max_bad_fraction <= 1:
-        raise ConfigError(f"--max-bad-fraction is {arguments.max_bad_fraction}; it must lie between 0 and 1.")
-    paths = find_inputs(arguments.inputs)
-    if arguments.train_bpe:
-        tokenizer: Tokenizer = tokenizers.train_bpe(_texts(paths, arguments.text_key), arguments.train_bpe)
-    else:
-        tokenizer = tokenizers.load(arguments.tokenizer, arguments.eot)
-    total = sum(path.stat().st_size for path in paths)
-    columns = (
-        bars.TextColumn("tokenizing"),
-        bars.BarColumn(),
-        bars.DownloadColumn(),
-        bars.TransferSpeedColumn(),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, transient=True, console=Console(stderr=True)) as shown:
-        task = shown.add_task("", total=total)
-        report = build(
-            arguments.inputs,
-            arguments.output,
-            tokenizer=tokenizer,
-            text_key=arguments.text_key,
-            processes=arguments.processes,
-            max_bad_fraction=arguments.max_bad_fraction,
-            progress=lambda nbytes: shown.advance(task, nbytes),
-        )
-    for problem in report.problems[:SHOWN_PROBLEMS]:
-        print(f"left out: {problem}", file=sys.stderr)
-    left_out = f"; left out: {report.bad} bad, {report.empty} empty" if report.bad or report.empty else ""
-    print(
-        f"{report.path}: {report.documents:,} documents, {report.tokens:,} tokens of a vocabulary of "
-        f"{tokenizer.vocab_size:,}, in {report.seconds:.1f} s "
-        f"({report.input_bytes / 1e6 / max(report.seconds, 1e-9):.0f} MB/s){left_out}\n"
-        f"fingerprint {TokenIndexFile(report.path).fingerprint}"
-    )
-    return 0
-
-
-def _texts(paths: Sequence[Path], text_key: str) -> Iterator[str]:
-    """The first texts, as far as a tokenizer is trained on them; bad ones are met again, and reported, by the build."""
+def first_texts(paths: Sequence[Path], text_key: str) -> Iterator[str]:
+    """Yield as many texts as a tokenizer is trained on. Bad ones are met again, and reported, by the build."""
     left = TRAIN_BYTES
     for unit in plan_units(paths):
         for piece in unit.pieces:
@@ -512,7 +421,3 @@ def _texts(paths: Sequence[Path], text_key: str) -> Iterator[str]:
                     return
                 left -= len(document.text)
                 yield document.text.decode("utf-8", "replace")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
