@@ -7,11 +7,10 @@ newest of several is meant.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,15 +116,13 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.progress import Progress
+    from elastic_harness.commands.progress_bar import ProgressBar
 
     found, damaged = _all(arguments.where), 0
-    with Progress(transient=True, console=Console(stderr=True)) as shown:
-        task = shown.add_task("verifying", total=sum(checkpoint.bytes for checkpoint in found))
+    with ProgressBar("verifying", sum(checkpoint.bytes for checkpoint in found)) as shown:
         for checkpoint in found:
             try:
-                local.check(checkpoint, lambda nbytes: shown.advance(task, nbytes))
+                local.check(checkpoint, shown.done)
                 shown.console.print(f"{checkpoint.path}: whole", highlight=False, soft_wrap=True)
             except CheckpointCorrupt as error:
                 damaged += 1
@@ -172,37 +169,24 @@ def import_(arguments: argparse.Namespace) -> int:
 
 
 def push(arguments: argparse.Namespace) -> int:
+    from elastic_harness.commands.progress_bar import ProgressBar
+
     checkpoint = _one(arguments.where)
-    with _bar("uploading", checkpoint.bytes) as advance:
+    with ProgressBar.of_bytes("uploading", checkpoint.bytes) as shown:
         where = transfer.push(
-            checkpoint, arguments.url, advance, mbps_max=arguments.mbps_max, full_every=arguments.full_every
+            checkpoint, arguments.url, shown.done, mbps_max=arguments.mbps_max, full_every=arguments.full_every
         )
     print(f"{where}: uploaded and checked, {checkpoint.bytes / 1e6:.1f} MB")
     return 0
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    with _bar("downloading", None) as advance:
-        checkpoint = transfer.pull(arguments.where, _folder_of(arguments.folder), advance)
+    from elastic_harness.commands.progress_bar import ProgressBar
+
+    with ProgressBar.of_bytes("downloading", None) as shown:
+        checkpoint = transfer.pull(arguments.where, _folder_of(arguments.folder), shown.done)
     print(f"{checkpoint.path}: downloaded and checked, {checkpoint.bytes / 1e6:.1f} MB")
     return 0
-
-
-@contextlib.contextmanager
-def _bar(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr; gives what moves it on."""
-    from rich import progress
-    from rich.console import Console
-
-    columns = (
-        progress.TextColumn(what),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-    )
-    with progress.Progress(*columns, transient=True, console=Console(stderr=True)) as shown:
-        task = shown.add_task("", total=total)
-        yield lambda nbytes: shown.advance(task, nbytes)
 
 
 def prune(arguments: argparse.Namespace) -> int:

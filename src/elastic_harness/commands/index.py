@@ -89,8 +89,7 @@ def build_index(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    from rich import progress as bars
-    from rich.console import Console
+    from elastic_harness.commands.progress_bar import ProgressBar
 
     if arguments.processes < 1:
         raise ConfigError(f"--processes is {arguments.processes}; it must be at least 1.")
@@ -103,15 +102,7 @@ def _build(arguments: argparse.Namespace) -> int:
     else:
         tokenizer = tokenizers.load(arguments.tokenizer, arguments.eot)
     total = sum(path.stat().st_size for path in paths)
-    columns = (
-        bars.TextColumn("tokenizing"),
-        bars.BarColumn(),
-        bars.DownloadColumn(),
-        bars.TransferSpeedColumn(),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, transient=True, console=Console(stderr=True)) as shown:
-        task = shown.add_task("", total=total)
+    with ProgressBar.of_bytes("tokenizing", total) as shown:
         report = index_builder.build(
             arguments.inputs,
             arguments.output,
@@ -119,7 +110,7 @@ def _build(arguments: argparse.Namespace) -> int:
             text_key=arguments.text_key,
             processes=arguments.processes,
             max_bad_fraction=arguments.max_bad_fraction,
-            progress=lambda nbytes: shown.advance(task, nbytes),
+            progress=shown.done,
         )
     for problem in report.problems[: index_builder.SHOWN_PROBLEMS]:
         print(f"left out: {problem}", file=sys.stderr)
@@ -155,8 +146,7 @@ def info(arguments: argparse.Namespace) -> int:
 
 
 def pack_index(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.progress import Progress
+    from elastic_harness.commands.progress_bar import ProgressBar
 
     if not 0 <= arguments.validation_fraction < 1:
         raise ConfigError(
@@ -168,18 +158,17 @@ def pack_index(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{index.path} is remote; copy it here to pack it.")
     if output.exists() and output.samefile(index.path):
         raise ConfigError(f"The output {output} is the input; name another file with -o.")
-    with Progress(transient=True, console=Console(stderr=True)) as shown:
-        task = shown.add_task("verifying", total=index.nbytes)
-        index.verify(lambda nbytes: shown.advance(task, nbytes))
-        shown.update(task, description="packing", completed=0, total=None)
+    with ProgressBar("verifying", index.nbytes) as shown:
+        index.verify(shown.done)
+        shown.update(shown.task, description="packing", completed=0, total=None)
         packing = pack(
             index.documents,
             index.keys,
             arguments.seq_length,
             arguments.validation_fraction,
-            lambda done, of: shown.update(task, completed=done, total=of),
+            lambda done, of: shown.update(shown.task, completed=done, total=of),
         )
-        shown.update(task, description="writing", total=None)
+        shown.update(shown.task, description="writing", total=None)
         copy_with_packing(index, output, packing)
     cut = len(packing.starts) - index.n_documents
     print(
@@ -191,13 +180,11 @@ def pack_index(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.progress import Progress
+    from elastic_harness.commands.progress_bar import ProgressBar
 
     index = TokenIndexFile(arguments.index)
-    with Progress(transient=True, console=Console(stderr=True)) as shown:
-        task = shown.add_task("verifying", total=index.nbytes)
-        index.verify(lambda nbytes: shown.advance(task, nbytes))
+    with ProgressBar("verifying", index.nbytes) as shown:
+        index.verify(shown.done)
     print(f"{index.path}: all of {len(index):,} tokens in {index.n_documents:,} documents are as they were written")
     return 0
 

@@ -31,9 +31,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
+from elastic_harness.commands.progress_bar import ProgressBar
 from elastic_harness.errors import ConfigError
 from elastic_harness.simulate import scale
 from elastic_harness.simulate.nodes import KINDS, Fault, Simulation, draw
@@ -238,12 +238,11 @@ def total_of(shape: JobShape, seeds: Sequence[int], processes: int, asked: Seque
     """Run all, or as many as can be until somebody has asked to stop; show how far it is."""
     total, began = Total(len(seeds)), time.monotonic()
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[failed]} violations"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("simulating", total=len(seeds), failed=0)
+    with ProgressBar("simulating", len(seeds), *columns, failed=0) as shown:
         try:
             for ended in run_seeds(shape, seeds, processes):
                 total.add(ended)
-                progress.update(task, completed=total.runs, failed=len(total.failed))
+                shown.update(shown.task, completed=total.runs, failed=len(total.failed))
                 if asked:
                     break
         except BrokenProcessPool:  # the signal was for all processes
