@@ -16,8 +16,9 @@ import pytest
 from rich.console import Console as RichConsole
 
 from elastic_harness.demo import driver
-from elastic_harness.demo.job import EventTail, Job
+from elastic_harness.demo.job import Job
 from elastic_harness.demo.screen import render
+from elastic_harness.runs.events import EventTail
 from elastic_harness.runs.story import tell
 
 STAND_IN = Path(__file__).with_name("made_up_run.py")
@@ -35,7 +36,6 @@ def test_tail_gives_each_line_once_and_waits_for_a_whole_one(tmp_path: Path) -> 
         file.flush()
         assert [event["event"] for event in tail.read()] == ["b"]
         assert tail.read() == []
-    tail.close()
 
 
 FAKE_LAUNCH = """

@@ -15,12 +15,11 @@ from typing import Any
 from elastic_harness import own_loop
 from elastic_harness.agent.control.server import request
 from elastic_harness.agent.decisions import store_view
-from elastic_harness.agent.reporting.records import EVENTS
 from elastic_harness.contract.commands import GetStatus, KillWorker, ScaleRun, StopRun
 from elastic_harness.errors import EXIT_CONFIG, EXIT_SUCCESS, ConfigError, InfrastructureError
 from elastic_harness.names import TRAINER
 from elastic_harness.runs import folder as folders
-from elastic_harness.runs.events import newest_events, passed_over
+from elastic_harness.runs.events import EVENTS, newest_events, passed_over
 
 _FOLLOW_S = 0.2
 

@@ -14,13 +14,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from elastic_harness import file_lock
-from elastic_harness.agent.reporting.records import EVENTS
 from elastic_harness.errors import EXIT_SUCCESS, EXIT_USER_CODE, ConfigError, HarnessError
 from elastic_harness.runs import folder as folders
+from elastic_harness.runs.events import EVENTS
+from elastic_harness.runs.ledger import LEDGER
 
 # In this order: from the first on it is no run any more, and until the last one is gone `rm` still knows the folder.
 WRITTEN = (
-    folders.RECORD, "checkpoints", "logs", "weights.safetensors", "ledger.jsonl", "generation", "fingerprint.json",
+    folders.RECORD, "checkpoints", "logs", "weights.safetensors", LEDGER, "generation", "fingerprint.json",
     "origin.json", "imports.json", "config.yaml",
     "control.sock", "demo.json", "report.html", "report.png", EVENTS, "writer.lock", folders.LOCK,
 )  # fmt: skip

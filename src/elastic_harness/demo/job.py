@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
 
+from elastic_harness.runs.events import EVENTS, EventTail
 from elastic_harness.runs.story import Kill, Story
 
 STOP_TIMEOUT_S = 15.0
@@ -21,37 +20,6 @@ TAIL_LINES = 40
 def cli(*arguments: str) -> list[str]:
     """The argument vector of `elastic-harness …`, run by this very interpreter."""
     return [sys.executable, "-m", "elastic_harness", *arguments]
-
-
-class EventTail:
-    """Reads an event log while it is being written: each call returns the complete lines that are new."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: IO[bytes] | None = None
-        self._rest = b""
-
-    def read(self) -> list[Mapping[str, Any]]:
-        """The new events; none while the file does not exist. A line that is no JSON object is skipped."""
-        if self._file is None:
-            try:
-                self._file = open(self.path, "rb")
-            except FileNotFoundError:
-                return []
-        data = self._rest + self._file.read()
-        *lines, self._rest = data.split(b"\n")
-        events: list[Mapping[str, Any]] = []
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict):
-                    events.append(event)
-        return events
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 class Job:
@@ -64,7 +32,7 @@ class Job:
         self.workers = workers
         self.story = Story(max_steps=max_steps)
         self.kills: list[Kill] = []
-        self._tail = EventTail(run_dir / "events.jsonl")
+        self._tail = EventTail(run_dir / EVENTS)
         self._process: subprocess.Popen[bytes] | None = None
         self._handles: dict[str, int] = {}
 
@@ -81,7 +49,6 @@ class Job:
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
-        self._tail.close()
         for handle in self._handles.values():
             os.close(handle)
         self._handles.clear()
@@ -91,7 +58,7 @@ class Job:
         ended = self._process is None or self._process.poll() is not None
         for event in self._tail.read():
             self.story.apply(event)
-            if event.get("event") == "worker_started":
+            if event["event"] == "worker_started":
                 self._hold(str(event["member"]), int(event["pid"]))
         return not ended
 

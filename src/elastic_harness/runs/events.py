@@ -10,6 +10,7 @@ from typing import Any
 from elastic_harness.runs import json_lines
 
 SCHEMA = 1
+EVENTS = "events.jsonl"
 
 
 class EventLog(json_lines.Appender):
@@ -30,6 +31,24 @@ def read_events(path: Path, damaged: Callable[[str], object] = lambda damage: No
 def newest_events(path: Path, damaged: Callable[[str], object] = lambda damage: None) -> Iterator[dict[str, Any]]:
     """Yield the events, the newest first, reading only as far back as is asked for."""
     return _events(path, json_lines.read_backwards(path), damaged)
+
+
+class EventTail:
+    """Reads an event log while it is being written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_to = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the events that are new since the last call; none while the file does not exist. A damaged line is
+        passed over."""
+        try:
+            lines = list(json_lines.read(self._path, self._read_to))
+        except FileNotFoundError:
+            return []
+        self._read_to = lines[-1].end if lines else self._read_to
+        return list(_events(self._path, iter(lines), lambda damage: None))
 
 
 def _events(

@@ -93,10 +93,10 @@ class Line:
     damage: str = ""
 
 
-def read(path: Path) -> Iterator[Line]:
-    """Yield every whole line; a torn last line is left out."""
+def read(path: Path, begin: int = 0) -> Iterator[Line]:
+    """Yield every whole line, from the one that begins at an offset; a torn last line is left out."""
     with open(path, "rb") as file:
-        begin = 0
+        file.seek(begin)
         for text in file:
             if not text.endswith(b"\n"):
                 return

@@ -21,7 +21,7 @@ from elastic_harness.errors import InfrastructureError
 from elastic_harness.runs import json_lines
 from elastic_harness.shape import WHOLE_MAX
 
-FILE_NAME = "ledger.jsonl"
+LEDGER = "ledger.jsonl"
 CHECKPOINT = "checkpoint"  # in place of a member, where the state came from a checkpoint
 STATE = "state"
 REACHED = "reached"
@@ -389,7 +389,7 @@ class _Followed(Mapping[int, LedgerLine]):
 def read_ledger(*paths: str | Path) -> Ledger:
     """The ledger in a file or a run folder, or in several of them. A torn last line is left out, and what is no line of
     a ledger is told of in `damaged`. Raises LedgerError if there is none."""
-    files = tuple(path / FILE_NAME if path.is_dir() else path for path in map(Path, paths))
+    files = tuple(path / LEDGER if path.is_dir() else path for path in map(Path, paths))
     entries: list[LedgerEntry] = []
     damaged: list[str] = []
     states: list[StateLine] = []

@@ -15,6 +15,7 @@ from typing import Any
 
 from elastic_harness import durable_file
 from elastic_harness.errors import ConfigError, InfrastructureError
+from elastic_harness.runs.ledger import LEDGER
 from elastic_harness.runs.named import RUNS
 
 FILE = "origin.json"
@@ -167,5 +168,5 @@ def versions_in(run: Path) -> list[int]:
 
 
 def _has_trained(run_dir: Path) -> bool:
-    ledger = run_dir / "ledger.jsonl"
+    ledger = run_dir / LEDGER
     return ledger.exists() and ledger.stat().st_size > 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.runs.events import read_events
+from elastic_harness.runs.events import EVENTS, read_events
 
 RECENT_STEPS = 8
 
@@ -247,4 +247,4 @@ def tell(events: Iterable[Mapping[str, Any]], kills: Iterable[Kill] = ()) -> Sto
 
 def story_of(run_dir: Path, kills: Iterable[Kill] = ()) -> Story:
     """The story of a run folder."""
-    return tell(read_events(run_dir / "events.jsonl"), kills)
+    return tell(read_events(run_dir / EVENTS), kills)

@@ -24,13 +24,12 @@ from elastic_harness.data.order import EpochOrder, Order, SamplePlaces, ids_of
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError, HarnessError
 from elastic_harness.runs import origin as origins
-from elastic_harness.runs.events import passed_over, read_events
-from elastic_harness.runs.ledger import FILE_NAME, Ledger, LedgerEntry, LedgerLine, lanes_covered_once, read_ledger
+from elastic_harness.runs.events import EVENTS, passed_over, read_events
+from elastic_harness.runs.ledger import LEDGER, Ledger, LedgerEntry, LedgerLine, lanes_covered_once, read_ledger
 from elastic_harness.runs.named import of_run
 from elastic_harness.runs.origin import Origin
 
 EXIT_VIOLATED = 1
-EVENTS_NAME = "events.jsonl"
 _READ = ("run_started", "run_configured", "run_finished", "worker_joined")
 _IDENTITY = ("seed", "n_samples", "slots", "lanes", "micro_batch_samples", "global_batch_samples")
 _BEGINNING = ("first_step", "first_position")  # 0 where an event does not have them
@@ -153,7 +152,7 @@ def verify(*run_dirs: str | Path, max_violations: int = 20) -> Verdict:
 def _with_origin(verdict: Verdict, origin: Origin, max_violations: int) -> Verdict:
     """The verdict with that on the run it began from, as far as that had come by then."""
     folder = Path(origin.run)
-    if not (folder / FILE_NAME).exists():
+    if not (folder / LEDGER).exists():
         return replace(verdict, origin=str(origin))
     ledger, events = _records([folder])
     entries = (entry for entry in ledger.entries if entry.lineage <= origin.lineage and entry.step < origin.version)
@@ -174,10 +173,10 @@ def _with_origin(verdict: Verdict, origin: Origin, max_violations: int) -> Verdi
 
 def _records(folders: Sequence[Path]) -> tuple[Ledger, list[list[dict[str, Any]]]]:
     """The ledgers of a run's folders as one, and the events of each."""
-    with_ledger = [folder for folder in folders if (folder / FILE_NAME).exists() or folder.is_file()]
+    with_ledger = [folder for folder in folders if (folder / LEDGER).exists() or folder.is_file()]
     ledger = read_ledger(*(with_ledger or folders))
     damaged = list(ledger.damaged)
-    events = [_events(folder / EVENTS_NAME, damaged.append) for folder in folders]
+    events = [_events(folder / EVENTS, damaged.append) for folder in folders]
     return replace(ledger, damaged=tuple(damaged)), events
 
 
@@ -526,7 +525,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     hint = ""
     try:
-        folders = [path for run in arguments.run for path in of_run(run, FILE_NAME, EVENTS_NAME)]
+        folders = [path for run in arguments.run for path in of_run(run, LEDGER, EVENTS)]
         if len(folders) == 1 and "@" in folders[0].resolve().name:
             hint = "\n  this is the folder of one node: give those of all nodes of the run"
         verdict = verify(*folders)

@@ -23,9 +23,9 @@ from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.membership.reconcile import reconcile
 from elastic_harness.membership.types import Digest, Generation, Report
 from elastic_harness.names import check_name, integer_variable
-from elastic_harness.runs.events import SCHEMA, EventLog
+from elastic_harness.runs.events import EVENTS, SCHEMA, EventLog
 from elastic_harness.runs.fingerprints import fits
-from elastic_harness.runs.ledger import FILE_NAME, LedgerWriter, Reached, reached
+from elastic_harness.runs.ledger import LEDGER, LedgerWriter, Reached, reached
 from elastic_harness.shape import build, parse_object
 from elastic_harness.train.link import Left
 
@@ -72,7 +72,7 @@ class StandaloneLink:
 
     def digest(self, generation: int) -> Digest:
         reports = {m: build(Report, json.loads(self._get(f"report/{m}"))) for m in self._generation.members}
-        ledger = self._run_dir / FILE_NAME
+        ledger = self._run_dir / LEDGER
         known = reached(ledger)[0] if ledger.exists() else Reached()
         digest, _ = reconcile(
             self._generation, reports, born=len(known) > 0, lineage=known.lineage, from_step=known.from_step
@@ -101,8 +101,8 @@ class StandaloneLink:
         if self._store is not None:
             self._get("hello")
         if self._writes:
-            self._events = EventLog(self._run_dir / "events.jsonl")
-            self._ledger = LedgerWriter(self._run_dir / FILE_NAME)
+            self._events = EventLog(self._run_dir / EVENTS)
+            self._ledger = LedgerWriter(self._run_dir / LEDGER)
             world = len(self._generation.members)
             self._events.emit("run_started", schema=SCHEMA, run_id=self._run_dir.name, nproc=world)
             self._events.emit("generation", **as_fields(self._generation), world_size=world)

@@ -10,12 +10,10 @@ from typing import Any
 from elastic_harness.contract.messages import Commit
 from elastic_harness.contract.wire import Malformed
 from elastic_harness.durable_file import cannot_write
-from elastic_harness.runs.events import EventLog, newest_events
+from elastic_harness.runs.events import EVENTS, EventLog, newest_events
 from elastic_harness.runs.folder import RunFolder
-from elastic_harness.runs.ledger import LedgerError, LedgerWriter, Reached, parse_line
+from elastic_harness.runs.ledger import LEDGER, LedgerError, LedgerWriter, Reached, parse_line
 
-EVENTS = "events.jsonl"
-LEDGER = "ledger.jsonl"
 COUNTER = "generation"
 COUNTER_BYTES = 21  # of fixed length: a part of it is no number
 

@@ -11,6 +11,7 @@ from elastic_harness.agent.reporting.incident import Incident
 from elastic_harness.agent.reporting.records import Records
 from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.contract.messages import Commit
+from elastic_harness.runs.ledger import LEDGER
 
 
 class Reporter:
@@ -80,7 +81,7 @@ class Reporter:
             if self._decided.get(decision.policy) == commit.step - 1:
                 self._console.notice(f"{decision.in_words(commit.step)} ({incident.in_words(decision.evidence)})")
             else:
-                ledger = str(self._records.folder.path / "ledger.jsonl")
+                ledger = str(self._records.folder.path / LEDGER)
                 self._show(incident.policy_decision(commit, decision, ledger))
             self._decided[decision.policy] = commit.step
 
