@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,8 @@ from elastic_harness.errors import InfrastructureError
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary name; the file that is written there becomes `path` when the block ends. If the block raises,
-    `path` is as it was and the temporary file is gone. Raises OSError."""
+    `path` is as it was and the temporary file is gone. A folder will do too where `path` is not there yet. Raises
+    OSError."""
     with _beside(path) as temporary:
         yield temporary
         rename(temporary, path)
@@ -45,7 +47,7 @@ def _beside(path: Path) -> Iterator[Path]:
         yield temporary
     finally:
         with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink(missing_ok=True)
 
 
 def write(path: Path, content: bytes) -> None:

@@ -7,9 +7,7 @@ pickle, by one that knows the few classes of which such metadata consists and re
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from elastic_harness import durable_file
 from elastic_harness.checkpoint.disk import local, manifest
 from elastic_harness.checkpoint.disk.manifest import Checkpoint
 from elastic_harness.checkpoint.layout import ITEM_BYTES
@@ -59,28 +58,22 @@ def export(checkpoint: Checkpoint, output: Path, form: Format, *, everything: bo
     tensors = stored if everything else weights(stored)
     if not tensors:
         raise ConfigError(f"{checkpoint.path} has no weights of a model; use --all for everything that is in it.")
-    temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
     try:
-        if form == "safetensors":
-            _save_safetensors(tensors, temporary)
-        elif form == "torch":
-            state: dict[str, Any] = decode(skeleton, stored) if everything else tensors
-            if everything and "model_state" not in state:
-                state["model"] = weights(stored)  # of a run: the model's tensors are not in the skeleton
-            torch.save(state, temporary)
-        else:
-            if output.exists():
-                raise ConfigError(f"{output} is there already; export to a new folder.")
-            temporary.mkdir(parents=True)
-            (_export_dcp if form == "dcp" else _export_hf)(tensors, temporary)
-        os.replace(temporary, output)
+        with durable_file.replacing(output) as temporary:
+            if form == "safetensors":
+                _save_safetensors(tensors, temporary)
+            elif form == "torch":
+                state: dict[str, Any] = decode(skeleton, stored) if everything else tensors
+                if everything and "model_state" not in state:
+                    state["model"] = weights(stored)  # of a run: the model's tensors are not in the skeleton
+                torch.save(state, temporary)
+            else:
+                if output.exists():
+                    raise ConfigError(f"{output} is there already; export to a new folder.")
+                temporary.mkdir(parents=True)
+                (_export_dcp if form == "dcp" else _export_hf)(tensors, temporary)
     except (OSError, RuntimeError) as error:
         raise InfrastructureError(f"{output} cannot be written: {error}.") from error
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
     return len(tensors)
 
 

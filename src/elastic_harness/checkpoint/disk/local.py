@@ -18,6 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from elastic_harness import durable_file
 from elastic_harness.checkpoint.disk import manifest as manifests
 from elastic_harness.checkpoint.disk import tensor_file
 from elastic_harness.checkpoint.disk.manifest import (
@@ -76,7 +77,7 @@ def save_contents(
     try:
         if not folder.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            _sync_folder(folder.parent)
+            durable_file.sync(folder.parent)
         clean(folder)
         temporary.mkdir()
         previous = next(iter(newest(folder)), None)
@@ -152,9 +153,9 @@ def set_aside(path: Path, why: str) -> Path | None:
 
 def publish(temporary: Path, final: Path) -> None:
     """Give a whole checkpoint its name, durably; one of that name is replaced."""
-    _sync_folder(temporary)
+    durable_file.sync(temporary)
     _replace_folder(temporary, final)
-    _sync_folder(final.parent)
+    durable_file.sync(final.parent)
 
 
 def clean(folder: Path) -> None:
@@ -281,14 +282,6 @@ def _sound(source: Folder, found: Iterable[Piece], hashes: Hashes) -> list[Piece
     listed = list(found)
     with ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint-reader") as pool:
         return [piece for piece, sound in zip(listed, pool.map(is_sound, listed), strict=True) if sound]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _replace_folder(source: Path, target: Path) -> None:
