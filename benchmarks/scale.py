@@ -1,5 +1,5 @@
 """What a failure costs in jobs of 10 to 10,000 workers, and how much of their time they train: simulated with the
-production nodes (`elastic_harness.simulate.scale`), the largest sizes extrapolated.
+production nodes (`scale_model.py`), the largest sizes extrapolated.
 
     python -m benchmarks.scale [--sizes 10,100,1000,2000,4000] [--repeats 3]
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, finish, say
-from elastic_harness.simulate.scale import EXTRAPOLATED, as_text, report
+from benchmarks.scale_model import EXTRAPOLATED, as_text, report
 
 PLOT = ROOT / "docs" / "scale.svg"
 COLOURS = {"a worker": "#d9480f", "a node": "#1864ab", "the leader's node": "#2b8a3e"}

@@ -1,4 +1,4 @@
-"""`elastic-harness simulate --scale`: what a failure costs in a job of 10 to 10,000 workers.
+"""What a failure costs in a job of 10 to 10,000 workers: the model behind `benchmarks.scale`.
 
 Every node of the job is a production `membership.node.Node`; the store is an `EmbeddedStore`, and time is virtual. Only
 modelled are the way to the store and back, the agents' part of reporting (a member that is told of a generation reports
@@ -13,10 +13,8 @@ import base64
 import gc
 import heapq
 import itertools
-import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -24,6 +22,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from benchmarks import effective
 from elastic_harness.comm.mesh import NONCE_BYTES, published
 from elastic_harness.membership import leader as core
 from elastic_harness.membership import line
@@ -33,7 +32,6 @@ from elastic_harness.membership.node import Node
 from elastic_harness.membership.records import Known
 from elastic_harness.membership.store import Watch
 from elastic_harness.membership.types import Digest, Limits, Report
-from elastic_harness.simulate import effective
 from elastic_harness.simulate.store import EmbeddedStore
 
 PER_NODE = 8
@@ -44,7 +42,7 @@ KEEP_ALIVE_S = TTL_S / 3
 TICK_S = 0.05
 PATIENCE_S = 600.0
 REQUEST_BYTES_MAX = 3 << 19  # etcd's default --max-request-bytes: 1.5 MiB
-SIZES, EXTRAPOLATED = (10, 100, 500, 1000), (10_000, 16_384)
+EXTRAPOLATED = (10_000, 16_384)
 PEACE_S, PEACE_STEPS = 10.0, 10
 FROM_STORE = nodes.Registered | nodes.LeaseEnded | nodes.Read | nodes.Saw | nodes.Wrote | nodes.WriteRefused
 
@@ -423,13 +421,6 @@ def report(
             {cost.workers: cost.seconds for cost in node_rows}, [c.workers for c in node_rows if c.extrapolated]
         ),
     }
-
-
-def main(as_json: bool) -> int:
-    """The quick answer on the command line; `benchmarks/scale.py` measures more sizes."""
-    told = report(SIZES, EXTRAPOLATED, 3, lambda text: print(text, file=sys.stderr))
-    print(json.dumps(told) if as_json else as_text(told))
-    return 0
 
 
 def as_text(told: dict[str, Any]) -> str:

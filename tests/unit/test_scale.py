@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
+from benchmarks import effective, scale, scale_model
+from benchmarks.scale_model import Cost, Count, LargeCluster, extrapolate
 
-from elastic_harness.commands import simulate
 from elastic_harness.membership import leader
 from elastic_harness.membership.lead import GENERATIONS_KEPT, Lead
 from elastic_harness.membership.types import Limits
-from elastic_harness.simulate import effective, scale
-from elastic_harness.simulate.scale import Cost, Count, LargeCluster, extrapolate
 
 
 @pytest.mark.parametrize("workers", [10, 40])
 def test_every_kind_of_failure_is_agreed_on(workers: int) -> None:
-    costs = scale.measure(workers, 1)
+    costs = scale_model.measure(workers, 1)
     assert costs[0].failure == "a worker" and costs[-1].failure == "the leader's node"
     for cost in costs:
-        assert 0 < cost.leader_cpu_s < 1 and cost.seconds > scale.WAY_S
+        assert 0 < cost.leader_cpu_s < 1 and cost.seconds > scale_model.WAY_S
         assert cost.messages > cost.writes > 0 and cost.delivered_bytes > cost.written_bytes / 2 > 0
 
 
@@ -29,7 +29,7 @@ def test_peace_costs_nothing_but_leases_however_many_steps() -> None:
     cluster.peace(1.0, 1)  # the first commit is told: the run is born
     few, many = cluster.peace(4.0, 4), cluster.peace(4.0, 400)
     assert few.writes == many.writes == 0 and few.written_bytes == many.written_bytes == 0
-    keep_alives = 2 * 5 * 4.0 / scale.KEEP_ALIVE_S  # there and back, of five nodes
+    keep_alives = 2 * 5 * 4.0 / scale_model.KEEP_ALIVE_S  # there and back, of five nodes
     assert few.messages == pytest.approx(keep_alives, rel=0.2)
     assert many.messages == pytest.approx(keep_alives, rel=0.2)
 
@@ -44,15 +44,15 @@ def test_a_failure_costs_at_most_linearly() -> None:
 
 
 def test_extrapolated_rows_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scale, "REQUEST_BYTES_MAX", 20_000)  # what fits is found sooner
-    told = scale.report([10, 40, 80], [1000], 1, lambda _: None)
+    monkeypatch.setattr(scale_model, "REQUEST_BYTES_MAX", 20_000)  # what fits is found sooner
+    told = scale_model.report([10, 40, 80], [1000], 1, lambda _: None)
     json.dumps(told)
     assert {row["workers"]: row["extrapolated"] for row in told["failures"]} == {
         10: False, 40: False, 80: False, 1000: True,
     }  # fmt: skip
     limit = told["request_limit"]
     assert 100 < limit["workers_max"] < 1000
-    lines = scale.as_text(told).splitlines()
+    lines = scale_model.as_text(told).splitlines()
     assert [line for line in lines if line.startswith("| 1,000 * | a node |")]
     assert not [line for line in lines if line.startswith("| 80 *")]
 
@@ -64,15 +64,14 @@ def test_what_grows_along_a_line_is_extrapolated_along_it() -> None:
     assert far.delivered_bytes == pytest.approx(600 * 25)
 
 
-def test_the_command_offers_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(scale, "SIZES", (10, 20))
-    monkeypatch.setattr(scale, "REQUEST_BYTES_MAX", 20_000)
-    assert simulate.main(["--scale", "--json"]) == 0
-    assert {row["workers"] for row in json.loads(capsys.readouterr().out)["failures"]} >= {10, 20}
+def test_the_command_writes_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(scale_model, "REQUEST_BYTES_MAX", 20_000)
+    assert scale.main(["--sizes=10,20", "--repeats=1", f"--out={tmp_path / 'scale.json'}"]) == 0
+    assert {row["workers"] for row in json.loads((tmp_path / "scale.json").read_text())["failures"]} >= {10, 20}
 
 
 def test_addresses_of_ten_thousand_fit_into_a_request() -> None:
-    assert scale.values_bytes(1000) * 10 < scale.REQUEST_BYTES_MAX
+    assert scale_model.values_bytes(1000) * 10 < scale_model.REQUEST_BYTES_MAX
 
 
 def test_a_decision_names_the_members_of_few_generations() -> None:

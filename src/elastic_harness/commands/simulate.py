@@ -4,7 +4,6 @@ die, hang, are cut off and come back, and the store goes away or forgets everyth
     elastic-harness simulate --seeds 1000 --workers 8
     elastic-harness simulate --seeds 1000 --workers 8 --json        one line of JSON
     elastic-harness simulate --seed 130 --only 0,3                  one run again, with some of its faults and a trace
-    elastic-harness simulate --scale                                what a failure costs in large jobs: see scale.py
 
 Each seed draws its own faults. After every event it is checked that no two members at the same step differ, that a step
 consumed each of its slots once, that no generation number is used twice, that nothing begins anew in silence, and at
@@ -35,7 +34,6 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
 from elastic_harness.commands.progress_bar import ProgressBar
 from elastic_harness.errors import ConfigError
-from elastic_harness.simulate import scale
 from elastic_harness.simulate.nodes import KINDS, Fault, Simulation, draw
 from elastic_harness.simulate.world import Violation
 
@@ -170,10 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="run only this one, and print its trace")
     parser.add_argument("--only", type=_numbers, help="with --seed: only these of its faults, such as 0,3")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
-    parser.add_argument("--scale", action="store_true", help="what a failure costs in jobs of 10 to 10,000 workers")
     given = parser.parse_args(argv)
-    if given.scale:
-        return scale.main(given.json)
     shape = JobShape(given.workers, given.nodes, given.steps, given.faults, given.spare_nodes, given.least_nodes)
     if given.seed is not None:
         return replay(shape, given.seed, given.only)
