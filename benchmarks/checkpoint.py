@@ -42,7 +42,7 @@ from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.policy import Policy
 from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.checkpoint.tensors import content_of, slice_of
-from elastic_harness.checkpoint.tiers import CheckpointTier, Tiers
+from elastic_harness.checkpoint.tiers import Captured, CheckpointTier, Tiers
 from elastic_harness.contract import memory_slots
 
 PIECE = 16 << 20
@@ -68,7 +68,7 @@ class Tiered:
     def save(self) -> None:
         self.version += 1
         policy = Policy(Retention(keep_last=1))
-        snapshot = self.tiers.begin(self.version, {}, self.tensors, {"lineage": 0}, policy)
+        snapshot = self.tiers.begin(Captured(self.version, {}, self.tensors, {"lineage": 0}, policy))
         assert snapshot is not None
         self.tiers.join()
         assert self.tiers.wait(snapshot) == SnapshotOutcome.DURABLE

@@ -24,7 +24,7 @@ from elastic_harness.checkpoint.memory.snapshot import Frames
 from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.policy import Policy, Upload, policy_of
 from elastic_harness.checkpoint.saver import Saver
-from elastic_harness.checkpoint.tiers import Tiers
+from elastic_harness.checkpoint.tiers import Captured, Tiers
 from elastic_harness.config import CheckpointConfig
 from elastic_harness.errors import ConfigError
 from elastic_harness.train.saver import RunSaver
@@ -108,9 +108,9 @@ def savings(folder: Path, asked: Sequence[int], *, lineage: int = 0, from_step: 
     shared = Saver(tiers, settings, Policy(), lambda *_: None)
     saver = RunSaver(shared, Registry(Linear(1, 1), {}))
 
-    def begin(version: int, *_: Any, **__: Any) -> None:
-        saved.append(version)
-        control.version = control.disk_version = version
+    def begin(state: Captured, **_: Any) -> None:
+        saved.append(state.version)
+        control.version = control.disk_version = state.version
         control.lineage = lineage
 
     shared.begin = begin  # type: ignore[assignment,method-assign]
@@ -127,6 +127,18 @@ def test_a_run_and_a_manager_save_at_the_same_steps(asked: Sequence[int], tmp_pa
     settings = CheckpointConfig(checkpoint_interval=5, nvme_path=str(tmp_path / "manager"))
     with CheckpointManager(settings, lambda *_: None) as manager:
         assert [step for step in asked if manager.due(step)] == expected
+
+
+@pytest.mark.parametrize(("interval", "looks"), [(5, 0), ("auto", 3)])
+def test_only_an_interval_that_follows_costs_looks_at_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: Any, looks: int
+) -> None:
+    tiers, looked = Tiers(Frames([]), tmp_path), list[int]()
+    monkeypatch.setattr(tiers, "busy", lambda: bool(looked.append(1)))
+    saver = Saver(tiers, CheckpointConfig(checkpoint_interval=interval), Policy(), lambda *_: None)
+    for step in (1, 2, 3):
+        saver.due(step, LastSaved(), LastSaved())
+    assert len(looked) == looks
 
 
 def test_what_another_lineage_has_saved_does_not_count(tmp_path: Path) -> None:

@@ -85,6 +85,11 @@ class Timing:
         self.costs = Costs()
         self.failures = 0
 
+    @property
+    def measures(self) -> bool:
+        """Whether an interval follows what saving costs."""
+        return "auto" in (self._config.checkpoint_interval, self._config.memory_snapshot_interval)
+
     def saved(self, *, to_disk: bool) -> None:
         """A snapshot was begun in the step that runs."""
         self._copied = True

@@ -40,7 +40,7 @@ from elastic_harness.checkpoint.saver import Saver
 from elastic_harness.checkpoint.state import STATES, CheckpointState
 from elastic_harness.checkpoint.structure import decode, encode
 from elastic_harness.checkpoint.tensors import content_of
-from elastic_harness.checkpoint.tiers import CheckpointTier, Loaded, Report, Stored, Tiers
+from elastic_harness.checkpoint.tiers import Captured, CheckpointTier, Loaded, Report, Stored, Tiers
 from elastic_harness.config import CheckpointConfig
 from elastic_harness.contract.checkpoint_event import print_alarm
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
@@ -121,7 +121,7 @@ class CheckpointManager:
         and not at step 0, at the step that was loaded or at one that was saved. Call it once per step; in a process
         group on all ranks, for with "auto" intervals or `watch_preemption` it is collective."""
         tier = self._saver.due(step, self._last[CheckpointTier.NVME], self._last[CheckpointTier.MEMORY])
-        if "auto" in (self.config.checkpoint_interval, self.config.memory_snapshot_interval):
+        if self._saver.timing.measures:
             tier = self._as_rank_0(tier)
         if self._previous is not None:
             self.preempted = bool(self._ranks.greatest(int(self.preempted)))
@@ -167,7 +167,8 @@ class CheckpointManager:
         whole = skeleton if self._ranks.rank == 0 else {}
         self._snapshot = None
         with self._saver.reported(state.step, needed=wait or self._peers is not None):  # peers would wait for this one
-            snapshot = self._saver.begin_when_free(state.step, whole, mine, meta, policy, to_disk=to_disk, part=part)
+            captured = Captured(state.step, whole, mine, meta, policy, part)
+            snapshot = self._saver.begin_when_free(captured, to_disk=to_disk)
             if not owned:
                 self._tiers.join()
             self._snapshot = snapshot

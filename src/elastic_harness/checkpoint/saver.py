@@ -4,19 +4,14 @@ due, begin its copy here, and do here what the policy says about a failure."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from torch import Tensor
-
-from elastic_harness.checkpoint.disk.parts import Part
 from elastic_harness.checkpoint.interval import LastSaved, Timing
-from elastic_harness.checkpoint.layout import Slice
 from elastic_harness.checkpoint.memory.snapshot import Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.policy import Policy
-from elastic_harness.checkpoint.tiers import POLL_S, CheckpointTier, Report, Tiers
+from elastic_harness.checkpoint.tiers import POLL_S, Captured, CheckpointTier, Report, Tiers
 from elastic_harness.config import CheckpointConfig
 from elastic_harness.errors import HarnessError, InfrastructureError
 
@@ -55,34 +50,16 @@ class Saver:
 
     def due(self, version: int, on_disk: LastSaved, in_memory: LastSaved) -> CheckpointTier | None:
         """Return where the state after `version` steps is to be saved now. To be asked once per step."""
-        self.timing.stepped(writing=self.tiers.busy())
+        if self.timing.measures:
+            self.timing.stepped(writing=self.tiers.busy())
         if self.timing.is_due(version, on_disk, to_disk=True):
             return CheckpointTier.NVME
         return CheckpointTier.MEMORY if self.timing.is_due(version, in_memory, to_disk=False) else None
 
-    def begin(
-        self,
-        version: int,
-        skeleton: Mapping[str, Any],
-        tensors: Mapping[Slice, Tensor],
-        meta: Mapping[str, Any],
-        policy: Policy,
-        *,
-        to_disk: bool,
-        shares: int = 1,
-        part: Part | None = None,
-    ) -> Snapshot | None:
+    def begin(self, state: Captured, *, to_disk: bool, shares: int = 1) -> Snapshot | None:
         """Start copying a state to shared memory, as `Tiers.begin`; None if no place is free there now."""
         snapshot = self.tiers.begin(
-            version,
-            skeleton,
-            tensors,
-            meta,
-            policy,
-            shares=shares,
-            to_disk=to_disk,
-            part=part,
-            awaits_ledger=self._awaits_ledger,
+            state, shares=shares, to_disk=to_disk, awaits_ledger=self._awaits_ledger
         )
         if snapshot is not None:
             self.timing.saved(to_disk=to_disk)
@@ -90,9 +67,9 @@ class Saver:
                 self._report("checkpoint_begun", {"attempt": snapshot.control.attempt})
         return snapshot
 
-    def begin_when_free(self, *state: Any, **how: Any) -> Snapshot:
+    def begin_when_free(self, state: Captured, *, to_disk: bool) -> Snapshot:
         """Do as `begin`; block while no place is free."""
-        while (snapshot := self.begin(*state, **how)) is None:
+        while (snapshot := self.begin(state, to_disk=to_disk)) is None:
             time.sleep(POLL_S)
         return snapshot
 

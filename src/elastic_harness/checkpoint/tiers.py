@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -59,6 +59,24 @@ class Stored(NamedTuple):
     meta: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Captured:
+    """A state that is to be saved. `part`: of a checkpoint that several processes write."""
+
+    version: int
+    skeleton: Mapping[str, Any]
+    tensors: Mapping[Slice, Tensor]  # they must not change before they are copied
+    meta: Mapping[str, Any]
+    policy: Policy
+    part: Part | None = None
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """What a snapshot holds beside the tensors, as JSON."""
+        part = None if self.part is None else asdict(self.part)
+        return {"skeleton": self.skeleton, "meta": self.meta, "policy": self.policy.to_json(), "part": part}
+
+
 class Loaded(NamedTuple):
     """What was loaded: `tensors` whole, on the CPU; `repaired`: what was damaged and taken from another tier."""
 
@@ -89,38 +107,27 @@ class Tiers:
     # ---- saving
 
     def begin(
-        self,
-        version: int,
-        skeleton: Mapping[str, Any],
-        tensors: Mapping[Slice, Tensor],
-        meta: Mapping[str, Any],
-        policy: Policy,
-        *,
-        shares: int = 1,
-        index: int = 0,
-        to_disk: bool = True,
-        part: Part | None = None,
-        awaits_ledger: bool = False,
+        self, state: Captured, *, shares: int = 1, to_disk: bool = True, awaits_ledger: bool = False
     ) -> Snapshot | None:
-        """Open a snapshot and start copying this process's share of it; None if all frames are in use. The tensors must
-        not change before `join`. `part`: of a checkpoint that several processes write. `awaits_ledger`: as for
-        `Frames.begin`. Does not block, except for an earlier copy."""
+        """Open a snapshot and start copying this process's share of it, the first; None if all frames are in use. The
+        tensors must not change before `join`. `awaits_ledger`: as for `Frames.begin`. Does not block, except for an
+        earlier copy."""
         self.join()
         if self._writer is not None:
             self._writer.keep_alive()
-        header = {"skeleton": skeleton, "meta": meta, "policy": policy.to_json(), "part": part and asdict(part)}
+        lineage = int(state.meta.get("lineage", 0))
         snapshot = self._frames.begin(
-            version,
-            int(meta.get("lineage", 0)),
-            list(tensors),
-            header,
+            state.version,
+            lineage,
+            list(state.tensors),
+            state.header,
             shares=shares,
             to_disk=to_disk,
             awaits_ledger=awaits_ledger,
         )
         if snapshot is not None:
-            failpoint("checkpoint.begun", version)
-            self._start(snapshot, tensors, index)
+            failpoint("checkpoint.begun", state.version)
+            self._start(snapshot, state.tensors, 0)
         return snapshot
 
     def awaited(self, version: int, shares: int) -> Snapshot | None:

@@ -23,10 +23,10 @@ from elastic_harness.checkpoint.interval import LastSaved
 from elastic_harness.checkpoint.layout import Slice
 from elastic_harness.checkpoint.memory.snapshot import Frames, Snapshot, SnapshotOutcome
 from elastic_harness.checkpoint.own_writer import OwnWriter
-from elastic_harness.checkpoint.policy import Policy, policy_of
+from elastic_harness.checkpoint.policy import policy_of
 from elastic_harness.checkpoint.saver import Saver
 from elastic_harness.checkpoint.tensors import slice_of
-from elastic_harness.checkpoint.tiers import CheckpointTier, Report, Tiers
+from elastic_harness.checkpoint.tiers import Captured, CheckpointTier, Report, Tiers
 from elastic_harness.config import CheckpointConfig
 from elastic_harness.contract import memory_slots, variables
 from elastic_harness.contract.checkpoint_event import print_alarm
@@ -63,11 +63,8 @@ class RunSaver:
         if tier is not None:
             shares = 1 if self.alone else world  # no other process has our memory
             with self._saver.reported(version):
-                self._saver.begin(
-                    *self._state(version, lineage, describe, uploads),
-                    to_disk=tier == CheckpointTier.NVME,
-                    shares=shares,
-                )
+                state = self._state(version, lineage, describe, uploads)
+                self._saver.begin(state, to_disk=tier == CheckpointTier.NVME, shares=shares)
 
     def follow(self, version: int, place: int, shares: int) -> None:
         """As another worker: start copying this one's share if the first has begun a snapshot of this version. `place`:
@@ -106,9 +103,7 @@ class RunSaver:
         with self._saver.reported(version):
             snapshot = self._tiers.newest()
             if snapshot is None or not _is_saved(snapshot, version, lineage):
-                snapshot = self._saver.begin_when_free(
-                    *self._state(version, lineage, describe, uploads), to_disk=True
-                )
+                snapshot = self._saver.begin_when_free(self._state(version, lineage, describe, uploads), to_disk=True)
                 self._tiers.join()
             durable = self._saver.wait(snapshot)
         self._saver.check()
@@ -125,12 +120,9 @@ class RunSaver:
         """Let go of the tiers: a writer of our own finishes first, and ends."""
         self._saver.close()
 
-    def _state(
-        self, version: int, lineage: int, describe: Describe, uploads: bool
-    ) -> tuple[int, dict[str, Any], dict[Slice, Tensor], dict[str, Any], Policy]:
-        """What `Saver.begin` needs to know of the state."""
+    def _state(self, version: int, lineage: int, describe: Describe, uploads: bool) -> Captured:
         policy = self._saver.policy if uploads else replace(self._saver.policy, upload=None)
-        return version, *self._capture(), {"lineage": lineage, "version": version, **describe()}, policy
+        return Captured(version, *self._capture(), {"lineage": lineage, "version": version, **describe()}, policy)
 
     def _capture(self) -> tuple[dict[str, Any], dict[Slice, Tensor]]:
         skeleton, tensors = self._registry.capture()
