@@ -21,7 +21,7 @@ from elastic_harness.checkpoint.disk.retention import Retention
 from elastic_harness.checkpoint.layout import Piece
 from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.errors import CheckpointCorrupt, ConfigError
-from elastic_harness.runs.named import RUNS
+from elastic_harness.runs.named import places
 
 EXIT_DAMAGED = 1
 
@@ -213,7 +213,7 @@ def _contents(checkpoint: Checkpoint) -> dict[str, dict[Piece, str]]:
 
 def _folder_of(given: str) -> Path:
     """A run's folder of checkpoints, or a folder of them; one that is not there yet as it was named."""
-    folder = next((path for path in (Path(given), RUNS / given) if path.exists()), Path(given))
+    folder = next((path for path in places(given) if path.exists()), Path(given))
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 
 
@@ -223,7 +223,7 @@ def _one(where: str) -> Checkpoint:
 
 def _all(where: str) -> list[Checkpoint]:
     """The valid checkpoints there, newest first; at least one. Says which folders are passed over."""
-    path = next((p for p in (Path(where), RUNS / where) if p.exists()), None)
+    path = next((p for p in places(where) if p.exists()), None)
     if path is None:
         raise ConfigError(f"{where} does not exist; give a run, a folder of checkpoints or a checkpoint.")
     path = path.resolve() if path.is_symlink() else path  # latest and best

@@ -30,6 +30,7 @@ from elastic_harness.names import TRAINER
 from elastic_harness.processes import become_child_subreaper, children, die_with_parent
 from elastic_harness.runs import folder as folders
 from elastic_harness.runs import origin as origins
+from elastic_harness.runs.named import RUNS
 
 AGENT_RESTARTS_MAX = 10
 AGENT_RESTARTS_WINDOW_S = 3600.0
@@ -48,7 +49,7 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
     request = _for_several_nodes(request)
     run_id = request.run_id or (Path(request.run_dir).resolve().name if request.run_dir else folders.new_run_id())
     node = "" if request.options.store is None else f"@{request.options.node_name}"
-    path = Path(request.run_dir) if request.run_dir else folders.RUNS / f"{run_id}{node}"
+    path = Path(request.run_dir) if request.run_dir else RUNS / f"{run_id}{node}"
     path = Path(os.path.abspath(path))  # its last part names the run, so no ".." may stand there
     lock = folders.acquire(path)
     try:

@@ -20,6 +20,7 @@ from elastic_harness.errors import EXIT_CONFIG, EXIT_SUCCESS, ConfigError, Infra
 from elastic_harness.names import TRAINER
 from elastic_harness.runs import folder as folders
 from elastic_harness.runs.events import EVENTS, newest_events, passed_over
+from elastic_harness.runs.named import RUNS
 
 _FOLLOW_S = 0.2
 
@@ -27,7 +28,7 @@ _FOLLOW_S = 0.2
 def ls(argv: Sequence[str]) -> int:
     """List the runs of a folder, newest first."""
     parser = _parser("ls", "List the runs, newest first.")
-    parser.add_argument("folder", nargs="?", default=str(folders.RUNS), help="where the runs are (default: runs)")
+    parser.add_argument("folder", nargs="?", default=str(RUNS), help="where the runs are (default: runs)")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     given = parser.parse_args(list(argv))
     root = Path(given.folder)

@@ -18,6 +18,7 @@ from elastic_harness.errors import EXIT_SUCCESS, EXIT_USER_CODE, ConfigError, Ha
 from elastic_harness.runs import folder as folders
 from elastic_harness.runs.events import EVENTS
 from elastic_harness.runs.ledger import LEDGER
+from elastic_harness.runs.named import RUNS, places
 
 # In this order: from the first on it is no run any more, and until the last one is gone `rm` still knows the folder.
 WRITTEN = (
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="elastic-harness rm", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="a run folder, or an id below runs/")
     parser.add_argument("--older-than", metavar="AGE", help="all below runs/ that ended so long ago: 12h, 7d, 2w")
-    parser.add_argument("--folder", type=Path, default=folders.RUNS, help="where --older-than looks (default: runs)")
+    parser.add_argument("--folder", type=Path, default=RUNS, help="where --older-than looks (default: runs)")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     given = parser.parse_args(list(argv))
     if bool(given.runs) == (given.older_than is not None):
@@ -94,7 +95,7 @@ def _is_run(path: Path) -> bool:
 
 def _run_at(name: str) -> Path:
     """The folder of a run, with an agent or without one."""
-    for path in (Path(name), folders.RUNS / name):
+    for path in places(name):
         if _is_run(path):
             return path
     return folders.resolve(name)

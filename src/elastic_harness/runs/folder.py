@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_harness import durable_file, file_lock, shape
 from elastic_harness.errors import ConfigError, InfrastructureError
-from elastic_harness.runs.named import RUNS
+from elastic_harness.runs import named
 
 RECORD = "run.json"
 LOCK = "lock"
@@ -79,18 +79,15 @@ def new_run_id() -> str:
 def resolve(name: str) -> Path:
     """The folder of an existing run, given as a path or as an id under runs/; of a run of several nodes that of the
     node here."""
-    for path in (Path(name), RUNS / name):
-        if (path / RECORD).exists():
-            return path.resolve()
-    nodes = sorted(RUNS.glob(f"{name}@*/{RECORD}")) if "/" not in name else []
-    if len(nodes) == 1:
-        return nodes[0].parent.resolve()
-    if nodes:
-        found = ", ".join(str(path.parent) for path in nodes)
-        raise ConfigError(f"the run {name!r} has the folders of {len(nodes)} nodes here: name one of {found}")
+    found = named.holding(name, RECORD)
+    if len(found) == 1:
+        return found[0].resolve()
+    if found:
+        nodes = ", ".join(map(str, found))
+        raise ConfigError(f"the run {name!r} has the folders of {len(found)} nodes here: name one of {nodes}")
+    here, below = named.places(name)
     raise ConfigError(
-        f"there is no run {name!r}: neither {Path(name)} nor {RUNS / name} holds a {RECORD}; `elastic-harness ls` "
-        f"lists the runs"
+        f"there is no run {name!r}: neither {here} nor {below} holds a {RECORD}; `elastic-harness ls` lists the runs"
     )
 
 

@@ -9,19 +9,29 @@ from elastic_harness.errors import ConfigError
 RUNS = Path("runs")
 
 
-def of_run(run: str | Path, *files: str) -> list[Path]:
-    """Return the folder of a run, or those of its nodes here. A place that holds one of these files goes before one
-    that is merely there. Raises ConfigError if there is none."""
-    named = [Path(run), RUNS / run]
+def places(run: str | Path) -> tuple[Path, Path]:
+    """Return where a run may be that a command line names."""
+    return Path(run), RUNS / run
+
+
+def holding(run: str | Path, *files: str) -> list[Path]:
+    """Return the folder of a run that holds one of these files, or else those of its nodes here that do."""
+    here, below = places(run)
     nodes = sorted(RUNS.glob(f"{run}@*")) if str(run) and "/" not in str(run) else []
-    for group in ([named[0]], [named[1]], nodes):
+    for group in ([here], [below], nodes):
         found = [path for path in group if any((path / file).exists() for file in files)]
         if found:
             return found
-    there = [path for path in named if path.exists()]
-    if not there:
+    return []
+
+
+def of_run(run: str | Path, *files: str) -> list[Path]:
+    """Return the folder of a run, or those of its nodes here. A place that holds one of these files goes before one
+    that is merely there. Raises ConfigError if there is none."""
+    found = holding(run, *files) or [path for path in places(run) if path.exists()][:1]
+    if not found:
+        here, below = places(run)
         raise ConfigError(
-            f"there is no run {str(run)!r}: neither {named[0]} nor {named[1]} is there; `elastic-harness ls` lists the "
-            "runs"
+            f"there is no run {str(run)!r}: neither {here} nor {below} is there; `elastic-harness ls` lists the runs"
         )
-    return there[:1]
+    return found

@@ -16,7 +16,7 @@ from typing import Any
 from elastic_harness import durable_file
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.runs.ledger import LEDGER
-from elastic_harness.runs.named import RUNS
+from elastic_harness.runs.named import places
 
 FILE = "origin.json"
 CHECKPOINTS = "checkpoints"
@@ -145,13 +145,13 @@ def _run_folder(text: str, *, must_exist: bool = True) -> tuple[Path, int | None
     head, at, tail = text.rpartition("@")
     candidates = [(text, None), *([(head, int(tail))] if at and tail.isdecimal() else [])]
     for name, version in candidates:
-        for path in (Path(name), RUNS / name):
+        for path in places(name):
             if (path / CHECKPOINTS).is_dir():
                 return path.resolve(), version
     if must_exist:
         raise ConfigError(
             f"there is no run {candidates[-1][0]!r} with checkpoints: neither that folder nor "
-            f"{RUNS / candidates[-1][0]} has one named {CHECKPOINTS}; `elastic-harness ls` lists the runs"
+            f"{places(candidates[-1][0])[1]} has one named {CHECKPOINTS}; `elastic-harness ls` lists the runs"
         )
     name, version = candidates[-1]
     return Path(name).resolve(), version
