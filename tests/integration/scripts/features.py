@@ -312,6 +312,19 @@ def wait_for_a_joiner(run: Any) -> None:
     raise TimeoutError(f"nobody joined within {WAIT_S} s")
 
 
+def print_final_state(model: nn.Module, others: dict[str, Any]) -> dict[str, Tensor]:
+    """Print a hash of the weights, and of the whole state one of all tensors and one of all other values; return the
+    tensors."""
+    skeleton, tensors = Registry(model, others).capture()
+    values = hashlib.sha256(json.dumps(skeleton, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(content_of(tensors[name]))
+    print("final-weights", weights_sha256(model), flush=True)
+    print("final-state", digest.hexdigest(), values, flush=True)
+    return tensors
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("case", choices=sorted(CASES))
@@ -329,7 +342,6 @@ def main() -> None:
             "checkpoint": {"checkpoint_interval": arguments.checkpoint_every},
         }
     )
-    parts = dict(case.more)
     run = elastic_harness.start(
         case.model, case.optimizer, case.dataset, config, run_dir=arguments.run_dir, **case.more
     )
@@ -340,15 +352,8 @@ def main() -> None:
             result = case.loss(case.model, batch)
             step.backward(*(result if isinstance(result, tuple) else (result,)))
         case.after(run, step.loss)
-    stateful = {k: v for k, v in parts.items() if k in ("scheduler", "scaler", "ema")}
-    registry = Registry(case.model, {"optimizer": case.optimizer, **stateful, **parts.get("extra", {})})
-    skeleton, tensors = registry.capture()
-    print("final-weights", weights_sha256(case.model), flush=True)
-    values = hashlib.sha256(json.dumps(skeleton, sort_keys=True).encode()).hexdigest()
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(content_of(tensors[name]))
-    print("final-state", digest.hexdigest(), values, flush=True)
+    stateful = {k: v for k, v in case.more.items() if k in ("scheduler", "scaler", "ema")}
+    print_final_state(case.model, {"optimizer": case.optimizer, **stateful, **case.more.get("extra", {})})
 
 
 if __name__ == "__main__":

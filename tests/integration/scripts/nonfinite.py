@@ -10,21 +10,17 @@ GradScaler whose scale is too large at first. ever: from one step on every loss 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import time
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from features import Table, wait_for_a_joiner
+from features import Table, print_final_state, wait_for_a_joiner
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elastic_harness
-from elastic_harness.checkpoint.tensors import content_of
 from elastic_harness.runs.origin import versions_in
-from elastic_harness.train.state import Registry, weights_sha256
 
 BAD_STEP, BAD_SAMPLE = 5, 17
 
@@ -76,14 +72,8 @@ def main() -> None:
             time.sleep(1.0)  # for the writer; it is as a rule through long before
         for batch in step.micro_batches():
             step.backward(loss_of(kind, model, step.index, batch))
-    skeleton, tensors = Registry(model, {"optimizer": optimizer, **parts}).capture()
+    tensors = print_final_state(model, {"optimizer": optimizer, **parts})
     assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
-    values = hashlib.sha256(json.dumps(skeleton, sort_keys=True).encode()).hexdigest()
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(content_of(tensors[name]))
-    print("final-weights", weights_sha256(model), flush=True)
-    print("final-state", digest.hexdigest(), values, flush=True)
 
 
 if __name__ == "__main__":
