@@ -166,9 +166,9 @@ class ElasticRun:
             case EndAsked():
                 self._on_end_asked(worker.member, message)
             case PolicyHalt(reason) | LoopLeft(reason):
-                self.agent.finish(JobOutcome(EXIT_USER_CODE, "failed", reason), graceful=False)
+                self.agent.fail(EXIT_USER_CODE, reason)
             case WeightsNotSaved(error):
-                self.agent.finish(JobOutcome(EXIT_INFRASTRUCTURE, "failed", error), graceful=False)
+                self.agent.fail(EXIT_INFRASTRUCTURE, error)
             case LastStepDone(version):
                 worker.finished = message
                 self._finished[worker.member] = message
@@ -411,14 +411,10 @@ class ElasticRun:
     def _on_poison(self, at_step: int, slot: int, members: tuple[str, ...], reason: str) -> None:
         known = self._slot_errors.get((at_step, slot), SlotError(at_step, slot, reason))
         samples = f"; its samples are {list(known.samples)}" if known.samples else ""
-        self.agent.finish(
-            JobOutcome(
-                EXIT_USER_CODE,
-                "failed",
-                f"slot {slot} of step {at_step} failed on {len(members)} workers ({', '.join(members)}): {known.error}"
-                f"{samples}. Fix the code or the data; the same --run-dir resumes at the newest checkpoint",
-            ),
-            graceful=False,
+        self.agent.fail(
+            EXIT_USER_CODE,
+            f"slot {slot} of step {at_step} failed on {len(members)} workers ({', '.join(members)}): {known.error}"
+            f"{samples}. Fix the code or the data; the same --run-dir resumes at the newest checkpoint",
         )
 
     def _on_stop(self, reason: str) -> None:
@@ -436,13 +432,11 @@ class ElasticRun:
         relaxed = (self.agent.folder.record.get("fingerprint") or {}).get("exactness") == "relaxed"
         if len(set(hashes.values())) > 1 and not relaxed:
             named = ", ".join(f"{m}: {h}" for m, h in sorted(hashes.items()))
-            outcome = JobOutcome(
+            self.agent.fail(
                 EXIT_INFRASTRUCTURE,
-                "failed",
                 f"the members finished with different weights ({named}); one machine computes wrongly, or the "
                 f"training code is not deterministic (see docs/exactness.md)",
             )
-            self.agent.finish(outcome, graceful=False)
             return
         for worker in list(self.agent.workers.values()):
             member = worker.member in self._members and not worker.lost
@@ -459,14 +453,8 @@ class ElasticRun:
             worker.released = None
             self.agent.report.incident(worker, "training had finished; the trained weights are complete")
             if worker.exit_code and worker.exit_code > 0:
-                self.agent.finish(
-                    JobOutcome(
-                        EXIT_USER_CODE,
-                        "failed",
-                        f"training finished, but the code after it failed in worker {worker.member}",
-                    ),
-                    graceful=False,
-                )
+                message = f"training finished, but the code after it failed in worker {worker.member}"
+                self.agent.fail(EXIT_USER_CODE, message)
         self._end_if_all_left(leaving=worker)
 
     def _end_if_all_left(self, leaving: Worker | None = None) -> None:
@@ -606,7 +594,7 @@ class ElasticRun:
         else:
             return
         self._places.planned.clear()
-        self.agent.finish(JobOutcome(code, "failed", message), graceful=bool(living))
+        self.agent.fail(code, message, graceful=bool(living))
 
     def _report(self, worker: Worker, done: str, cause: Cause, error: str) -> None:
         """One block per incident; the same error on further workers is one line each."""

@@ -156,7 +156,7 @@ class Agent:
                 self._turn()
             self._finish_writer()
         except HarnessError as error:
-            self.finish(JobOutcome(error.exit_code, "failed", str(error)), graceful=False)
+            self.fail(error.exit_code, str(error))
             while any(w.running for w in self.workers.values()):
                 self._turn(quiet=True)
         finally:
@@ -232,6 +232,10 @@ class Agent:
             return
         self.outcome = outcome
         self.stop_workers(outcome.status, graceful=graceful)
+
+    def fail(self, exit_code: int, message: str, *, graceful: bool = False) -> None:
+        """End the job as failed."""
+        self.finish(JobOutcome(exit_code, "failed", message), graceful=graceful)
 
     def leave(self, outcome: JobOutcome) -> None:
         """End the job here while others go on: workers leave when they are no longer needed, or after the grace."""
@@ -358,7 +362,7 @@ class Agent:
         if said := alarm(event, fields):
             self.console.notice(said)
         if fields.get("fatal"):
-            self.finish(JobOutcome(EXIT_INFRASTRUCTURE, "failed", str(fields.get("error"))), graceful=False)
+            self.fail(EXIT_INFRASTRUCTURE, str(fields.get("error")))
 
     def give_up(self, hang: Hang) -> None:
         """Treat a worker that hangs as lost, and kill it."""

@@ -156,7 +156,7 @@ class PlainRun:
         missing = failed_to_import(worker.log.tail(TAIL_LINES)) if not self._restarts else ""
         if missing and self._culprit is None:
             message = f"the script cannot be imported: {missing}; the traceback is in {worker.log.path}"
-            self.agent.finish(JobOutcome(EXIT_USER_CODE, "failed", message), graceful=False)
+            self.agent.fail(EXIT_USER_CODE, message)
             return
         if self._culprit is None and explains_others(code):
             self._blame(worker)
@@ -180,7 +180,7 @@ class PlainRun:
         code, _ = self._errors[worker.index]
         if code == EXIT_CONFIG:
             self.agent.report.incident(worker, "the job ends: another start would fail the same way")
-            self.agent.finish(JobOutcome(EXIT_CONFIG, "failed", self._last_error(worker)), graceful=False)
+            self.agent.fail(EXIT_CONFIG, self._last_error(worker))
             return
         left = self.agent.options.plain_restarts - self._restarts
         done = "all workers are stopped and started again as a whole" if left else "all workers are stopped"
@@ -202,11 +202,11 @@ class PlainRun:
         if len(self._errors) == workers and len(set(self._errors.values())) == 1 and code > 0:
             message = f"every worker failed in the same way: {error or f'exit code {code}'}"
             exit_code = EXIT_INFRASTRUCTURE if code == EXIT_INFRASTRUCTURE else EXIT_USER_CODE
-            self.agent.finish(JobOutcome(exit_code, "failed", message), graceful=False)
+            self.agent.fail(exit_code, message)
         elif self._restarts >= self.agent.options.plain_restarts:
             message = f"{self._last_error(self._culprit)}; it was restarted {self._restarts} times (--max-restarts)"
             exit_code = EXIT_USER_CODE if code > 0 else EXIT_TOO_FEW_WORKERS
-            self.agent.finish(JobOutcome(exit_code, "failed", message), graceful=False)
+            self.agent.fail(exit_code, message)
         else:
             self._restarts += 1
             delay_s = min(RESTART_DELAY_MAX_S, RESTART_DELAY_S * 2 ** (self._restarts - 1))

@@ -175,7 +175,7 @@ class Together:
             f"this node does not fit the run: {reason}. Give all nodes the same version, configuration and data; a run "
             "that was begun otherwise is continued as it was, or begun anew with --fresh on all nodes"
         )
-        self._agent.finish(JobOutcome(EXIT_CONFIG, "failed", message), graceful=False)
+        self._agent.fail(EXIT_CONFIG, message)
 
     def _say_if_away(self) -> None:
         trouble = self._link.trouble
