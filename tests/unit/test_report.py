@@ -9,7 +9,7 @@ import math
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -23,7 +23,8 @@ from elastic_harness.demo.driver import moment
 from elastic_harness.demo.plan import DOUBLE, RANK_ZERO, Strike, choose_victims, plan_strikes
 from elastic_harness.demo.screen import Screen, render, sparkline
 from elastic_harness.demo.verdict import compare
-from elastic_harness.runs.story import Kill, Story, story_of, tell
+from elastic_harness.runs.events import EVENTS, read_events
+from elastic_harness.runs.story import Kill, Story, tell
 from unit.made_up_run import SHA, STAGES, make_run, write_lines
 
 
@@ -38,6 +39,10 @@ def pair(tmp_path: Path) -> tuple[Path, Path, tuple[Kill, ...]]:
     kills = make_run(tmp_path / "storm", 3, workers=4, steps=60, strikes=5)
     make_run(tmp_path / "calm", 3, workers=2, steps=60, strikes=0)
     return tmp_path / "storm", tmp_path / "calm", kills
+
+
+def story_of(run_dir: Path, kills: Iterable[Kill] = ()) -> Story:
+    return tell(read_events(run_dir / EVENTS), kills)
 
 
 def judge(pair: tuple[Path, Path, tuple[Kill, ...]]) -> Any:

@@ -72,13 +72,10 @@ class LaunchOptions:
     @staticmethod
     def from_json(data: dict[str, Any]) -> LaunchOptions:
         """The options that `to_json` gave. Raises InfrastructureError for anything else."""
-        fields = shape.of(LaunchOptions)
         try:
-            shape.expect(data, fields)
+            return shape.build(LaunchOptions, data)
         except ValueError as error:
             raise InfrastructureError(f"the options in run.json are damaged: {error}; launch it again") from error
-        known: dict[str, Any] = {name: data.get(name) for name in fields}
-        return LaunchOptions(**{**known, "command": tuple(known["command"])})
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class NcclGroup:
 
 
 def build(
-    values: KeyValue, rank: int, world: int, *, device: torch.device, cancelled: Callable[[float], None]
+    values: KeyValue, rank: int, world: int, cancelled: Callable[[float], None], *, device: torch.device
 ) -> NcclGroup:
     """Meet the other members and set up the communicator. Collective; blocks until all are there, and raises what
     `cancelled` raises when the generation has become void."""

@@ -40,7 +40,7 @@ Item = TypeVar("Item")
 Queues = dict[int, deque[Item]]
 
 
-def build(values: KeyValue, rank: int, world: int, *, hostname: str, cancelled: Callable[[float], None]) -> TcpGroup:
+def build(values: KeyValue, rank: int, world: int, cancelled: Callable[[float], None], *, hostname: str) -> TcpGroup:
     """Meet the other members and connect to each. Collective; blocks until all are there. Raises as `mesh.connect`."""
     connections, addresses = mesh.connect(values, rank, world, hostname=hostname, cancelled=cancelled)
     return TcpGroup(connections, addresses, rank)

@@ -84,7 +84,6 @@ class Ended:
     seed: int
     kinds: list[str]
     happenings: int
-    virtual_s: float
     violation: str | None = None
     detail: str = ""
     needed: list[int] = field(default_factory=list)
@@ -99,10 +98,8 @@ def run_seed(shape: JobShape, seed: int) -> Ended:
         simulation.run()
     except Violation as violation:
         needed = minimised(shape, seed, faults, violation.kind)
-        return Ended(
-            seed, kinds, simulation.happenings, simulation.now, violation.kind, violation.detail[:2000], needed
-        )
-    return Ended(seed, kinds, simulation.happenings, simulation.now)
+        return Ended(seed, kinds, simulation.happenings, violation.kind, violation.detail[:2000], needed)
+    return Ended(seed, kinds, simulation.happenings)
 
 
 def minimised(shape: JobShape, seed: int, faults: list[Fault], kind: str) -> list[int]:

@@ -69,7 +69,7 @@ class Job:
     def kill(self, ranks: Sequence[int], t: float, by: str) -> Kill | None:
         """SIGKILL to these ranks of the current generation, at one moment; None if none of them lives."""
         workers = [worker for worker in self.story.up() if worker.rank in ranks]
-        struck = [worker for worker in workers if self._signal(worker.member, worker.pid)]
+        struck = [worker for worker in workers if self._signal(worker.member)]
         if not struck:
             return None
         kill = Kill(
@@ -105,18 +105,12 @@ class Job:
 
     def _hold(self, member: str, pid: int) -> None:
         """Keep a handle on the process: a kill can never hit another one that got the same pid later."""
-        if hasattr(os, "pidfd_open") and member not in self._handles:
+        if member not in self._handles:
             with contextlib.suppress(OSError):
                 self._handles[member] = os.pidfd_open(pid)
 
-    def _signal(self, member: str, pid: int) -> bool:
-        try:
-            if member in self._handles:
-                signal.pidfd_send_signal(self._handles[member], signal.SIGKILL)
-            elif hasattr(os, "pidfd_open"):
-                return False
-            else:
-                os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return False
-        return True
+    def _signal(self, member: str) -> bool:
+        with contextlib.suppress(ProcessLookupError, KeyError):
+            signal.pidfd_send_signal(self._handles[member], signal.SIGKILL)
+            return True
+        return False

@@ -5,10 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from elastic_harness.runs.events import EVENTS, read_events
 
 RECENT_STEPS = 8
 
@@ -243,8 +240,3 @@ def tell(events: Iterable[Mapping[str, Any]], kills: Iterable[Kill] = ()) -> Sto
     for kill in kills:
         story.mark_killed(kill)
     return story
-
-
-def story_of(run_dir: Path, kills: Iterable[Kill] = ()) -> Story:
-    """The story of a run folder."""
-    return tell(read_events(run_dir / EVENTS), kills)

@@ -485,20 +485,8 @@ def _transport(config: Config, device: torch.device) -> tuple[Connect, torch.dev
     if config.training.backend == "nccl":
         if device.type != "cuda":
             raise ConfigError(f"training.backend is nccl, which needs the model on a GPU; it is on {device}. Use tcp.")
-        return partial(_connect_nccl, device), device
-    return _connect_tcp, torch.device("cpu")
-
-
-def _connect_tcp(values: KeyValue, rank: int, world: int, cancelled: Callable[[float], None]) -> Group:
-    return tcp.build(
-        values, rank, world, hostname=os.environ.get(variables.HOST, "127.0.0.1"), cancelled=cancelled
-    )
-
-
-def _connect_nccl(
-    device: torch.device, values: KeyValue, rank: int, world: int, cancelled: Callable[[float], None]
-) -> Group:
-    return nccl.build(values, rank, world, device=device, cancelled=cancelled)
+        return partial(nccl.build, device=device), device
+    return partial(tcp.build, hostname=os.environ.get(variables.HOST, "127.0.0.1")), torch.device("cpu")
 
 
 def _coordinator(run_dir: str | Path | None) -> tuple[Link, Path, Board]:
