@@ -18,7 +18,7 @@ from elastic_harness.checkpoint.packages import packages
 from elastic_harness.contract.board import Phase
 from elastic_harness.contract.messages import Commit, HandOver, LogEvent, PolicyHalt, UnfitPeer, decided
 from elastic_harness.errors import Diverged
-from elastic_harness.runs.ledger import STATE
+from elastic_harness.runs.ledger import LedgerLine, StateLine
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.attempt import Attempt
 from elastic_harness.train.gate import GateVerdict
@@ -124,6 +124,23 @@ def tell_commit(parts: Parts, progress: Progress, step_s: float | None) -> None:
     assert formed is not None and record is not None and metrics is not None
     span = parts.schedule.at(record.step)
     world = len({member for member, _, _ in record.computed_by})
+    line = LedgerLine(
+        lineage=formed.digest.lineage,
+        from_step=formed.digest.from_step,
+        step=record.step,
+        generation=record.generation,
+        world_size=world,
+        epoch=span.epoch,
+        position=span.position,
+        count=span.count,
+        slots=parts.shape.slots,
+        lanes=parts.shape.lanes,
+        computed_by=record.computed_by,
+        slot_samples=tuple(f"{int(h):016x}" for h in record.table.ids_hash_N),
+        slot_weight=tuple(record.table.weight_N.tolist()),
+        loss=metrics.loss,
+        **decided(metrics.decisions),
+    )
     parts.link.send(
         Commit(
             lineage=formed.digest.lineage,
@@ -137,23 +154,7 @@ def tell_commit(parts: Parts, progress: Progress, step_s: float | None) -> None:
             step_s=step_s,
             decisions=metrics.decisions,
             bad_samples={str(s): parts.slots.sample_ids(record.step, s) for s in metrics.bad_slots[:NAMED_MAX]},
-            ledger={
-                "lineage": formed.digest.lineage,
-                "from_step": formed.digest.from_step,
-                "step": record.step,
-                "generation": record.generation,
-                "world_size": world,
-                "epoch": span.epoch,
-                "position": span.position,
-                "count": span.count,
-                "slots": parts.shape.slots,
-                "lanes": parts.shape.lanes,
-                "computed_by": record.computed_by,
-                "slot_samples": [f"{int(h):016x}" for h in record.table.ids_hash_N],
-                "slot_weight": record.table.weight_N.tolist(),
-                "loss": metrics.loss,
-                **decided(metrics.decisions),
-            },
+            ledger=line.to_json(),
         )
     )
 
@@ -162,17 +163,9 @@ def tell_state(
     parts: Parts, formed: Formed, state: str, *, holder: str | None = None, taken_from: str | None = None
 ) -> None:
     """The ledger line of a hand-over, from each side: who holds the state with this hash, and from whom that is."""
-    digest = formed.digest
-    line = {
-        "kind": STATE,
-        "state": state,
-        "lineage": digest.lineage,
-        "version": digest.version,
-        "generation": formed.generation.number,
-        "holder": holder or parts.link.member,
-        "taken_from": taken_from,
-    }
-    parts.link.send(HandOver(line))
+    digest, number, holder = formed.digest, formed.generation.number, holder or parts.link.member
+    line = StateLine(state, digest.lineage, digest.version, number, holder, taken_from)
+    parts.link.send(HandOver(line.to_json()))
 
 
 def halt_if_decided(parts: Parts, progress: Progress) -> None:
