@@ -58,9 +58,7 @@ class Saver:
 
     def begin(self, state: Captured, *, to_disk: bool, shares: int = 1) -> Snapshot | None:
         """Start copying a state to shared memory, as `Tiers.begin`; None if no place is free there now."""
-        snapshot = self.tiers.begin(
-            state, shares=shares, to_disk=to_disk, awaits_ledger=self._awaits_ledger
-        )
+        snapshot = self.tiers.begin(state, shares=shares, to_disk=to_disk, awaits_ledger=self._awaits_ledger)
         if snapshot is not None:
             self.timing.saved(to_disk=to_disk)
             if self._awaits_ledger:

@@ -83,7 +83,7 @@ def _meet(meeting: _Meeting, addresses: Mapping[int, Address], host: str, cancel
         while meeting.missing:
             cancelled(0.0)
             connecting.look()
-            meeting.turn(TICK_S)
+            meeting.turn()
             if meeting.missing and time.monotonic() >= give_up_at:
                 raise PeerFailed(f"no answer within {CONNECT_TIMEOUT_S:.0f} s", ranks=tuple(sorted(meeting.missing)))
     except ConnectionRefusedError as error:
@@ -129,12 +129,12 @@ class _Meeting:
         for sock in (*self._strangers, *self._calls, *(self.connected.values() if everything else ())):
             sock.close()
 
-    def turn(self, seconds: float) -> None:
-        """Do what can be done now; wait so long for it. Raises ConnectionRefusedError if a member has gone."""
+    def turn(self) -> None:
+        """Do what can be done now; wait TICK_S for it. Raises ConnectionRefusedError if a member has gone."""
         for peer in [peer for peer, at in self._again.items() if at <= time.monotonic()]:
             del self._again[peer]
             self._call(peer)
-        for key, events in self._poll.select(seconds):
+        for key, events in self._poll.select(TICK_S):
             sock = key.fileobj
             assert isinstance(sock, socket.socket)
             if sock is self._listener:

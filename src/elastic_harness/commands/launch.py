@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from elastic_harness.agent.options import LaunchRequest, parse
+from elastic_harness.agent.reporting.incident import signal_name
 from elastic_harness.agent.workers.orphans import Orphans
 from elastic_harness.agent.workers.script import check_command
 from elastic_harness.contract import memory_slots
@@ -223,7 +224,4 @@ def _colour() -> bool:
 
 
 def _describe(code: int) -> str:
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
+    return f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"

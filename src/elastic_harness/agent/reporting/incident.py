@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,6 @@ class Incident:
     done: str
     advice: str
     log: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "evidence": list(self.evidence)}
 
     def render(self) -> str:
         """The block as shown to the user."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import asdict
 
 from elastic_harness.agent.reporting import incident
 from elastic_harness.agent.reporting.console import Console
@@ -86,5 +87,5 @@ class Reporter:
             self._decided[decision.policy] = commit.step
 
     def _show(self, block: Incident) -> None:
-        self._records.event("incident", **block.to_json())
+        self._records.event("incident", **asdict(block))
         self._console.block(block.render())
