@@ -1,5 +1,5 @@
 """Durable training state: shared memory, folders of plain safetensors with a manifest that is written last, object
-storage. Importing this loads torch only when something that needs it is used."""
+storage. An import of this package loads torch only when a name that needs it is used."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checkpoints to and from the formats of others: safetensors files, `torch.save`, PyTorch's DCP, Hugging Face folders.
+"""Checkpoints to and from foreign formats: safetensors files, `torch.save`, PyTorch's DCP, Hugging Face folders.
 
-Nothing foreign can run: `torch.save` files are read by torch's `weights_only` loader, and DCP's metadata, which is a
-pickle, by one that knows the few classes of which such metadata consists and refuses everything else.
+No foreign code can run. `torch.save` files are read by torch's `weights_only` loader. DCP's metadata is a pickle. It is
+read by a loader that knows the few classes of which such metadata consists, and refuses everything else.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ HF_SHARD_BYTES = 5_000_000_000
 
 
 def guess_format(path: Path) -> Format:
-    """What a path is, or is to be, by its name and content. Raises ConfigError if that says nothing."""
+    """Return the format of a path, or the one that it is to have, by its name and content. Raises ConfigError if
+    neither tells."""
     if path.suffix == ".safetensors":
         return "safetensors"
     if path.suffix in (".pt", ".pth", ".bin"):
@@ -52,8 +53,8 @@ def guess_format(path: Path) -> Format:
 
 
 def export(checkpoint: Checkpoint, output: Path, form: Format, *, everything: bool) -> int:
-    """Write the weights, or everything, as a file or folder of this format, which must not be there yet as a folder;
-    returns how many tensors. Raises CheckpointCorrupt, ConfigError, InfrastructureError."""
+    """Write the weights, or everything, as a file or folder of this format, and return how many tensors were written. A
+    folder must not be there yet. Raises CheckpointCorrupt, ConfigError, InfrastructureError."""
     skeleton, stored, _ = local.load(checkpoint)
     tensors = stored if everything else weights(stored)
     if not tensors:
@@ -78,7 +79,7 @@ def export(checkpoint: Checkpoint, output: Path, form: Format, *, everything: bo
 
 
 def weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The model's tensors, under their own names."""
+    """Return the model's tensors, under their own names."""
     for prefix in MODEL_PREFIXES:
         found = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         if found:
@@ -93,7 +94,7 @@ def _save_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _export_hf(tensors: dict[str, Tensor], folder: Path) -> None:
-    """As `transformers` lays them out: one file, or several and an index."""
+    """Write files as `transformers` lays them out: one file, or several and an index."""
     files: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -227,7 +228,7 @@ def _read_dcp(path: Path) -> dict[str, Tensor]:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows what DCP's metadata consists of, and nothing that could do anything else."""
+    """Reads DCP's metadata. Knows the classes of which that consists, and no class that could do anything else."""
 
     _KNOWN = {
         "torch.distributed.checkpoint.metadata": {

@@ -1,4 +1,4 @@
-"""How often to save: what a checkpoint costs against what a failure loses."""
+"""How often to save: the cost of a checkpoint weighed against what a failure loses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PRIOR_S = 86_400.0  # before anything is known, one failure a day is assumed
 
 
 def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """The time between checkpoints that loses least, for a checkpoint that costs `cost_s` and a mean time between
-    failures of `mtbf_s`, both in seconds.
+    """Return the time between checkpoints that loses least, for a checkpoint that costs `cost_s` and a mean time
+    between failures of `mtbf_s`, both in seconds.
 
     J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation
     Computer Systems 22 (2006), eq. 37; its first term is J. W. Young's √(2·C·M), Communications of the ACM 17 (1974).
@@ -25,14 +25,14 @@ def daly_interval_s(cost_s: float, mtbf_s: float) -> float:
 
 
 def mtbf_s(elapsed_s: float, failures: int) -> float:
-    """The mean time between failures as observed, with one failure in `PRIOR_S` assumed before: the posterior mean of a
-    Gamma prior of shape 1."""
+    """Return the mean time between failures as observed, with one failure in `PRIOR_S` assumed before: the posterior
+    mean of a Gamma prior of shape 1."""
     return (PRIOR_S + elapsed_s) / (1 + failures)
 
 
 class Costs:
-    """What saving costs training, from the duration of steps: of those in which a snapshot was copied, of those beside
-    which the writer was at work, and of the others. Each is a mean that forgets slowly."""
+    """The cost of saving, measured by the duration of steps. There is a mean for the steps in which a snapshot was
+    copied, one for the steps beside which the writer was at work, and one for the others. Each mean forgets slowly."""
 
     _KEEP = 0.8
 
@@ -50,31 +50,33 @@ class Costs:
             self._writing_s += max(0.0, seconds - quiet)
 
     def wrote(self) -> None:
-        """A write to disk has begun."""
+        """Note that a write to disk has begun."""
         self._drains += 1
 
     @property
     def copy_s(self) -> float:
-        """What a snapshot in memory costs; at least a millisecond, which is also the guess before anything is known."""
+        """The cost of a snapshot in memory, at least a millisecond. A millisecond is also the guess before anything is
+        known."""
         if {"copied", "quiet"} <= self._means.keys():
             return max(1e-3, self._means["copied"] - self._means["quiet"])
         return 1e-3
 
     @property
     def disk_s(self) -> float:
-        """What a checkpoint on disk costs: the snapshot, and the writer's share of the machine."""
+        """The cost of a checkpoint on disk: the snapshot, and the writer's share of the machine."""
         return self.copy_s + self._writing_s / max(1, self._drains)
 
 
 class LastSaved(NamedTuple):
-    """What need not be saved again: where training began or was restored, or what was last saved to a tier."""
+    """The state that need not be saved again: where training began or was restored, or what was last saved to a
+    tier."""
 
     version: int = 0
-    at: float = 0.0  # when it was begun, by the monotonic clock
+    at: float = 0.0  # when that save was begun, by the monotonic clock
 
 
 class Timing:
-    """When a tier is due. `failures`: how many have been seen since this was made."""
+    """Says when a tier is due. `failures`: how many were seen since this object was made."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
@@ -91,23 +93,23 @@ class Timing:
         return "auto" in (self._config.checkpoint_interval, self._config.memory_snapshot_interval)
 
     def saved(self, *, to_disk: bool) -> None:
-        """A snapshot was begun in the step that runs."""
+        """Note that a snapshot was begun in the step that runs."""
         self._copied = True
         if to_disk:
             self._wrote_beside = True
             self.costs.wrote()
 
     def stepped(self, *, writing: bool) -> None:
-        """A step has ended, and another begins. `writing`: whether the writer is at work."""
+        """Note that a step has ended and another begins. `writing`: whether the writer is at work."""
         now = time.monotonic()
         if self._stepped_at is not None:
             self.costs.step(now - self._stepped_at, copied=self._copied, writing=self._wrote_beside)
         self._stepped_at, self._copied, self._wrote_beside = now, False, writing
 
     def is_due(self, version: int, last: LastSaved, *, to_disk: bool) -> bool:
-        """Whether the state after `version` steps is to be saved: a multiple of the interval was passed since the last
-        save, however many steps lie between two questions, or with "auto" it is time. A last save ahead of `version`
-        belongs to a history that was given up, and does not count."""
+        """Return whether the state after `version` steps is to be saved. With a number it is due when a multiple of the
+        interval was passed since the last save, however many steps lie between two calls. With "auto" it is due when
+        the time is up. A last save ahead of `version` belongs to a history that was given up, and does not count."""
         config = self._config
         interval = config.checkpoint_interval if to_disk else config.memory_snapshot_interval
         last_version = last.version if last.version <= version else 0
@@ -118,7 +120,7 @@ class Timing:
         return time.monotonic() - max(last.at, self._since) >= self.interval_s(to_disk=to_disk)
 
     def interval_s(self, *, to_disk: bool) -> float:
-        """The best time between two snapshots, within the configured bounds."""
+        """Return the best time between two snapshots, within the configured bounds."""
         config = self._config
         if config.mtbf_hours is not None:
             between_s = 3600 * config.mtbf_hours

@@ -1,8 +1,8 @@
 """How state is cut up for storing: tensors into slices, slices into pieces, pieces into shares. Without torch.
 
 A slice is a box of a tensor: all of it, or the part that one shard holds. Its bytes, in row-major order, are cut into
-pieces of at most 16 MiB, the unit of copying, of hashing and of what need not be written again. A share is what one of
-several writers writes: a run of pieces of about the same size as everybody's.
+pieces of at most 16 MiB. Pieces are the unit of copying and of hashing, and a piece that has not changed is not written
+again. A share is what one of several writers writes: a run of pieces of about the same size as the other shares.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ITEM_BYTES = {
 
 
 class Slice(NamedTuple):
-    """A box of a tensor. `dtype` as torch names it; `shape` of the whole tensor; the box begins at `offset` and has
-    `sizes`."""
+    """A box of a tensor. `dtype` is torch's name of it, `shape` that of the whole tensor. The box begins at `offset`
+    and has `sizes`."""
 
     tensor: str
     dtype: str
@@ -38,17 +38,17 @@ class Slice(NamedTuple):
 
     @property
     def name(self) -> str:
-        """A name for the slice, which for a whole tensor is the tensor's own."""
+        """The slice's name: for a whole tensor the tensor's own, else with the place where the slice begins."""
         return self.tensor if self.whole else f"{self.tensor}@{','.join(map(str, self.offset))}"
 
 
 def whole(tensor: str, dtype: str, shape: Sequence[int]) -> Slice:
-    """The slice that is all of a tensor."""
+    """Return the slice that is all of a tensor."""
     return Slice(tensor, dtype, tuple(shape), (0,) * len(shape), tuple(shape))
 
 
 def overlap(first: Slice, second: Slice) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Where two slices of one tensor overlap, as (offset, sizes) in the tensor; None if nowhere."""
+    """Return where two slices of one tensor overlap, as (offset, sizes) in the tensor; None if nowhere."""
     low = tuple(max(a, b) for a, b in zip(first.offset, second.offset, strict=True))
     ends = zip(first.offset, first.sizes, second.offset, second.sizes, strict=True)
     high = tuple(min(a + n, b + m) for a, n, b, m in ends)
@@ -70,12 +70,12 @@ class Piece(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """It is all of its slice."""
+        """Whether the piece is all of its slice."""
         return self.nbytes == self.slice.nbytes
 
 
 def pieces(slices: Iterable[Slice]) -> list[Piece]:
-    """The pieces of some slices, in order; an empty slice has one, which is empty."""
+    """Return the pieces of some slices, in order. An empty slice has one empty piece."""
     found = []
     for piece_of in slices:
         size = piece_of.nbytes
@@ -85,8 +85,8 @@ def pieces(slices: Iterable[Slice]) -> list[Piece]:
 
 
 def share(all_pieces: Sequence[Piece], index: int, count: int) -> list[Piece]:
-    """What the `index`-th of `count` writers writes. The shares of all are disjoint and together everything; they
-    differ in size by a piece at most."""
+    """Return the pieces that the `index`-th of `count` writers writes. The shares are disjoint and cover everything.
+    They differ in size by at most a piece."""
     total = sum(piece.nbytes for piece in all_pieces)
     mine, position = [], 0
     for piece in all_pieces:

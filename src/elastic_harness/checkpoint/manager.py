@@ -53,10 +53,10 @@ class CheckpointManager:
     """Saves and loads `CheckpointState`s through shared memory, local disk and object storage. `report(event, fields)`
     is told what happens, in any thread; by default failures are printed.
 
-    Memory: two copies of what this process saves. A process of its own writes them to disk; when this one dies, that
-    one first brings the newest to disk. In a process group on several nodes what a rank has in memory is also copied to
-    another node, and outlives the ranks. Use `with`, or call `close`. Collective in a process group. Raises ConfigError
-    if another job uses the folder.
+    Memory: two copies of what this process saves. A separate process writes them to disk. When this process dies, the
+    writer first brings the newest copy to disk. In a process group on several nodes each rank's snapshots are also
+    copied to another node, and outlive the ranks. Use `with`, or call `close`. Collective in a process group. Raises
+    ConfigError if another job uses the folder.
     """
 
     def __init__(self, config: CheckpointConfig | None = None, report: Report | None = None) -> None:
@@ -94,7 +94,7 @@ class CheckpointManager:
         self._close(needed=kind is not None)
 
     def close(self) -> None:
-        """Wait for what is being copied, written and uploaded, and let go of everything."""
+        """Wait until everything is copied, written and uploaded, and let go of it."""
         self._close(needed=False)
 
     def _close(self, *, needed: bool) -> None:
@@ -110,16 +110,20 @@ class CheckpointManager:
     # ---- saving
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let copies of this optimizer's parameters and state run beside forward and backward: `save_checkpoint` then
-        returns at once, and `optimizer.step()` waits for the copy. Everything else is copied before it returns."""
+        """Let copies of this optimizer's parameters and state run beside forward and backward. `save_checkpoint` then
+        returns at once, and `optimizer.step()` waits for the copy. All other state is copied before `save_checkpoint`
+        returns."""
         optimizer.register_step_pre_hook(lambda *_: self._join())
         self._optimizers.append(optimizer)
 
     def due(self, step: int) -> CheckpointTier | None:
-        """Where the state after `step` steps should be saved now: what the intervals say, and local disk if the process
-        is about to be preempted. An interval of N steps asks as soon as a multiple of N was passed since it last did,
-        and not at step 0, at the step that was loaded or at one that was saved. Call it once per step; in a process
-        group on all ranks, for with "auto" intervals or `watch_preemption` it is collective."""
+        """Return where the state after `step` steps should be saved now, or None. The intervals say so. If the process
+        is about to be preempted, it is local disk.
+
+        An interval of N steps asks when a multiple of N was passed since it last asked. It does not ask at step 0, at
+        the step that was loaded, or at one that was saved. Call this once per step. In a process group call it on all
+        ranks, because with "auto" intervals or `watch_preemption` it is collective.
+        """
         tier = self._saver.due(step, self._last[CheckpointTier.NVME], self._last[CheckpointTier.MEMORY])
         if self._saver.timing.measures:
             tier = self._as_rank_0(tier)
@@ -128,18 +132,21 @@ class CheckpointManager:
         if self.preempted:
             return CheckpointTier.NVME
         if tier is not None:
-            self._note(step, on_disk=tier == CheckpointTier.NVME)  # what is asked for once is not asked for again
+            self._note(step, on_disk=tier == CheckpointTier.NVME)  # so that it is asked for only once
         return tier
 
     def save_checkpoint(
         self, state: CheckpointState, tier: CheckpointTier = CheckpointTier.NVME, *, wait: bool = False
     ) -> None:
-        """Copy a state to shared memory, from where it is taken on: with NVME to local disk, with S3 to object storage
-        as well. Returns once it is copied (see `attach`), or with `wait` once it is on disk and, in a process group,
-        all parts of it are. Blocks while two earlier ones still wait for the disk, and while the last one is still on
-        its way to another node. Collective in a process group. What goes wrong is reported. Raises ConfigError for what
-        cannot be stored, InfrastructureError if that failed and is waited for, or if async_save_policy is fail, also
-        for an earlier one."""
+        """Copy a state to shared memory. The writer takes it from there to local disk (tier NVME), and to object
+        storage as well (tier S3).
+
+        Return when the state is copied (see `attach`). With `wait` return when it is on disk and, in a process group,
+        all of its parts are. Block while two earlier states still wait for the disk, and while the last one is still on
+        its way to another node. Collective in a process group. A failure is reported. Raises ConfigError for state that
+        cannot be stored. Raises InfrastructureError for a failure if `wait` is given, or if async_save_policy is fail,
+        also for an earlier state.
+        """
         self._saver.check()
         policy = self._saver.policy
         if tier == CheckpointTier.S3:
@@ -166,7 +173,7 @@ class CheckpointManager:
         to_disk = tier != CheckpointTier.MEMORY
         whole = skeleton if self._ranks.rank == 0 else {}
         self._snapshot = None
-        with self._saver.reported(state.step, needed=wait or self._peers is not None):  # peers would wait for this one
+        with self._saver.reported(state.step, needed=wait or self._peers is not None):  # peers would wait for this rank
             captured = Captured(state.step, whole, mine, meta, policy, part)
             snapshot = self._saver.begin_when_free(captured, to_disk=to_disk)
             if not owned:
@@ -182,7 +189,7 @@ class CheckpointManager:
             self.wait()
 
     def wait(self) -> None:
-        """Block until the last state is copied to other nodes and, if it was to go there, on disk. Raises
+        """Block until the last state is copied to other nodes and, if it was to go there, is on disk. Raises
         InfrastructureError if that failed. Collective in a process group."""
         done, failed = True, None
         try:
@@ -207,9 +214,9 @@ class CheckpointManager:
         self._saver.join(-1 if self._snapshot is None else self._snapshot.version, needed=needed)
 
     def watch_preemption(self) -> None:
-        """On SIGTERM set `preempted`, upon which `due` asks for a checkpoint; save it with `wait=True` and leave within
-        the grace period. Whatever happens, the newest snapshot in memory is still brought to disk when this process
-        ends. Only from the main thread."""
+        """Set `preempted` on SIGTERM. `due` then asks for a checkpoint; save it with `wait=True` and leave within the
+        grace period. In any case the newest snapshot in memory is brought to disk when this process ends. Only from the
+        main thread."""
 
         def asked(number: int, frame: FrameType | None) -> None:
             self.preempted = True
@@ -221,18 +228,18 @@ class CheckpointManager:
     # ---- loading
 
     def stored(self) -> list[Stored]:
-        """What could be loaded from memory or disk, the newest first."""
+        """Return what could be loaded from memory or disk, the newest first."""
         found = self._tiers.stored()
         return found if self._ranks.world == 1 else [s for s in found if s.tier == CheckpointTier.NVME]
 
     def load_checkpoint(self, step: int | None = None, into: CheckpointState | None = None) -> CheckpointState | None:
-        """The newest state that is whole, or that of a step; None if there is none. What is damaged is taken from
-        another tier, or else set aside, and the next older one is loaded.
+        """Return the newest complete state, or that of a step; None if there is none. A damaged piece is taken from
+        another tier. If no tier has it, the checkpoint is set aside, and the next older one is loaded.
 
         Tensors are whole and on the CPU. With `into`, whose structure must be the same, its tensors are filled in
-        place, wherever they are and however they are sharded, and are what is returned. Collective in a process group:
-        all ranks load the same step. Raises ConfigError if the step that was asked for is not there or `into`
-        differs."""
+        place, wherever they are and however they are sharded, and are returned. Collective in a process group: all
+        ranks load the same step. Raises ConfigError if there is no checkpoint of the step, or if `into` differs.
+        """
         self._join()
         if self._peers is not None:
             target = None if into is None else _Target(into)
@@ -278,19 +285,19 @@ class CheckpointManager:
         )
 
     def _note(self, version: int, *, on_disk: bool) -> None:
-        """This version need not be saved again."""
+        """Note that this version need not be saved again."""
         for tier in (CheckpointTier.MEMORY, CheckpointTier.NVME) if on_disk else (CheckpointTier.MEMORY,):
             self._last[tier] = LastSaved(version, time.monotonic())
 
     def _fetch(self) -> None:
-        """From object storage, if nothing is here."""
+        """Fetch a checkpoint from object storage, if there is none here."""
         upload = self._saver.policy.upload
         if upload is not None and self._ranks.rank == 0:
             self._tiers.fetch(upload.url)
         self._ranks.barrier()
 
     def _agree(self, step: int | None) -> int | None:
-        """The newest version that all ranks could load."""
+        """Return the newest version that all ranks could load."""
         candidates = [s.version for s in self.stored() if step is None or s.version == step]
         while True:
             newest_here = candidates[0] if candidates else -1
@@ -300,7 +307,7 @@ class CheckpointManager:
             candidates = [version for version in candidates if version <= lowest]
 
     def _set_aside(self, version: int) -> None:
-        """Offer a version no more that one rank could not load."""
+        """Set a version aside that one rank could not load, so that it is not offered again."""
         if self._ranks.world > 1 and self._ranks.rank == 0:
             for checkpoint in newest(self.folder):
                 if checkpoint.step == version and local.quarantine(checkpoint) is None:
@@ -310,7 +317,7 @@ class CheckpointManager:
     # ---- the rest
 
     def _nodes(self) -> list[str]:
-        """Every rank's node. Collective; returns when the writers of all ranks' predecessors are done."""
+        """Return every rank's node. Collective; it returns when the writers of the last job's ranks are done."""
         name = self.config.node_name or this_machine()
         return [said.decode() for said in self._ranks.gather(name.encode())]
 
@@ -331,7 +338,7 @@ class CheckpointManager:
         return file_lock.take(self.folder / f".writer-{self._ranks.rank}.lock", busy)
 
     def _of_optimizers(self) -> set[int]:
-        """The addresses of what only `optimizer.step` changes, if copies may run beside training."""
+        """Return the addresses of the memory that only `optimizer.step` changes, if copies may run beside training."""
         found = set()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -341,13 +348,13 @@ class CheckpointManager:
         return found
 
     def _as_rank_0(self, tier: CheckpointTier | None) -> CheckpointTier | None:
-        """What rank 0 has decided, by its clock, for all. Collective."""
+        """Return for all ranks what rank 0 has decided, by its clock. Collective."""
         choices = (None, CheckpointTier.MEMORY, CheckpointTier.NVME)
         return choices[self._ranks.greatest(choices.index(tier) if self._ranks.rank == 0 else 0)]
 
 
 class _Target:
-    """The tensors of a state that is filled in place, on whatever device and however sharded."""
+    """A state whose tensors are filled in place, on whatever device and however sharded."""
 
     def __init__(self, state: CheckpointState) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -360,7 +367,7 @@ class _Target:
             self._memory[of] = part if here else torch.empty(part.shape, dtype=part.dtype)
 
     def memory(self, stored: set[str]) -> dict[Slice, memoryview]:
-        """The memory to fill. Raises ConfigError if other tensors are stored."""
+        """Return the memory to fill. Raises ConfigError if the stored tensors are others."""
         if stored != set(self._tensors):
             missing, unknown = sorted(set(self._tensors) - stored), sorted(stored - set(self._tensors))
             raise ConfigError(
@@ -370,7 +377,7 @@ class _Target:
         return {of: content_of(tensor) for of, tensor in self._memory.items()}
 
     def filled(self) -> dict[str, Tensor]:
-        """The state's own tensors, with what was loaded."""
+        """Return the state's own tensors, filled with what was loaded."""
         with torch.no_grad():
             for of, part in self._parts.items():
                 if self._memory[of] is not part:
@@ -379,6 +386,6 @@ class _Target:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Where the memory that this tensor looks into begins."""
+    """Return the address of the memory that this tensor is a part of."""
     held = tensor.to_local() if sharding.is_distributed(tensor) else tensor  # type: ignore[attr-defined]
     return int(held.untyped_storage().data_ptr())

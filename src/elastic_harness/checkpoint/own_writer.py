@@ -1,4 +1,4 @@
-"""A writer for a process that has no agent: started by it, and not ended with it before everything is on disk."""
+"""A writer for a process that has no agent. The process starts it, and ends it only after everything is on disk."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from elastic_harness.contract import memory_slots
 from elastic_harness.errors import InfrastructureError
 from elastic_harness.writer_process import WriterCommand, WriterProcess
 
-WORD_S = 5.0  # so long after a failure its reason may take to get here
+WORD_S = 5.0  # so long the reason of a failure may take to arrive
 LOOK_S = 1.0
 
 
 class OwnWriter:
-    """Shared memory and a writer for it, which a thread watches over. `report(event, fields)` is called in that thread.
-    `lock`: a descriptor that the writer holds until everything is on disk, longer than this process lives if need be.
-    `keep`: the key under which the memory is kept for the next job if this process dies. `copies`: for how many other
-    ranks' snapshots there are frames too, which the writer does not touch."""
+    """Shared memory, a writer for it, and a thread that watches over the writer.
+
+    `report(event, fields)` is called in that thread. `lock`: a descriptor that the writer holds until everything is on
+    disk, even if this process dies earlier. `keep`: the key under which the memory is kept for the next job if this
+    process dies. `copies`: for how many other ranks' snapshots there are frames too; the writer does not touch those.
+    """
 
     def __init__(
         self,
@@ -59,14 +61,15 @@ class OwnWriter:
     def keep_alive(self) -> None:
         """Have a writer run from now on. Raises InfrastructureError if it keeps dying."""
         if self._thread is None:
-            self._process.start()  # not in the thread: who forks meanwhile would hold its pipes open
+            self._process.start()  # not in the thread: a process forked meanwhile would hold the pipes open
             self._thread = threading.Thread(target=self._watch, name="checkpoint-writer", daemon=True)
             self._thread.start()
         if self._process.trouble:
             raise InfrastructureError(self._process.trouble)
 
     def _watch(self) -> None:
-        """Watch over the writer until it was asked to end and has. From now on nobody else touches the process."""
+        """Watch over the writer until it has been asked to end and has ended. During that time only this thread touches
+        the process."""
         process = self._process
         while not process.over:
             watched = [self._asked, process.output] if process.running else [self._asked]
@@ -82,8 +85,8 @@ class OwnWriter:
                 process.check_stopped()
 
     def _on_event(self, event: str, fields: dict[str, Any]) -> None:
-        """Pass on what the writer says, and what becomes of it. Nobody would see an error of this thread, and the
-        writer must be heard on: the next `check` raises it."""
+        """Pass on an event of the writer. An error in this thread would be seen by nobody, and the writer must still be
+        heard. So the error is kept, and the next `check` raises it."""
         if fields.get("fatal"):
             self._fatal = str(fields.get("error"))
         try:
@@ -98,21 +101,22 @@ class OwnWriter:
                 self._heard.notify_all()
 
     def hear_why(self, version: int) -> None:
-        """Block until it was reported why a checkpoint failed, at most WORD_S: memory tells sooner that it did."""
+        """Block until the reason of a failed checkpoint was reported, at most WORD_S. Shared memory shows the failure
+        earlier than the writer's message arrives."""
         with self._heard:
             self._heard.wait_for(lambda: version in self._failed, WORD_S)
 
     def check(self) -> None:
-        """Raises InfrastructureError if the writer has failed, and the policy is that this ends the job, or if what it
-        said could not be written down."""
+        """Raise InfrastructureError if the writer has failed and the policy is to end the job, or if a report could not
+        be written down."""
         if self._fatal is not None:
             raise InfrastructureError(self._fatal)
 
     def close(self, *, keep: bool = False) -> None:
-        """Have the writer finish, and wait for it; blocks until what is newest is on disk and uploads are done. If that
-        is hopeless, it is reported. `keep`: as if this process had died, what is in memory is kept for the next job.
+        """Have the writer finish, and wait for it. Blocks until the newest snapshot is on disk and uploads are done. If
+        that is hopeless, it is reported. With `keep` the memory is kept for the next job, as if this process had died.
         May be called again."""
-        if self._pid != os.getpid():  # it is closed, or this is a child that ends: the writer is its parent's
+        if self._pid != os.getpid():  # closed before, or a child process: the writer belongs to its parent
             return
         self._pid = None
         atexit.unregister(self.close)

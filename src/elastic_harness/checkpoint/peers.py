@@ -1,9 +1,10 @@
-"""Copies of a process group's snapshots in the memory of other nodes, so that a node can be lost with all it holds.
+"""Copies of a process group's snapshots in the memory of other nodes, so that a node can be lost with all that it
+holds.
 
     save:  a snapshot is sealed  →  its image goes to a rank on the next node  →  checked there  →  all ranks agree
-    load:  who holds what  →  the newest of which every share is somewhere  →  everybody is sent the pieces it needs
+    load:  who holds what  →  the newest of which every share is somewhere  →  each rank is sent the pieces it needs
 
-What a rank holds is in its own frames, in those for copies, and with the keepers of ranks of its node that have died.
+A rank's holdings are in its own frames, in its frames for copies, and with the keepers of dead ranks of its node.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from elastic_harness.checkpoint.tiers import POLL_S, CheckpointTier, Into, Loade
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
 from elastic_harness.failpoints import failpoint
 
-PEER_TIMEOUT_S = 120.0  # that nothing comes from a peer
-SEAL_S = 60.0  # that a snapshot is not sealed, because the writer is busy on disk; less than the other
+PEER_TIMEOUT_S = 120.0  # so long a peer may send nothing
+SEAL_S = 60.0  # so long the writer may take to seal a snapshot; peers wait meanwhile, so it is less than their timeout
 CHUNK_BYTES = 4 << 20
 
 Image = tuple[memoryview, memoryview]
 
 
 def this_machine() -> str:
-    """What tells this machine from others, as long as it runs."""
+    """Return a name that tells this machine from others, as long as it runs."""
     boot_id = ""
     with contextlib.suppress(OSError):
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -50,9 +51,9 @@ def this_machine() -> str:
 
 
 class Peers:
-    """Copies this rank's snapshots to other nodes beside training, keeps theirs, and loads from all nodes' memory.
-    Collective, as is `load_newest`. `links`: from which rank to which copies go; none on a single node. `kept`: what
-    the last job's ranks on this node have left."""
+    """Copies this rank's snapshots to other nodes beside training, keeps theirs, and loads from all nodes' memory. The
+    constructor and `load_newest` are collective. `links`: from which rank to which copies go; none on a single node.
+    `kept`: what the last job's ranks on this node have left."""
 
     def __init__(
         self,
@@ -71,19 +72,21 @@ class Peers:
         self._kept_frames = [
             Frames(kept.descriptors[at : at + 2]) for kept in self._kept for at in range(0, len(kept.descriptors), 2)
         ]
-        self._bad: set[tuple[Share, str]] = set()  # what was damaged, on which node
+        self._bad: set[tuple[Share, str]] = set()  # shares that were damaged, and on which node
         self._copying: threading.Thread | None = None
-        self._lost = False  # a peer, so that the group is of no more use
+        self._lost = False  # whether a peer is lost: then the group is of no more use
         self._group = self._new_group()
 
     def _new_group(self) -> Any:
-        """A group of its own, so that nothing here meets training's collectives; on the CPU, so that it runs beside."""
+        """Return a separate group, so that nothing here meets training's collectives. It is on the CPU, so it runs
+        beside training."""
         if self._ranks.world == 1:
             return None
         return torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=PEER_TIMEOUT_S))
 
     def close(self, *, needed: bool) -> None:
-        """Wait for what is being copied, and let go of what dead ranks have left, for good unless it is needed."""
+        """Wait for the copy that is under way, and let go of what dead ranks have left. Unless it is `needed`, it is
+        then gone."""
         self.join()
         self._release(needed=needed)
         self._hang_up()
@@ -96,7 +99,7 @@ class Peers:
         self._kept, self._kept_frames = [], []
 
     def _hang_up(self) -> None:
-        """Leave the group; whoever still waits for this rank in it is told by the end of the connection."""
+        """Leave the group. A rank that still waits for this one in it sees the end of the connection."""
         group, self._group = self._group, None
         if group is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group(group)
@@ -104,13 +107,14 @@ class Peers:
     # ---- copying
 
     def begin(self, snapshot: Snapshot) -> None:
-        """Start copying a snapshot once it is sealed. No other may be begun before `join`."""
+        """Start copying a snapshot once it is sealed. No other copy may be begun before `join`."""
         if not self._lost:
             self._copying = threading.Thread(target=self._copy, args=(snapshot,), name="checkpoint-peers", daemon=True)
             self._copying.start()
 
     def join(self) -> None:
-        """Block until it is copied, or that has failed and was reported: while peers go on, or `PEER_TIMEOUT_S`."""
+        """Block until the copy is done, or has failed and was reported. If a peer stands still, this takes
+        `PEER_TIMEOUT_S`."""
         if self._copying is not None:
             self._copying.join()
             self._copying = None
@@ -141,8 +145,8 @@ class Peers:
             self._report("peer_copied", {"step": step, "bytes": nbytes, "seconds": time.monotonic() - began})
 
     def _exchange(self, snapshot: Snapshot) -> str:
-        """Copy to and from the peers; returns why that did not succeed everywhere, in words. Raises RuntimeError if a
-        peer is lost."""
+        """Copy to and from the peers. Return why that did not succeed everywhere, in words, or "". Raises RuntimeError
+        if a peer is lost."""
         wrong = ""
         give_up_at = time.monotonic() + SEAL_S
         while snapshot.here and not snapshot.sealed and time.monotonic() < give_up_at:
@@ -171,7 +175,7 @@ class Peers:
         return wrong or ("" if agreed.item() else "It went wrong on another rank, which says why.")
 
     def _swap(self, given: Sequence[int], to: Sequence[int], sources: Sequence[int]) -> list[int]:
-        """A number to each of some ranks, and from each of others."""
+        """Send a number to each of some ranks, and return the numbers that other ranks send."""
         got = [torch.zeros(1, dtype=torch.int64) for _ in sources]
         sent = [(rank, torch.tensor([number])) for rank, number in zip(to, given, strict=True)]
         self._transfer(sent, list(zip(sources, got, strict=True)))
@@ -180,7 +184,8 @@ class Peers:
     def _stream(
         self, out: Sequence[tuple[int, Image]], into: Sequence[tuple[int, Image]], passed: Callable[[], None]
     ) -> None:
-        """Images to and from some ranks, from where they are to where they go, a chunk of each at a time."""
+        """Send images to some ranks and receive images from others, a chunk of each at a time. Bytes are sent from
+        where they are and received where they stay."""
         sending = [(to, _chunks(image)) for to, image in out]
         receiving = [(sender, _chunks(image)) for sender, image in into]
         for at in range(max((len(chunks) for _, chunks in (*sending, *receiving)), default=0)):
@@ -200,9 +205,10 @@ class Peers:
     # ---- loading
 
     def load_newest(self, step: int | None, least: int, into: Into | None) -> tuple[int, Loaded] | None:
-        """The newest state of step `step`, if given, and of `least` or later that is whole in the nodes' memory, every
-        piece checked, and its step; None if there is none, which is reported, with the reason. Raises ConfigError if
-        `into` is of another state, InfrastructureError if a peer is lost."""
+        """Return the newest state that is complete in the nodes' memory, with its step, or None. Every piece is
+        checked. `step`: the only step to look for, if given. `least`: older steps do not count. If there is none, that
+        is reported with the reason. Raises ConfigError if `into` is of another state, InfrastructureError if a peer is
+        lost."""
         self.join()
         if not self._ranks.all(not self._lost):
             self._hang_up()
@@ -231,7 +237,8 @@ class Peers:
             self._bad |= {(whole.share(index), node) for index, node in found}
 
     def _held(self) -> dict[Share, Snapshot]:
-        """What this rank can read of its node's memory, without what was found damaged."""
+        """Return the shares that this rank can read in its node's memory. Shares that were found damaged are left
+        out."""
         found = self._tiers.sealed()
         for frames in (*self._memory.copies, *self._kept_frames):
             found += [snapshot for snapshot in frames.complete() if snapshot.sealed]
@@ -247,7 +254,7 @@ class Peers:
     def _load(
         self, whole: Whole, held: Mapping[Share, Snapshot], into: Into | None
     ) -> tuple[Loaded | None, list[tuple[int, str]]]:
-        """A state, or which shares were damaged on which node."""
+        """Return a state, or which shares were damaged on which node."""
         rank, count = self._ranks.rank, len(whole.holders)
         mine = {index: held[whole.share(index)] for index in range(count) if whole.share(index) in held}
         described = self._described(whole, mine)
@@ -274,7 +281,8 @@ class Peers:
     def _described(
         self, whole: Whole, mine: Mapping[int, Snapshot]
     ) -> dict[int, tuple[dict[str, Any], dict[Piece, str]]]:
-        """Of each share its header, and its pieces with their hashes: told by the first that holds it."""
+        """Return the header of each share, and its pieces with their hashes. The first rank that holds a share tells of
+        it."""
         telling = {
             index: [snapshot.header, list(snapshot.hashes.values())]
             for index, snapshot in mine.items()
@@ -293,7 +301,8 @@ class Peers:
         described: Mapping[int, tuple[Any, Mapping[Piece, str]]],
         mine: Mapping[int, Snapshot],
     ) -> dict[Piece, memoryview]:
-        """The pieces (piece, share, holder) that are wanted here, while the others get those that they want."""
+        """Return the pieces that this rank wants, given as (piece, share, holder), while the other ranks get those that
+        they want."""
         number = {piece: at for _, hashes in described.values() for at, piece in enumerate(hashes)}
         piece_of = {(index, at): piece for index, (_, hashes) in described.items() for at, piece in enumerate(hashes)}
         asking = json.dumps([[holder, index, number[piece]] for piece, index, holder in wanted])
@@ -316,7 +325,7 @@ class Peers:
 
 
 class _Source:
-    """Pieces in this node's memory, and such as were fetched, as a source to fill from."""
+    """Pieces in this node's memory, and pieces that were fetched, as a source to fill from."""
 
     where = "the nodes' memory"
 
@@ -334,7 +343,7 @@ class _Source:
 
 
 def _refusal(room: Room | None) -> str:
-    """Why what was copied does not count, in words; empty if it does."""
+    """Return why a copy does not count, in words; empty if it counts."""
     try:
         if room is not None:
             room.accept()

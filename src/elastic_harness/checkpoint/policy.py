@@ -1,5 +1,5 @@
-"""What is to become of a snapshot: how long checkpoints stay, where they are uploaded, and what a failure means. It
-travels with the snapshot, as JSON, to the writer."""
+"""What happens to a snapshot: how long checkpoints stay, where they are uploaded, and what a failure means. The policy
+travels with the snapshot to the writer, as JSON."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ OnFailure = Literal["warn", "retry", "fail"]
 
 @dataclass(frozen=True)
 class Upload:
-    """Object storage. `interval`: how many steps a checkpoint must be past the last one that was uploaded. `keep_last`:
-    how many stay there (0: all). `mbps_max`: megabits per second, 0: no limit. `full_every`: of so many uploads one is
-    whole, the others are the difference to the one before (0: all are whole)."""
+    """Where checkpoints are uploaded, and how."""
 
     url: str
-    interval: int = 1
-    keep_last: int = 0
-    mbps_max: float = 0.0
-    full_every: int = 0
+    interval: int = 1  # so many steps a checkpoint must be past the last one that was uploaded
+    keep_last: int = 0  # so many stay there; 0: all
+    mbps_max: float = 0.0  # megabits per second; 0: no limit
+    full_every: int = 0  # one of so many is sent whole, the others as the difference to the one before; 0: all whole
 
 
 @dataclass(frozen=True)
 class Policy:
-    """on_failure: "warn" says so and goes on, "retry" tries again for a while first, "fail" ends the job."""
+    """on_failure: "warn" reports the failure and goes on, "retry" first tries again for a while, "fail" ends the
+    job."""
 
     retention: Retention = field(default_factory=Retention)
     upload: Upload | None = None
     on_failure: OnFailure = "warn"
 
     def pauses(self, pauses_s: Sequence[float]) -> list[float | None]:
-        """The pause after each try that fails; None after the last."""
+        """Return the pause after each try that fails; None after the last."""
         return [*(pauses_s if self.on_failure == "retry" else ()), None]
 
     def failure(self, version: int, error: object, *, final: bool = True) -> dict[str, Any]:
-        """The fields of an event that says so. `final`: there is no further try. `fatal`: the job has to end."""
+        """Return the fields of the event about a failure. `final`: there is no further try. `fatal`: the job has to
+        end."""
         fatal = final and self.on_failure == "fail"
         reason = " (checkpoint.async_save_policy is fail)" if fatal else ""
         return {"step": version, "error": f"{error}{reason}", "final": final, "fatal": fatal}
 
     def uploading_next(self) -> Policy:
-        """The same, but the next checkpoint is uploaded, whatever the interval says."""
+        """Return the same policy, but with it the next checkpoint is uploaded, whatever the interval says."""
         return self if self.upload is None else replace(self, upload=replace(self.upload, interval=1))
 
     def to_json(self) -> dict[str, Any]:
@@ -58,7 +58,8 @@ class Policy:
 
 
 def policy_of(config: CheckpointConfig, url: str | None) -> Policy:
-    """The policy that a configuration asks for; `url`: where this run's checkpoints are uploaded to, if they are."""
+    """Return the policy that a configuration asks for. `url`: where this run's checkpoints are uploaded, None if they
+    are not."""
     retention = Retention(
         config.keep_last, config.keep_every, config.keep_best, config.best_metric, config.best_mode
     )

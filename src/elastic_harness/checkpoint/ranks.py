@@ -1,4 +1,4 @@
-"""The ranks of the default process group, if there is one: all that checkpoints need of each other. No pickle."""
+"""The ranks of the default process group, if there is one: all that checkpoints need of other ranks. No pickle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Ranks:
-    """This process's rank and how many there are. In a world of one nothing is sent."""
+    """This process's rank and the number of ranks. In a world of one nothing is sent."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -19,14 +19,14 @@ class Ranks:
         self._device = "cuda" if grouped and "nccl" in dist.get_backend() else "cpu"
 
     def token(self) -> int:
-        """A number that all ranks know and that was never used before. Collective."""
+        """Return a number that all ranks know and that was never used before. Collective."""
         token = torch.tensor([int.from_bytes(os.urandom(7), "little")], device=self._device)
         if self.world > 1:
             torch.distributed.broadcast(token, 0)
         return int(token.item())
 
     def least(self, value: int) -> int:
-        """The smallest of all ranks' values. Collective."""
+        """Return the smallest of all ranks' values. Collective."""
         if self.world == 1:
             return value
         tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
@@ -34,11 +34,11 @@ class Ranks:
         return int(tensor.item())
 
     def greatest(self, value: int) -> int:
-        """The greatest of all ranks' values. Collective."""
+        """Return the greatest of all ranks' values. Collective."""
         return -self.least(-value)
 
     def all(self, holds: bool) -> bool:
-        """Whether it holds on all ranks. Collective."""
+        """Return whether `holds` is true on all ranks. Collective."""
         return bool(self.least(int(holds)))
 
     def barrier(self) -> None:
@@ -46,7 +46,7 @@ class Ranks:
         self.least(0)
 
     def gather(self, content: bytes) -> list[bytes]:
-        """What each rank gives. Collective."""
+        """Return what each rank gives, in rank order. Collective."""
         if self.world == 1:
             return [content]
         sizes = torch.zeros(self.world, dtype=torch.int64, device=self._device)

@@ -1,5 +1,5 @@
-"""How any process saves: a worker of a run, and a script with a `CheckpointManager`. Both decide here when a state is
-due, begin its copy here, and do here what the policy says about a failure."""
+"""How any process saves: a worker of a run, or a script with a `CheckpointManager`. This module decides when a state is
+due, begins its copy, and does what the policy says about a failure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from elastic_harness.errors import HarnessError, InfrastructureError
 
 
 class Saver:
-    """One process's saving. `report(event, fields)` tells what went wrong. `own`: the writer, if there is no agent that
-    has one. `awaits_ledger`: a snapshot only counts once the agent has written down the steps before it, which it is
-    asked for by a report."""
+    """Saves for one process. `report(event, fields)` is told what went wrong. `own`: this process's writer, if no agent
+    has one. `awaits_ledger`: a snapshot only counts once the agent has written down the steps before it. A report asks
+    the agent for that."""
 
     def __init__(
         self,
@@ -40,16 +40,16 @@ class Saver:
 
     @property
     def alone(self) -> bool:
-        """Whether this process has a writer of its own, which is not closed."""
+        """Whether this process has its own writer, and has not closed it."""
         return self._own is not None
 
     def check(self) -> None:
-        """Raise InfrastructureError if a failure has to end the job, and no agent is there to do it."""
+        """Raise InfrastructureError if a failure has to end the job and there is no agent to end it."""
         if self._own is not None:
             self._own.check()
 
     def due(self, version: int, on_disk: LastSaved, in_memory: LastSaved) -> CheckpointTier | None:
-        """Return where the state after `version` steps is to be saved now. To be asked once per step."""
+        """Return where the state after `version` steps is to be saved now. Call this once per step."""
         if self.timing.measures:
             self.timing.stepped(writing=self.tiers.busy())
         if self.timing.is_due(version, on_disk, to_disk=True):
@@ -77,8 +77,8 @@ class Saver:
             self.tiers.join()
 
     def wait(self, snapshot: Snapshot) -> bool:
-        """Block until a snapshot is where it was to go, in memory or on disk, or until that is hopeless; return whether
-        it is. The reason why not has been reported then."""
+        """Block until a snapshot is where it was to go, in memory or on disk, or until that is hopeless. Return whether
+        it is there. If it is not, the reason has been reported."""
         if not snapshot.control.to_disk:
             return snapshot.complete
         outcome = self.tiers.wait(snapshot)
@@ -88,8 +88,9 @@ class Saver:
 
     @contextmanager
     def reported(self, version: int, *, needed: bool = False) -> Iterator[None]:
-        """Report what goes wrong in saving, and let training go on. If the policy is to fail, an agent ends the job on
-        that report; without an agent, or if the caller has to know (`needed`), raise InfrastructureError."""
+        """Report an error of saving, and let training go on. With the policy `fail` an agent ends the job when it hears
+        the report. Raise InfrastructureError if there is no agent to do that, or if the caller has to know
+        (`needed`)."""
         try:
             yield
         except (HarnessError, OSError, RuntimeError) as error:
@@ -99,7 +100,7 @@ class Saver:
                 raise InfrastructureError(failure["error"]) from error
 
     def close(self) -> None:
-        """Have a writer of our own finish, and wait for it."""
+        """Have this process's own writer finish, and wait for it."""
         own, self._own = self._own, None
         if own is not None:
             own.close()

@@ -1,5 +1,5 @@
-"""Which slices of distributed state a process has, and which of them it writes: DTensors (FSDP2, tensor parallelism) by
-their owners, replicated tensors in shares by everybody."""
+"""Which slices of distributed state a process has, and which of them it writes. DTensors (FSDP2, tensor parallelism)
+are written by their owners, replicated tensors in shares by all processes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def own_slice(name: str, tensor: Tensor) -> tuple[Slice, Tensor, bool]:
-    """The slice of this tensor that is here, its elements, and whether this process is the one that writes it. Of
-    several processes that have the same slice it is the first."""
+    """Return the slice of this tensor that is here, its elements, and whether this process writes it. If several
+    processes have the same slice, the first one writes it."""
     if not is_distributed(tensor):
         return slice_of(name, tensor), tensor, True
     from torch.distributed.tensor import Partial, Replicate
@@ -41,8 +41,8 @@ def own_slice(name: str, tensor: Tensor) -> tuple[Slice, Tensor, bool]:
 
 
 def to_write(tensors: Mapping[str, Tensor], rank: int, world: int) -> dict[Slice, Tensor]:
-    """What this process writes of the state, so that all together write everything once: its shards of DTensors, and of
-    tensors that everybody has a share of about the same size as the others'."""
+    """Return what this process writes of the state. All processes together write everything once. A process writes its
+    shards of DTensors, and a share of the replicated tensors that is about as large as the others'."""
     mine: dict[Slice, Tensor] = {}
     loads = [0] * world
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
@@ -64,11 +64,12 @@ def to_write(tensors: Mapping[str, Tensor], rank: int, world: int) -> dict[Slice
     return mine
 
 
-CUT_BYTES = 1 << 20  # larger tensors that everybody has are cut by rows
+CUT_BYTES = 1 << 20  # replicated tensors of at least this size are cut by rows
 
 
 def targets(tensors: Mapping[str, Tensor]) -> dict[Slice, Tensor]:
-    """The slices that have to be filled to load into these tensors, with the memory on this process's device."""
+    """Return the slices that have to be filled to load into these tensors, each with its memory on this process's
+    device."""
     found = {}
     with torch.no_grad():
         for name, tensor in tensors.items():

@@ -16,9 +16,9 @@ from elastic_harness.checkpoint.tiers import CheckpointTier
 
 @dataclass
 class CheckpointState:
-    """What a checkpoint holds. The states are what `state_dict()` gives: nested dicts, lists, tuples, numbers, strings,
-    None and tensors (DTensors too). `step`: how many steps are done. `tier`, `path`, `packages` are filled in by
-    loading."""
+    """The state of a training script. The fields `…_state` are what `state_dict()` gives: nested dicts, lists, tuples,
+    numbers, strings, None and tensors (DTensors too). `step`: how many steps are done. Loading fills in `tier`, `path`
+    and `packages`."""
 
     step: int
     model_state: dict[str, Any] | None = None
@@ -45,8 +45,11 @@ STATES = [f.name for f in fields(CheckpointState) if f.name.endswith("_state")] 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load what `optimizer.state_dict()` gave, to the bit. `optimizer.load_state_dict` alone casts every floating-point
-    tensor to its parameter's type: NAdam's and ASGD's scalars, moments or master weights that are kept in float32. Who
-    holds `optimizer.param_groups`, one of the groups or `optimizer.state`, holds the loaded one afterwards."""
+    tensor to its parameter's type: NAdam's and ASGD's scalars, and moments or master weights that are kept in float32.
+
+    A caller that holds `optimizer.param_groups`, one of the groups or `optimizer.state` holds the loaded one
+    afterwards.
+    """
     groups, held = optimizer.param_groups, optimizer.state
     optimizer.load_state_dict(dict(state))
     _with_types(optimizer.state_dict(), state)  # its innermost dicts are the optimizer's own
@@ -62,7 +65,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 def _with_types(loaded: Any, stored: Any) -> Any:
-    """What was loaded, with every tensor that has another type than the stored one replaced by that."""
+    """Return the loaded state. A tensor whose type differs from the stored one is replaced by the stored tensor."""
     if isinstance(stored, Tensor):
         cast = isinstance(loaded, Tensor) and loaded.dtype != stored.dtype
         return stored.to(loaded.device) if cast else loaded
@@ -75,7 +78,7 @@ def _with_types(loaded: Any, stored: Any) -> Any:
 
 
 def capture_rng() -> dict[str, Any]:
-    """The state of Python's, NumPy's and torch's random numbers, on the CPU and all GPUs, for `rng_state`."""
+    """Return the state of Python's, NumPy's and torch's random numbers, on the CPU and all GPUs, for `rng_state`."""
     generator: tuple[Any, ...] = np.random.get_state()  # type: ignore[assignment]
     kind, keys, position, has_gauss, gauss = generator
     return {

@@ -1,8 +1,9 @@
 """Nested state as plain JSON and tensors, and back.
 
-No pickle anywhere: nested dicts, lists, tuples, numbers, strings and tensors are written out; anything else is refused
-with the path to it. Numbers come back bit for bit. Of a subclass the name is written as well: those of `_REBUILT` come
-back as what they were, others as their base, and whoever compares both sides sees it.
+There is no pickle. Nested dicts, lists, tuples, numbers, strings and tensors are written out. Anything else is refused,
+and the error names the path to it. Numbers come back bit for bit. For a subclass the name is written as well. The
+classes of `_REBUILT` come back as what they were, others as their base class. A comparison of both sides then shows the
+difference.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ _NAN = struct.pack(">d", math.nan)
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor], known: dict[Place, str] | None = None) -> Any:
-    """The value as JSON, with its tensors, by their path, put into `tensors`. known: names of tensors by their place;
-    one that lies where a known one does is that one, and others become known. Raises ConfigError for what would need
-    pickle."""
+    """Return the value as JSON, and put its tensors into `tensors`, by their path. `known` holds names of tensors by
+    their place in memory. A tensor that lies where a known one does is written as that one; other tensors become known.
+    Raises ConfigError for a value that would need pickle."""
     kind = type(value)
     if isinstance(value, Tensor):
         name = path if known is None else known.setdefault(place_of(value) or (path,), path)
@@ -75,8 +76,8 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor], known: dict[Place,
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor], *, layouts: bool = True) -> Any:
-    """The value that `encode` has made into JSON and tensors. layouts: a tensor whose elements lay in another order
-    in memory is made anew, in that order."""
+    """Return the value that `encode` has made into JSON and tensors. With `layouts` a tensor whose elements lay in
+    another order in memory is made anew, in that order."""
     if isinstance(value, list):
         return [decode(v, tensors, layouts=layouts) for v in value]
     if not isinstance(value, dict):
@@ -100,21 +101,21 @@ def decode(value: Any, tensors: Mapping[str, Tensor], *, layouts: bool = True) -
 
 
 def place_of(tensor: Tensor) -> Place | None:
-    """Where in memory a tensor lies; None if it has no memory of its own kind or no elements."""
+    """Return where in memory a tensor lies; None if it has no elements or no strided memory of its own."""
     if tensor.layout != torch.strided or not tensor.numel() or hasattr(tensor, "placements"):
         return None
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _odd(value: float) -> str:
-    """inf, -inf or nan; one with other bits than the usual nan has them after a colon."""
+    """Return inf, -inf or nan as text. A nan with other bits than the usual one has them after a colon."""
     bits = struct.pack(">d", value)
     return repr(value) if not math.isnan(value) or bits == _NAN else f"nan:{bits.hex()}"
 
 
 def _layout(tensor: Tensor) -> dict[str, list[int]]:
-    """The strides, where they are those of a permutation of the dimensions (channels_last): reductions add in the
-    order of memory, so they are a part of what decides the bits."""
+    """Return the strides, if they are those of a permutation of the dimensions (channels_last). Reductions add in the
+    order of memory, so strides are a part of what decides the bits."""
     if tensor.layout != torch.strided or tensor.is_contiguous() or hasattr(tensor, "placements"):
         return {}
     strides = tensor.stride()
@@ -123,7 +124,8 @@ def _layout(tensor: Tensor) -> dict[str, list[int]]:
 
 
 def _surroundings(tensor: Tensor) -> dict[str, int]:
-    """The bytes of the memory that a tensor is only a part of: there may be others who look into it."""
+    """Return the size of the memory in bytes, if the tensor is only a part of it. Other tensors may look into the same
+    memory."""
     if place_of(tensor) is None:
         return {}
     held = tensor.untyped_storage().nbytes()

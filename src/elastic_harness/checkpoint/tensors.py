@@ -1,5 +1,5 @@
-"""Between torch's tensors and the bytes that are stored. The one module of checkpoints, beside those of DTensors and
-of conversion, that needs torch."""
+"""Between torch's tensors and the bytes that are stored. Of the modules for checkpoints this one, and those for
+DTensors and for conversion, need torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic_harness.errors import CheckpointCorrupt, ConfigError
 
 
 def slice_of(name: str, tensor: Tensor) -> Slice:
-    """The slice that is all of this tensor. Raises ConfigError for a type that safetensors does not have."""
+    """Return the slice that is all of this tensor. Raises ConfigError for a type that safetensors does not have."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"The tensor {name} is of type {dtype}, which safetensors does not have.")
@@ -22,8 +22,8 @@ def slice_of(name: str, tensor: Tensor) -> Slice:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's bytes in row-major order, little-endian, (n,) uint8; a view where it can be one. On the tensor's
-    device."""
+    """Return the tensor's bytes in row-major order, little-endian, (n,) uint8; a view where it can be one. On the
+    tensor's device."""
     if sys.byteorder != "little":
         raise ConfigError("This machine is big-endian, which checkpoints and sample hashes do not support.")
     flat = tensor.detach().contiguous().reshape(-1)
@@ -31,14 +31,14 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def content_of(tensor: Tensor) -> memoryview:
-    """The tensor's bytes in row-major order, on the CPU; a view where it can be one."""
+    """Return the tensor's bytes in row-major order, on the CPU; a view where it can be one."""
     flat = flat_bytes(tensor).cpu()
     return memoryview(flat.numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
 
 
 def empty_whole(stored: Iterable[Piece]) -> tuple[dict[str, Tensor], dict[Slice, memoryview]]:
-    """Tensors on the CPU, to be filled with what is stored, and their memory. Nothing is allocated before its size is
-    known to be that of its pieces."""
+    """Return tensors on the CPU that are to be filled with the stored pieces, and their memory. Nothing is allocated
+    before its size is known to be that of its pieces."""
     tensors: dict[str, Tensor] = {}
     targets: dict[Slice, memoryview] = {}
     for piece in stored:

@@ -1,5 +1,5 @@
-"""The tiers as one: state is copied to shared memory beside training, a writer takes it on to disk and object storage,
-and it is loaded from the nearest tier that has it whole.
+"""The tiers as one. Workers copy the state to shared memory beside training. A writer takes it on to disk and object
+storage. It is loaded from the nearest tier that has it complete.
 
     begin (one process of the node)  →  every worker copies its share  →  join, before the state changes
     writer: seal → write → prune → upload
@@ -46,7 +46,7 @@ class CheckpointTier(Enum):
 
 
 class WriterAlive(Protocol):
-    """Whoever keeps the writer running. Raises InfrastructureError if that is impossible."""
+    """The object that keeps the writer running. Its method raises InfrastructureError if that is impossible."""
 
     def keep_alive(self) -> None: ...
 
@@ -78,7 +78,8 @@ class Captured:
 
 
 class Loaded(NamedTuple):
-    """What was loaded: `tensors` whole, on the CPU; `repaired`: what was damaged and taken from another tier."""
+    """A loaded state. `tensors` are whole and on the CPU. `repaired` names what was damaged and taken from another
+    tier."""
 
     skeleton: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -88,8 +89,8 @@ class Loaded(NamedTuple):
 
 
 class Tiers:
-    """One process's access to its node's shared memory and to the folder of checkpoints. `writer`: keeps the writer
-    running, where that is this process's business. `report(event, fields)`: is told of what is loaded."""
+    """One process's access to its node's shared memory and to the folder of checkpoints. `writer` keeps the writer
+    running, if this process has to do that. `report(event, fields)` is told of what is loaded."""
 
     def __init__(
         self, frames: Frames, folder: Path, writer: WriterAlive | None = None, report: Report = lambda *_: None
@@ -99,7 +100,7 @@ class Tiers:
         self._writer = writer
         self._report = report
         self._copying: threading.Thread | None = None
-        self._attempt = 0  # the last one this process copied a share of
+        self._attempt = 0  # the last attempt of which this process copied a share
         self._error: BaseException | None = None
         self._corrupt: set[tuple[CheckpointTier, int]] = set()
         self._told: set[str] = set()  # what was passed over
@@ -109,9 +110,9 @@ class Tiers:
     def begin(
         self, state: Captured, *, shares: int = 1, to_disk: bool = True, awaits_ledger: bool = False
     ) -> Snapshot | None:
-        """Open a snapshot and start copying this process's share of it, the first; None if all frames are in use. The
-        tensors must not change before `join`. `awaits_ledger`: as for `Frames.begin`. Does not block, except for an
-        earlier copy."""
+        """Open a snapshot and start copying this process's share of it, the first. Return None if all frames are in
+        use. The tensors must not change before `join`. `awaits_ledger`: as for `Frames.begin`. Does not block, except
+        for an earlier copy."""
         self.join()
         if self._writer is not None:
             self._writer.keep_alive()
@@ -131,7 +132,8 @@ class Tiers:
         return snapshot
 
     def awaited(self, version: int, shares: int) -> Snapshot | None:
-        """The snapshot of this version that another process has begun and of which this one has to copy a share."""
+        """Return the snapshot of this version of which this process still has to copy a share. Another process has
+        begun it."""
         snapshot = self._frames.begun()
         if snapshot is None or snapshot.control.attempt == self._attempt:
             return None
@@ -139,7 +141,8 @@ class Tiers:
         return snapshot if wanted and not snapshot.complete else None
 
     def follow(self, snapshot: Snapshot, tensors: Mapping[Slice, Tensor], index: int) -> None:
-        """Start copying a share of a snapshot that another process has begun. As `begin`."""
+        """Start copying a share of a snapshot that another process has begun. Like `begin`, it blocks only for an
+        earlier copy."""
         self.join()
         self._start(snapshot, tensors, index)
 
@@ -169,7 +172,7 @@ class Tiers:
         return self._copying is not None and self._copying.is_alive()
 
     def join(self) -> None:
-        """Block until this process's share is copied. Raises what went wrong in that."""
+        """Block until this process's share is copied. Raises the error of that copy."""
         if self._copying is not None:
             self._copying.join()
             self._copying = None
@@ -178,7 +181,7 @@ class Tiers:
             raise error
 
     def busy(self) -> bool:
-        """Whether the writer has something to write to disk."""
+        """Return whether the writer has something to write to disk."""
         return any(snapshot.waits_for_disk for snapshot in self._frames.complete())
 
     def newest(self) -> Snapshot | None:
@@ -197,8 +200,8 @@ class Tiers:
     # ---- loading
 
     def stored(self) -> list[Stored]:
-        """What could be loaded from memory or disk, the newest first and of equals the nearest; without what was found
-        damaged. Snapshots count once they are sealed."""
+        """Return what could be loaded from memory or disk. The newest comes first, and of equal versions the one in
+        memory. Versions that were found damaged are left out. A snapshot counts once it is sealed."""
         found = [
             Stored(snapshot.version, CheckpointTier.MEMORY, _meta(snapshot))
             for snapshot in self.sealed()
@@ -212,16 +215,18 @@ class Tiers:
         return sorted(found, key=lambda stored: (-stored.version, stored.tier != CheckpointTier.MEMORY))
 
     def fetch(self, url: str) -> None:
-        """Bring the newest checkpoint from object storage, if there is none in memory or on disk. Raises
-        InfrastructureError if it cannot be had: to begin at zero would be worse. What is not whole there is told."""
+        """Bring the newest checkpoint from object storage, if there is none in memory or on disk. Report what is not
+        complete there. Raises InfrastructureError if the storage cannot be read, because to begin at step 0 would be
+        worse."""
         if not self.stored():
             pulled = transfer.pull_newest(url, self.folder, self._passed_over)
             if pulled is not None:
-                self._corrupt.discard((CheckpointTier.NVME, pulled.step))  # this one is another than was found damaged
+                self._corrupt.discard((CheckpointTier.NVME, pulled.step))  # not the one that was found damaged
                 self._report("checkpoint_downloaded", {"step": pulled.step, "url": url})
 
     def tell_passed_over(self) -> None:
-        """Tell, once, of what is on disk under the name of a checkpoint and is not whole: an older one may be taken."""
+        """Report, once, the folders on disk that have the name of a checkpoint and are not complete. An older one may
+        be taken."""
         for path, reason in manifest.passed_over(self.folder).items():
             self._passed_over(str(path), reason)
 
@@ -231,9 +236,10 @@ class Tiers:
             self._report("checkpoint_passed_over", {"where": where, "error": f"{where} is not whole: {reason}."})
 
     def load(self, version: int, into: Into | None = None, *, from_memory: bool = True) -> Loaded:
-        """The state of a version, from memory or else from disk, each piece checked, and taken from the other where it
-        is damaged. `into`: gives, for the names of the stored tensors, what to fill in place of whole tensors. Raises
-        CheckpointCorrupt if it is nowhere whole; it is not offered again then."""
+        """Return the state of a version, from memory or else from disk. Each piece is checked, and a damaged piece is
+        taken from the other tier. `into` is given the names of the stored tensors and returns the memory to fill, in
+        place of whole tensors. Raises CheckpointCorrupt if no tier has the state complete. The version is not offered
+        again then."""
         try:
             loaded = self._load(version, into, from_memory=from_memory)
         except CheckpointCorrupt as error:
@@ -277,7 +283,7 @@ class Tiers:
             return Loaded(header["skeleton"], tensors, header["meta"], CheckpointTier.MEMORY, repaired)
 
     def sealed(self) -> list[Snapshot]:
-        """The snapshots that can be checked. One that is complete is waited for while its hashes are computed."""
+        """Return the snapshots that can be checked. Block for a while if the writer is still hashing a complete one."""
         for snapshot in self._frames.complete():
             give_up_at = time.monotonic() + 1.0 + snapshot.control.nbytes / 1e8
             self._frames.wake()
@@ -287,8 +293,8 @@ class Tiers:
 
 
 def copy(snapshot: Snapshot, tensors: Mapping[Slice, Tensor], mine: Sequence[Piece]) -> None:
-    """Copy these pieces of the tensors, which may be on any device, into the snapshot's memory. On the CPU with one
-    thread and a few large calls: torch would take as many threads as training has, and stand in its way."""
+    """Copy these pieces of the tensors, which may be on any device, into the snapshot's memory. On the CPU one thread
+    makes a few large calls. Torch would use as many threads as training has, and slow training down."""
     of: Slice | None = None
     for piece in mine:
         failpoint("checkpoint.copying", snapshot.version)
@@ -310,7 +316,8 @@ def _load_folder(checkpoint: Checkpoint, into: Into | None) -> Loaded:
 
 
 def targets_of(stored: Iterable[Piece], into: Into | None) -> tuple[dict[str, Tensor], Mapping[Slice, memoryview]]:
-    """What to fill with the stored pieces: whole tensors, which come with it, or what `into` gives."""
+    """Return the memory to fill with the stored pieces. Without `into` that is the memory of new whole tensors, which
+    are returned too. Otherwise `into` gives the memory."""
     if into is None:
         return empty_whole(stored)
     return {}, into({piece.slice.tensor for piece in stored})

@@ -1,12 +1,12 @@
-"""The writer: a process of its own, without torch, that takes a node's snapshots from shared memory to disk and on to
-object storage, while training goes on.
+"""The writer: a process without torch that takes a node's snapshots from shared memory to disk and on to object
+storage, while training goes on.
 
     python -m elastic_harness.checkpoint.writer --frames 5,6 --wake 7 --folder RUN/checkpoints
 
-It ends when its standard input has a line or ends: when whoever started it is done with it, or has died. Before that it
-brings the newest snapshot to disk that is not there, so that not even the end of all other processes loses it. With
---keep, unless the line is "done", a keeper then holds the frames for the next job. What it has to say are lines of JSON
-on standard output.
+The writer ends when its standard input has a line or ends. Then the process that started it needs it no more, or has
+died. Before it ends, the writer brings the newest snapshot to disk if that is not there yet. So even if all other
+processes end, that state is not lost. With --keep, unless the line is "done", a keeper then holds the frames for the
+next job. The writer reports on standard output, in lines of JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RETRY_PAUSES_S = (1.0, 5.0, 20.0, 60.0)  # before each further try, where the po
 
 
 class Writer:
-    """Seals snapshots, writes to disk those that are to go there, removes what need not stay, and uploads."""
+    """Seals snapshots, writes to disk those that are to go there, removes old checkpoints, and uploads."""
 
     def __init__(self, frames: Frames, folder: Path) -> None:
         self._frames = frames
@@ -46,9 +46,9 @@ class Writer:
         self._uploader = Uploader(folder)
 
     def work(self) -> bool:
-        """Do one thing, the newest first; False if there is nothing to do."""
+        """Do one thing, the newest snapshot first. Return False if there is nothing to do."""
         for snapshot in self._frames.complete():
-            if snapshot.damaged:  # to seal it again would make the damage valid
+            if snapshot.damaged:  # a new seal would make the damage valid
                 snapshot.drop()
                 tell("checkpoint_corrupt", step=snapshot.version, error="The snapshot in memory was changed.")
             elif not snapshot.sealed and self._seal(snapshot):
@@ -64,11 +64,11 @@ class Writer:
             pass
 
     def finish(self) -> None:
-        """Bring to disk what is newer than anything there, and do what a writer that died has left undone: remove what
-        need not stay, upload the newest."""
+        """Bring to disk the newest snapshot, if it is newer than all checkpoints there. Also do what a writer that died
+        has left undone: remove old checkpoints, upload the newest."""
         self.drain()
         found: list[Checkpoint] = []
-        with contextlib.suppress(OSError):  # a folder that is gone; what could not be written was told
+        with contextlib.suppress(OSError):  # the folder may be gone; a failed write was reported
             found = newest(self._folder)
         on_disk = max((checkpoint.step for checkpoint in found), default=-1)
         for snapshot in self._frames.complete()[:1]:
@@ -93,7 +93,7 @@ class Writer:
             return True
 
     def write(self, snapshot: Snapshot) -> bool:
-        """Write a snapshot to disk, and say how that went; False if its frame is in use elsewhere."""
+        """Write a snapshot to disk, and report how that went. Return False if another process uses its frame."""
         with snapshot.pinned() as pinned:
             if not pinned or not snapshot.here or not snapshot.sealed:
                 return False
@@ -119,7 +119,7 @@ class Writer:
             path = local.save_contents(self._folder, version, *told)
         else:
             whole = parts.save_part(self._folder, version, parts.Part(**header["part"]), *told)
-            if whole is None:  # others have more to write
+            if whole is None:  # other writers are not done yet
                 snapshot.settle(SnapshotOutcome.DURABLE)
                 return
             path = whole
@@ -135,7 +135,8 @@ class Writer:
 
 
 class Uploader:
-    """Uploads checkpoints beside everything else, one at a time; of those that wait, only the newest."""
+    """Uploads checkpoints in a thread, one at a time. While one is uploaded only the newest waits; the others are
+    skipped."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -147,14 +148,14 @@ class Uploader:
         self._thread: threading.Thread | None = None
 
     def in_use(self) -> set[int]:
-        """The steps that must stay on disk for now."""
+        """Return the steps that must stay on disk for now."""
         with self._changed:
             waiting = self._waiting
             steps = {int(waiting[0].name[5:])} if waiting else set()
             return steps | ({self._busy} if self._busy is not None else set())
 
     def offer(self, path: Path, policy: Policy) -> None:
-        """Have a checkpoint uploaded if its turn has come."""
+        """Have a checkpoint uploaded if it is due."""
         step, upload = int(path.name[5:]), policy.upload
         if upload is None:
             return
@@ -168,7 +169,7 @@ class Uploader:
                 self._thread.start()
 
     def close(self) -> None:
-        """Block until what was offered is uploaded, or has failed for good."""
+        """Block until the offered checkpoints are uploaded, or have failed for good."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -202,7 +203,7 @@ class Uploader:
                 tell("checkpoint_uploaded", step=step, url=where, seconds=seconds, bytes=checkpoint.bytes)
                 return
             except (HarnessError, OSError) as error:
-                if isinstance(error, ConfigError):  # no further try would go better
+                if isinstance(error, ConfigError):  # another try would fail as well
                     pause_s = None
                 tell("upload_failed", **policy.failure(step, error, final=pause_s is None))
                 if pause_s is None:
@@ -210,11 +211,11 @@ class Uploader:
                 with self._changed:
                     self._changed.wait_for(lambda: self._waiting is not None, timeout=pause_s)
                     if self._waiting is not None:
-                        return  # a newer one is there to be uploaded
+                        return  # a newer checkpoint is waiting
 
 
 def tell(event: str, **fields: Any) -> None:
-    """A line for whoever started this; nobody may be there to read it."""
+    """Write an event for the process that started this one. Nobody may be there to read it."""
     with contextlib.suppress(OSError):
         os.write(1, (CheckpointEvent(event, fields).to_line() + "\n").encode())
 
@@ -238,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         frames.provide()
         ready, _, _ = select.select([0, arguments.wake], [], [])
         if 0 in ready:
-            if os.read(0, 1024) == b"done\n" and listening is not None:  # nobody will need what is here
+            if os.read(0, 1024) == b"done\n" and listening is not None:  # nobody will need this memory
                 listening.close()
                 listening = None
             break

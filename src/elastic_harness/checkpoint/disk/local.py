@@ -1,9 +1,9 @@
-"""Checkpoints on a local disk: whole or absent, checked when loaded, and never a pickle.
+"""Checkpoints on a local disk: complete or absent, checked when they are loaded, and never a pickle.
 
 A checkpoint is a folder ``step-00000060`` with files of tensors and a ``manifest.json``. It is written under a
-temporary name, synced, and renamed, so that the final name never shows a partial one. A piece that an older checkpoint
-has on disk is not written again: its file is linked into the folder. So every folder is whole by itself, and removing
-another takes nothing from it.
+temporary name, synced, and renamed, so that the final name never shows a partial checkpoint. A piece that an older
+checkpoint has on disk is not written again: its file is linked into the folder. So every folder is complete by itself,
+and removing another one takes nothing from it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from elastic_harness.failpoints import failpoint
 if TYPE_CHECKING:
     from torch import Tensor
 
-KEEP_FRACTION = 0.5  # an older file is linked if at least so much of it is still in use
+KEEP_FRACTION = 0.5  # an older file is linked if at least so much of it is in use: a folder has at most twice its needs
 _TEMPORARY = re.compile(r"step-\d{8,}(?:\.old)?\.tmp-(\d+)")
 Hashes = Mapping[Piece, str]
 
@@ -49,12 +49,12 @@ def save(
     tensors: Mapping[str, Tensor],
     meta: Mapping[str, Any],
 ) -> Path:
-    """Writes a checkpoint and returns its path once it is durable; replaces one of the same step.
+    """Write a checkpoint, and return its path once it is durable. It replaces one of the same step.
 
-    ``skeleton`` and ``meta`` hold plain JSON values (a key that is not text raises TypeError);
-    ``meta["lineage"]`` is the lineage, 0 if absent. Tensors may be on any device and of any shape; ones that
-    share memory are written separately. Blocks for the write and its fsync. One call at a time per folder.
-    Raises InfrastructureError if the disk refuses; nothing is left behind then.
+    ``skeleton`` and ``meta`` hold plain JSON values (a key that is not text raises TypeError). ``meta["lineage"]`` is
+    the lineage, 0 if absent. Tensors may be on any device and of any shape; tensors that share memory are written
+    separately. Blocks for the write and its fsync. One call at a time per folder. Raises InfrastructureError if the
+    disk refuses; nothing is left behind then.
     """
     from elastic_harness.checkpoint.tensors import content_of, slice_of
 
@@ -70,7 +70,7 @@ def save_contents(
     meta: Mapping[str, Any],
     hashes: Hashes | None = None,
 ) -> Path:
-    """As `save`, of bytes in memory; `hashes` of their pieces, if they are known."""
+    """Write a checkpoint as `save` does, of bytes in memory. `hashes` of their pieces, if they are known."""
     folder = Path(folder)
     final = folder / f"step-{step:08d}"
     temporary = folder / f"{final.name}.tmp-{os.getpid()}"
@@ -83,6 +83,7 @@ def save_contents(
         previous = next(iter(newest(folder)), None)
         written, files = write_pieces(temporary, STATE_FILE, contents, pieces(contents), previous, hashes)
         made = manifests.make(step, skeleton, meta, written, files)
+        # The manifest comes last, when the tensors are on disk: without it a folder is no checkpoint.
         write_synced(temporary / MANIFEST_FILE, manifests.encode(made))
         failpoint("checkpoint.described", step)
         publish(temporary, final)
@@ -99,9 +100,9 @@ def save_contents(
 
 
 def load(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
-    """The skeleton, the tensors (on the CPU, whole) and the meta data, after checking every byte.
+    """Return the skeleton, the tensors (on the CPU, whole) and the meta data, after checking every byte.
 
-    Raises CheckpointCorrupt if anything differs from the manifest; fall back to the next older one then.
+    Raises CheckpointCorrupt if anything differs from the manifest. Use the next older checkpoint then.
     """
     from elastic_harness.checkpoint.tensors import empty_whole
 
@@ -112,7 +113,7 @@ def load(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor], dic
 
 
 def check(checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> None:
-    """Read every byte and compare it with its hash, without torch. `progress(bytes)` is called as it goes. Raises
+    """Read every byte and compare it with its hash, without torch. `progress(bytes)` is called after each block. Raises
     CheckpointCorrupt that names the first damaged tensor."""
     for part in checkpoint.hashed():
         path = checkpoint.path / part.file
@@ -130,8 +131,8 @@ def check(checkpoint: Checkpoint, progress: Callable[[int], None] | None = None)
 
 
 def quarantine(checkpoint: Checkpoint) -> Path | None:
-    """If a checkpoint is damaged on disk, rename it so that it is not offered again, and return its new path; nothing
-    of it is deleted. None if it is whole, or another process has done so."""
+    """Rename a checkpoint that is damaged on disk, so that it is not offered again, and return its new path. Nothing of
+    it is deleted. Return None if it is whole, or if another process has renamed it."""
     try:
         check(checkpoint)
         return None
@@ -140,7 +141,8 @@ def quarantine(checkpoint: Checkpoint) -> Path | None:
 
 
 def set_aside(path: Path, why: str) -> Path | None:
-    """Rename a checkpoint so that it is not offered again; None if another process has done so."""
+    """Rename a checkpoint so that it is not offered again, and return its new path. Return None if another process has
+    renamed it."""
     endings = itertools.chain([""], (f"-{number}" for number in itertools.count(1)))
     names = (path.with_name(f"{path.name}.{why}{ending}") for ending in endings)
     aside = next(name for name in names if not name.exists())
@@ -152,14 +154,14 @@ def set_aside(path: Path, why: str) -> Path | None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a whole checkpoint its name, durably; one of that name is replaced."""
-    durable_file.sync(temporary)
+    """Give a complete checkpoint its name, durably. It replaces one of that name."""
+    durable_file.sync(temporary)  # its content must be on disk before the name promises that
     _replace_folder(temporary, final)
     durable_file.sync(final.parent)
 
 
 def clean(folder: Path) -> None:
-    """Finishes or removes what dead writers left half done; a live writer keeps its own."""
+    """Finish or remove what dead writers have left half done. The files of a live writer stay."""
     for path in sorted(folder.iterdir()):
         temporary, old = _TEMPORARY.fullmatch(path.name), NAME.fullmatch(path.name)
         if temporary and (int(temporary[1]) == os.getpid() or not Path(f"/proc/{temporary[1]}").exists()):
@@ -173,7 +175,7 @@ def clean(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint; renamed first, so that a crash leaves no partial one under its name."""
+    """Remove a checkpoint. It is renamed first, so that a crash leaves no partial one under its name."""
     doomed = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
@@ -189,13 +191,14 @@ def write_pieces(
     previous: Checkpoint | None,
     hashes: Hashes | None = None,
 ) -> tuple[dict[Piece, StoredBlock], dict[str, Any]]:
-    """Write what is not on disk yet into a new file of a folder, link what is; returns where each piece is, and the
-    files. It is on disk then. Raises OSError."""
+    """Write the pieces that are not on disk yet into a new file of a folder, and link the files that have the others.
+    Return where each piece is, and the files. They are on disk then. Raises OSError."""
     bytes_of = {piece: contents[piece.slice][piece.low : piece.high] for piece in mine}
     known = {piece: (hashes or {}).get(piece) or tensor_file.hash_of(content) for piece, content in bytes_of.items()}
     there, files = _link_what_is_there(folder, known, previous) if previous else ({}, {})
     fresh = [piece for piece in bytes_of if piece not in there]
-    fresh.sort(key=lambda piece: piece.nbytes % tensor_file.PAGE != 0)  # what can be written from where it is, first
+    # Pieces of whole pages come first: they stay aligned, so they are written from where they are, without a copy.
+    fresh.sort(key=lambda piece: piece.nbytes % tensor_file.PAGE != 0)
     entries = [_entry(piece, bytes_of[piece]) for piece in fresh]
     names = {entry.name for entry in entries}
     if "__metadata__" in names:
@@ -210,7 +213,7 @@ def write_pieces(
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """A new file, on disk when this returns."""
+    """Write a new file, which is on disk when this returns."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -227,8 +230,8 @@ def _entry(piece: Piece, content: memoryview) -> tensor_file.TensorEntry:
 def _link_what_is_there(
     folder: Path, hashes: Hashes, previous: Checkpoint
 ) -> tuple[dict[Piece, StoredBlock], dict[str, Any]]:
-    """Links the files of the previous checkpoint that have enough pieces in common with this one, and says where those
-    are. A file's header and its pieces are read and checked before they are trusted again."""
+    """Link the files of the previous checkpoint that have enough pieces in common with this one, and return where those
+    pieces are. A file's header and its pieces are read and checked before they are trusted again."""
     try:
         with Folder(previous) as there:
             return _link_sound_files(folder, hashes, previous, there)
@@ -257,9 +260,9 @@ def _link_sound_files(
         base = file if file.startswith("base-") else f"base-{previous.manifest['sha256'][:16]}-{file}"
         try:
             os.link(previous.path / file, folder / base)
-        except FileExistsError:  # another writer of this checkpoint has linked it
+        except FileExistsError:  # another writer of this checkpoint has linked the file
             pass
-        except OSError:  # a file system without links: everything is written
+        except OSError:  # a file system without links: the pieces are written anew
             continue
         files[base] = described
         there.update({piece: older[piece]._replace(file=base) for piece in sound})
@@ -267,7 +270,8 @@ def _link_sound_files(
 
 
 def _sound(source: Folder, found: Iterable[Piece], hashes: Hashes) -> list[Piece]:
-    """Those pieces that are on disk as they were written: damage must not live on in every later checkpoint."""
+    """Return the pieces that are on disk as they were written. Otherwise damage would live on in every later
+    checkpoint."""
     buffers: SimpleQueue[memoryview] = SimpleQueue()
     for _ in range(READERS):
         buffers.put(memoryview(bytearray(PIECE_BYTES)))
@@ -285,7 +289,7 @@ def _sound(source: Folder, found: Iterable[Piece], hashes: Hashes) -> list[Piece
 
 
 def _replace_folder(source: Path, target: Path) -> None:
-    """Renames source to target; an older target stays loadable, as ``.old``, until source has its name."""
+    """Rename source to target. An older target stays loadable, as ``.old``, until source has its name."""
     failpoint("checkpoint.renaming")
     if not target.exists():
         os.rename(source, target)

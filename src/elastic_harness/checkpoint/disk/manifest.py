@@ -28,12 +28,12 @@ from elastic_harness.shape import parse_object
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.safetensors"
-NAME = re.compile(r"step-(\d{8,})(\.old)?")  # .old: stepped aside while its successor takes the name
+NAME = re.compile(r"step-(\d{8,})(\.old)?")  # .old: renamed while its successor takes the name
 _FILE = re.compile(r"[A-Za-z0-9_-]+\.safetensors")
 
 
 class StoredBlock(NamedTuple):
-    """A stored piece: its hash, the file it is in, and where in it."""
+    """A stored piece: its hash, the file that has it, and where in the file it begins."""
 
     xxh3: str
     file: str
@@ -41,7 +41,7 @@ class StoredBlock(NamedTuple):
 
 
 class Hashed(NamedTuple):
-    """Some bytes of a checkpoint's file with their hash, and what they are in words."""
+    """Some bytes of a checkpoint's file with their hash. `what` names them in words."""
 
     file: str
     begin: int
@@ -52,7 +52,7 @@ class Hashed(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest is whole; its tensors are checked when they are read."""
+    """A checkpoint whose manifest is valid. Its tensors are checked when they are read."""
 
     path: Path
     step: int
@@ -62,7 +62,7 @@ class Checkpoint:
 
     @property
     def bytes(self) -> int:
-        """The size of the tensors' files, those it shares with other checkpoints included."""
+        """The size of the tensors' files, including those that it shares with other checkpoints."""
         return sum(int(file["bytes"]) for file in self.manifest["files"].values())
 
     @property
@@ -87,7 +87,7 @@ class Checkpoint:
         return found
 
     def hashed(self) -> Iterator[Hashed]:
-        """Everything that has a hash: the header of each file, and each block of each tensor."""
+        """Yield everything that has a hash: the header of each file, and each block of each tensor."""
         for name, file in self.manifest["files"].items():
             yield Hashed(name, 0, int(file["header_bytes"]), file["header_xxh3"], "its header")
         for piece, block in self.blocks.items():
@@ -103,7 +103,8 @@ def make(
     blocks: Mapping[Piece, StoredBlock],
     files: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The manifest of these blocks, with its own hash. Raises TypeError for what JSON lacks or would change."""
+    """Return the manifest of these blocks, with its own hash. Raises TypeError for a value that JSON lacks or would
+    change."""
     tensors: dict[str, Any] = {}
     described: dict[Slice, list[dict[str, Any]]] = {}
     for piece in sorted(blocks, key=lambda piece: piece.number):
@@ -134,8 +135,8 @@ def encode(manifest: Mapping[str, Any]) -> bytes:
 
 
 def read(path: Path, name_to_have: str | None = None) -> Checkpoint | None:
-    """The checkpoint in this folder, or None if its manifest is missing, damaged or of another format. The folder has
-    the name of its step, or will have it (`name_to_have`)."""
+    """Return the checkpoint in this folder, or None if its manifest is missing, damaged or of another format. The
+    folder has the name of its step, or will have it (`name_to_have`)."""
     try:
         return _examine(path, name_to_have or path.name)
     except CheckpointCorrupt:
@@ -143,7 +144,7 @@ def read(path: Path, name_to_have: str | None = None) -> Checkpoint | None:
 
 
 def why_not(path: Path) -> str:
-    """Why `read` gives nothing for this folder, in words."""
+    """Return why `read` returns None for this folder, in words."""
     try:
         _examine(path, path.name)
     except CheckpointCorrupt as error:
@@ -152,7 +153,8 @@ def why_not(path: Path) -> str:
 
 
 def _examine(path: Path, folder_name: str) -> Checkpoint:
-    """The checkpoint in this folder, which has this name, or will. Raises CheckpointCorrupt with the reason if not."""
+    """Return the checkpoint in the folder `path`, which has the name `folder_name` or will have it. Raises
+    CheckpointCorrupt with the reason if there is none."""
     name = NAME.fullmatch(folder_name)
     try:
         manifest = parse_object((path / MANIFEST_FILE).read_bytes())
@@ -185,7 +187,7 @@ def _examine(path: Path, folder_name: str) -> Checkpoint:
 
 
 def passed_over(folder: Path) -> dict[Path, str]:
-    """The folders that have the name of a checkpoint and are none that `newest` gives, and why not."""
+    """Return the folders that have the name of a checkpoint but that `newest` leaves out, and why."""
     found = {}
     with contextlib.suppress(FileNotFoundError):
         for path in sorted(Path(folder).iterdir()):
@@ -196,9 +198,9 @@ def passed_over(folder: Path) -> dict[Path, str]:
 
 
 def newest(folder: Path) -> list[Checkpoint]:
-    """All checkpoints in the folder that have a valid manifest, the newest step first.
+    """Return all checkpoints in the folder that have a valid manifest, the newest step first.
 
-    Only manifests and file sizes are read here. Partial, foreign and damaged folders are passed over.
+    Only manifests and file sizes are read here. Partial, foreign and damaged folders are left out.
     """
     by_step: dict[int, Checkpoint] = {}
     try:
@@ -213,12 +215,12 @@ def newest(folder: Path) -> list[Checkpoint]:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a manifest may name this file: a plain name, in its own folder."""
+    """Return whether a manifest may name this file: a plain name, in the manifest's own folder."""
     return _FILE.fullmatch(name) is not None
 
 
 def as_json(value: Any, where: str) -> Any:
-    """The value as JSON gives it back; TypeError for what JSON lacks or would change."""
+    """Return the value as JSON gives it back. Raises TypeError for a value that JSON lacks or would change."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -232,13 +234,14 @@ def as_json(value: Any, where: str) -> Any:
 
 
 def self_hash(manifest: Mapping[str, Any]) -> str:
-    """sha256 over the manifest without its own hash, as JSON with sorted keys and no blanks."""
+    """Return the sha256 of the manifest without its own hash, as JSON with sorted keys and no blanks."""
     body = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _slices(name: str, tensor: Mapping[str, Any]) -> Iterator[tuple[Slice, list[dict[str, Any]]]]:
-    """A tensor's slices, none of them outside it, which together are all of it. Format 1 has whole tensors only."""
+    """Yield a tensor's slices with their blocks. Raises ValueError if one is outside the tensor, or if together they
+    are not all of it. Format 1 has whole tensors only."""
     dtype, shape = str(tensor["dtype"]), tuple(int(n) for n in tensor["shape"])
     if dtype not in ITEM_BYTES or min(shape, default=0) < 0:
         raise ValueError(f"{list(shape)} {dtype} is no tensor")
@@ -261,7 +264,7 @@ def _slices(name: str, tensor: Mapping[str, Any]) -> Iterator[tuple[Slice, list[
 
 
 def _pieces_of(of: Slice, sizes: Iterable[int]) -> list[Piece]:
-    """The pieces as they were cut, which must be all of the slice."""
+    """Return a slice's pieces as they were cut. Raises ValueError if they are not all of the slice."""
     found, low = [], 0
     for number, size in enumerate(sizes):
         if size < 0:

@@ -1,8 +1,8 @@
-"""A checkpoint written by several processes, each its own part, without a word between them. Without torch.
+"""A checkpoint written by several processes, each its own part, without any message between them. Without torch.
 
-All write into one folder, `step-00000060.parts-TOKEN`: a file of tensors each, and then a small JSON that says what is
-in it. Whoever finds that all parts are there writes the manifest and gives the folder its name; a file that can only be
-created once decides who that is. If one dies, the checkpoint does not come into being.
+All write into one folder, `step-00000060.parts-TOKEN`: each a file of tensors, and then a small JSON that says what is
+in it. A process that finds all parts there writes the manifest and gives the folder its name. If several find that, a
+file that can only be created once decides which of them does it. If a process dies, there is no checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FOLDER = re.compile(r"step-(\d{8,})\.parts-[0-9a-f]+-\d+")
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of how many. `token`: the same for all parts of one checkpoint, and never used before."""
+    """Which part of how many. All parts of one checkpoint have the same `token`, which was never used before."""
 
     index: int
     count: int
@@ -45,8 +45,8 @@ def save_part(
     meta: Mapping[str, Any],
     hashes: local.Hashes | None = None,
 ) -> Path | None:
-    """Write one part; it is on disk when this returns. Gives the checkpoint's path if this was what was missing.
-    `skeleton` and `meta` count from part 0. Raises InfrastructureError."""
+    """Write one part, which is on disk when this returns. Return the checkpoint's path if this part completed it, else
+    None. `skeleton` and `meta` are taken from part 0 alone. Raises InfrastructureError."""
     final = folder / f"step-{step:08d}"
     shared = folder / f"{final.name}.parts-{part.token}"
     number = f"{part.index:05d}-of-{part.count:05d}"
@@ -62,6 +62,7 @@ def save_part(
         }
         if part.index == 0:
             said |= {"skeleton": manifests.as_json(skeleton, "skeleton"), "meta": manifests.as_json(meta, "meta")}
+        # The JSON says that the part is whole. So it comes after the tensors are on disk, and gets its name at once.
         temporary = shared / f".part-{number}.json"
         temporary.unlink(missing_ok=True)
         local.write_synced(temporary, json.dumps(said).encode())
@@ -76,7 +77,7 @@ def save_part(
 
 
 def clean(folder: Path, up_to_step: int | None = None) -> None:
-    """Remove parts that will never be whole: all, or those of steps up to one that is there now."""
+    """Remove parts that will never be complete: all, or those of steps up to one that is complete now."""
     for path in list(folder.glob("step-*.parts-*")):
         match = _FOLDER.fullmatch(path.name)
         if match and (up_to_step is None or int(match[1]) <= up_to_step):
@@ -89,7 +90,7 @@ def _publish(shared: Path, final: Path, step: int, count: int) -> Path | None:
         try:
             said.append(json.loads((shared / f"part-{index:05d}-of-{count:05d}.json").read_bytes()))
         except FileNotFoundError:
-            return None  # whoever writes that one sees all of them
+            return None  # the process that writes the last part sees all of them
     blocks: dict[Piece, StoredBlock] = {}
     files: dict[str, Any] = {}
     for part in said:
@@ -101,11 +102,11 @@ def _publish(shared: Path, final: Path, step: int, count: int) -> Path | None:
     try:
         local.write_synced(shared / MANIFEST_FILE, manifests.encode(made))
     except FileExistsError:
-        return None  # another one was quicker
+        return None  # another process was faster
     checkpoint = manifests.read(shared, final.name)
     if checkpoint is None:
         raise CheckpointCorrupt(f"The parts in {shared} do not fit together.")
-    if not checkpoint.blocks:  # looking at them also checks that the manifest does not contradict itself
+    if not checkpoint.blocks:  # this also checks that the manifest does not contradict itself
         raise CheckpointCorrupt(f"The parts in {shared} have no tensors.")
     for index in range(count):
         with contextlib.suppress(FileNotFoundError):

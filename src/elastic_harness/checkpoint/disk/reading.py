@@ -1,4 +1,5 @@
-"""Fills memory from a checkpoint, piece by piece, each checked against its hash, at any sharding. Without torch.
+"""Fills memory from a checkpoint, piece by piece, at any sharding. Each piece is checked against its hash. Without
+torch.
 
 A piece that cannot be read or has another hash is taken from another place that has it: the same step in another tier.
 """
@@ -24,8 +25,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class BlockSource(Protocol):
-    """A place that has the pieces of a checkpoint. `hashes`: of each. `read` fills memory with a piece's bytes as they
-    are there; it raises OSError, EOFError or HarnessError."""
+    """A place that has the pieces of a checkpoint. `hashes` has the hash of each. `read` fills memory with a piece's
+    bytes as they are there; it raises OSError, EOFError or HarnessError."""
 
     where: str
 
@@ -75,7 +76,7 @@ class Folder:
 
 
 def needed(stored: Iterable[Piece], targets: Iterable[Slice]) -> list[Piece]:
-    """The pieces, of those that are stored, that `fill` reads for these targets."""
+    """Return the stored pieces that `fill` reads for these targets."""
     of: dict[str, list[Slice]] = {}
     for target in targets:
         of.setdefault(target.tensor, []).append(target)
@@ -92,9 +93,9 @@ def needed(stored: Iterable[Piece], targets: Iterable[Slice]) -> list[Piece]:
 
 
 def fill(sources: Sequence[BlockSource], targets: Mapping[Slice, memoryview]) -> list[str]:
-    """Fill the targets, each with its slice's bytes in row-major order, from the first source, or from the others where
-    that is damaged. Returns what was repaired, in words. Raises CheckpointCorrupt if a tensor is not there, is another
-    one, or a piece is nowhere whole. Blocks; several threads read."""
+    """Fill the targets, each with its slice's bytes in row-major order. Each piece is taken from the first source, or
+    from another one if it is damaged there. Return what was repaired, in words. Raises CheckpointCorrupt if a tensor is
+    missing or is another one, or if no source has a piece whole. Blocks; several threads read."""
     known = [(source, source.hashes) for source in sources]
     expected = known[0][1]
     stored: dict[str, dict[Slice, list[Piece]]] = {}
@@ -149,7 +150,7 @@ def fill(sources: Sequence[BlockSource], targets: Mapping[Slice, memoryview]) ->
 
 
 def read_piece(source: BlockSource, piece: Piece, expected: str, into: memoryview) -> str | None:
-    """What is wrong with a piece in one place; None if it is whole, and read."""
+    """Read a piece from one place. Return what is wrong with it there; None if it is whole."""
     end = piece.high
     what = f"bytes {piece.low} to {end} of {piece.slice.name} in {source.where}"
     try:
@@ -176,7 +177,8 @@ def _overlapping(source: BlockSource, slices: Mapping[Slice, Any], target: Slice
 
 
 def _rows(source: Slice, target: Slice) -> tuple[int, int]:
-    """The bytes of the source between which the overlap with the target lies: whole rows of the first dimension."""
+    """Return the bytes of the source between which the overlap with the target lies. They are whole rows of the first
+    dimension."""
     found = overlap(source, target)
     assert found is not None
     offset, sizes = found
@@ -185,7 +187,7 @@ def _rows(source: Slice, target: Slice) -> tuple[int, int]:
 
 
 def _array(content: bytearray | memoryview, of: Slice) -> Array:
-    """The slice's elements, as whole numbers of their size."""
+    """Return the slice's elements, as unsigned integers of their size."""
     return np.frombuffer(content, f"u{ITEM_BYTES[of.dtype]}").reshape(of.sizes)
 
 

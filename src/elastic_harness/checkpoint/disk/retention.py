@@ -1,6 +1,6 @@
 """Which checkpoints stay, and the names `latest` and `best` that lead to two of them.
 
-Everything is computed anew from what is there, so a crash in the middle is mended by the next call.
+Everything is computed anew from the folder's content, so the next call repairs what a crash in the middle left.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ LATEST, BEST = "latest", "best"
 
 
 class Retention(NamedTuple):
-    """What stays: the `keep_last` newest, every one whose step is a multiple of `keep_every` (0: none for that reason),
-    and the `keep_best` best by `metric` of those that have it; `mode`: whether "min" or "max" is better."""
+    """Which checkpoints stay: the `keep_last` newest; every one whose step is a multiple of `keep_every` (0: none for
+    that reason); and the `keep_best` best by `metric` of those that have it. `mode`: whether "min" or "max" is
+    better."""
 
     keep_last: int = 3
     keep_every: int = 0
@@ -30,7 +31,7 @@ class Retention(NamedTuple):
 
 
 def by_metric(found: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
-    """Those that have the metric, the best first, the newer first of equals."""
+    """Return the checkpoints that have the metric, the best first, the newer first of equals."""
     sign = 1 if retention.mode == "min" else -1
     valued = []
     for checkpoint in found:
@@ -41,8 +42,8 @@ def by_metric(found: Sequence[Checkpoint], retention: Retention) -> list[Checkpo
 
 
 def superfluous(found: Sequence[Checkpoint], retention: Retention) -> list[Checkpoint]:
-    """Which of the valid checkpoints, newest first, need not stay. The newest always stays, and so do those from before
-    the last row of updates that were skipped for being non-finite."""
+    """Return which of the valid checkpoints, newest first, need not stay. The newest always stays. So do those from
+    before the last row of updates that were skipped for being non-finite."""
     stay = {checkpoint.step for checkpoint in found[: max(1, retention.keep_last)]}
     stay |= {checkpoint.step for checkpoint in by_metric(found, retention)[: retention.keep_best]}
     stay |= before_nonfinite([checkpoint.step for checkpoint in found], found[0].meta) if found else set()
@@ -52,8 +53,9 @@ def superfluous(found: Sequence[Checkpoint], retention: Retention) -> list[Check
 
 
 def before_nonfinite(steps: Sequence[int], newest_meta: Mapping[str, Any]) -> set[int]:
-    """Of the steps of checkpoints the one at which updates became non-finite, and the newest before that: only of that
-    one it is known that a step from its weights was finite. `newest_meta`: of the newest checkpoint."""
+    """Return the step at which updates became non-finite, and the newest step before it, as far as `steps` has them.
+    Only of the step before it is known that a step from its weights was finite. `newest_meta`: of the newest
+    checkpoint."""
     since = newest_meta.get("nonfinite_since")
     if not isinstance(since, int):
         return set()
@@ -61,8 +63,8 @@ def before_nonfinite(steps: Sequence[int], newest_meta: Mapping[str, Any]) -> se
 
 
 def prune(folder: Path, retention: Retention, in_use: Collection[int] = ()) -> list[Path]:
-    """Remove what need not stay, and return it; damaged ones are left to be looked at, as are steps that are in use.
-    Then `latest` and `best` lead to what is newest and best."""
+    """Remove the checkpoints that need not stay, and return their paths. Damaged checkpoints stay for people to look
+    at, and steps that are in use stay. Then point `latest` and `best` to the newest and the best checkpoint."""
     removed = []
     for checkpoint in superfluous(newest(folder), retention):
         if checkpoint.step not in in_use:
@@ -73,8 +75,8 @@ def prune(folder: Path, retention: Retention, in_use: Collection[int] = ()) -> l
 
 
 def point(folder: Path, retention: Retention) -> None:
-    """Let `latest` and `best` lead to the newest checkpoint and the best. Conveniences for people: nothing here reads
-    them, and where there are no symbolic links there are no such names."""
+    """Point `latest` and `best` to the newest checkpoint and the best. They are conveniences for people: the package
+    does not read them, and a file system without symbolic links does not have them."""
     found = newest(folder)
     _link(folder / LATEST, found[0] if found else None)
     best = by_metric(found, retention)

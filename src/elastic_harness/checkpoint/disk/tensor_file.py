@@ -1,6 +1,7 @@
 """One file of tensors: plain safetensors, written past the page cache in large pieces, read and checked block by block.
 
-A slice of one piece is an entry under its own name, a larger one several one-dimensional entries `name#0`, `name#1`, ….
+A slice of one piece is an entry under its own name. A larger slice is several one-dimensional entries `name#0`,
+`name#1`, ….
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Written:
-    """What `write` made: where each entry's bytes begin, the file's size, and the size and hash of its header."""
+    """What `write` has made: where each entry's bytes begin, the file's size, and the size and hash of its header."""
 
     begins: list[int]
     nbytes: int
@@ -56,8 +57,9 @@ def hash_of(content: memoryview | bytes) -> str:
 def write(path: Path, entries: Iterable[TensorEntry]) -> Written:
     """Write a new file and return once its content is on disk. Raises OSError; the file may then be partial.
 
-    Always a new file: writing over one that had a name would be quicker on some disks, but somebody may have mapped it,
-    which no call tells on every file system (decision 0023)."""
+    It is always a new file. Writing over an old file would be faster on some disks. But a process may have mapped the
+    old file, and no call tells that on every file system (decision 0023).
+    """
     listed = list(entries)
     header: dict[str, object] = {}
     position, begins = 0, []
@@ -91,7 +93,7 @@ def read(descriptor: int, begin: int, into: memoryview) -> None:
 
 
 class _Writer:
-    """Appends through an aligned buffer, past the page cache where the file system lets it."""
+    """Appends through an aligned buffer, past the page cache if the file system allows that."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -108,7 +110,7 @@ class _Writer:
 
     def write(self, content: memoryview) -> None:
         if self._filled == 0 and len(content) % PAGE == 0 and _address(content) % PAGE == 0:
-            self._pwrite(content)  # from where it is
+            self._pwrite(content)  # without a copy
             return
         while len(content):
             part = content[: BUFFER_BYTES - self._filled]
@@ -119,7 +121,7 @@ class _Writer:
                 self._flush(BUFFER_BYTES)
 
     def finish(self) -> int:
-        """Write the rest, cut off its padding, wait for the disk; returns the size."""
+        """Write the rest, cut off its padding, wait for the disk, and return the size."""
         size = self._written + self._filled
         if self._filled:
             padded = self._filled + -self._filled % PAGE
@@ -156,5 +158,5 @@ class _Writer:
 
 
 def _address(content: memoryview) -> int:
-    """Where these bytes are in memory."""
+    """Return the address of these bytes in memory."""
     return int(np.frombuffer(content, np.uint8).__array_interface__["data"][0]) if len(content) else 0

@@ -1,10 +1,11 @@
-"""Keeps the snapshots of a rank that has died, until the next job on its node has no more need of them. Without torch.
+"""Keeps the snapshots of a rank that has died, until the next job on its node no longer needs them. Without torch.
 
     python -m elastic_harness.checkpoint.memory.keeper --socket 5 --frames 6,7,8,9
 
-The rank's writer listens on an abstract socket, whose name says which job's folder and node it is; when the rank has
-died and everything is on disk, it hands the socket and the frames to this process and ends. Whoever connects is given
-the frames' descriptors. It ends when one of them says so, or when for `ALONE_S` nobody has been connected.
+The rank's writer listens on an abstract socket, whose name tells the job's folder and the node. When the rank has died
+and everything is on disk, the writer hands the socket and the frames to this process and ends. The keeper gives the
+frames' descriptors to every process of the same user that connects. It ends when one of them says so, or when for
+`ALONE_S` no process has been connected.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ import xxhash
 from elastic_harness.contract.memory_slots import from_text, to_text
 
 ALONE_S = 900.0
-WAIT_S = 60.0  # for a writer that still brings something to disk
+WAIT_S = 60.0  # for a writer that is still writing to disk
 _DESCRIPTORS_MAX = 250
 
 
 def key_of(folder: Path, node: str) -> str:
-    """What the sockets of this user's jobs in a folder, on one node, are named after."""
+    """Return the part of their names that the sockets of this user's jobs in a folder, on one node, have in common."""
     return xxhash.xxh3_128_hexdigest(f"{os.getuid()}\0{node}\0{folder}".encode())
 
 
 def listen(key: str) -> socket.socket:
-    """A socket at which the next job will find what is kept."""
+    """Return a socket at which the next job will find the kept memory."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(f"\0elastic-harness/{key}/{os.getpid()}")
     listening.listen(128)
@@ -43,7 +44,7 @@ def listen(key: str) -> socket.socket:
 
 
 def start(listening: socket.socket, frames: Sequence[int]) -> None:
-    """Hand socket and frames to a process of its own, which nothing of this one outlives."""
+    """Hand socket and frames to a new process, which inherits no other descriptor and outlives this one."""
     descriptors = [listening.fileno(), *frames]
     command = [sys.executable, "-m", __name__, "--socket", str(descriptors[0]), "--frames", to_text(frames)]
     nowhere = subprocess.DEVNULL
@@ -53,14 +54,14 @@ def start(listening: socket.socket, frames: Sequence[int]) -> None:
 
 
 class Kept:
-    """What the keeper of one dead rank has given: `descriptors` of frames, this process's own."""
+    """What the keeper of one dead rank has given. `descriptors` of frames belong to this process."""
 
     def __init__(self, connection: socket.socket, descriptors: Sequence[int]) -> None:
         self._connection = connection
         self.descriptors = descriptors
 
     def close(self, *, needed: bool) -> None:
-        """Let go. Unless it is still needed, the keeper ends."""
+        """Let go of the memory. Unless it is still `needed`, the keeper ends."""
         with contextlib.suppress(OSError):
             if not needed:
                 self._connection.send(b"end")
@@ -70,7 +71,7 @@ class Kept:
 
 
 def find(key: str) -> list[Kept]:
-    """Everything that is kept under a key. Waits for writers that are not done yet, each at most `WAIT_S`."""
+    """Return everything that is kept under a key. Wait for writers that are not done yet, for each at most `WAIT_S`."""
     with contextlib.suppress(OSError):
         names = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
         return [kept for name in sorted(names) if name.startswith(f"@elastic-harness/{key}/") for kept in _ask(name)]
@@ -88,7 +89,7 @@ def _ask(name: str) -> list[Kept]:
                 os.set_inheritable(descriptor, False)
             if descriptors:
                 return [Kept(connection, descriptors)]
-    except OSError:  # it has ended, or is not done in time
+    except OSError:  # the other process has ended, or is not done in time
         pass
     connection.close()
     return []
@@ -100,7 +101,8 @@ def _same_user(connection: socket.socket) -> bool:
 
 
 def keep(listening: socket.socket, descriptors: Sequence[int], alone_s: float = ALONE_S) -> None:
-    """Give the descriptors to whoever asks, until one says that is enough or nobody has been there for `alone_s`."""
+    """Give the descriptors to every process that asks. End when one says that it is enough, or when none has been
+    connected for `alone_s`."""
     connected: set[socket.socket] = set()
     try:
         while ready := select.select([listening, *connected], [], [], None if connected else alone_s)[0]:

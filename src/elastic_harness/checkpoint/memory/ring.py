@@ -1,4 +1,5 @@
-"""Which rank copies its snapshots to which, and which snapshot is whole somewhere. Decisions only, without torch."""
+"""Which rank copies its snapshots to which rank, and which snapshot is complete somewhere. Decisions only, without
+torch."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from typing import NamedTuple
 
 
 class Share(NamedTuple):
-    """The share of the `rank`-th of `world` ranks. `token`: of the save; the shares of one save have the same, no other
-    has."""
+    """The share of the `rank`-th of `world` ranks. `token` names the save: its shares have the same token, and no other
+    save has it."""
 
     version: int
     token: str
@@ -17,7 +18,7 @@ class Share(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A snapshot of which every share is somewhere. `holders`: of each share, the ranks that can read it."""
+    """A snapshot of which every share is somewhere. `holders`: for each share the ranks that can read it."""
 
     version: int
     token: str
@@ -27,14 +28,15 @@ class Whole(NamedTuple):
         return Share(self.version, self.token, index, len(self.holders))
 
     def holder(self, index: int, reader: int) -> int:
-        """From whom a rank takes a share: from itself if it has it, else the holders take turns."""
+        """Return the rank from which `reader` takes a share: itself if it has the share, else the holders take
+        turns."""
         ranks = self.holders[index]
         return reader if reader in ranks else ranks[reader % len(ranks)]
 
 
 def links(nodes: Sequence[str], copies: int) -> list[tuple[int, int]]:
-    """From which rank to which copies go, given every rank's node: from each node to the `copies` nodes after it, in
-    the order of their first ranks, to the rank of the same place there."""
+    """Return pairs of ranks: copies go from the first to the second. Each node copies to the `copies` nodes after it,
+    in the order of their first ranks, and each rank to the rank of the same place there. `nodes`: every rank's node."""
     members: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         members.setdefault(node, []).append(rank)
@@ -50,8 +52,9 @@ def links(nodes: Sequence[str], copies: int) -> list[tuple[int, int]]:
 def newest_whole(
     held: Sequence[Collection[Share]], step: int | None = None, least: int = -1
 ) -> tuple[Whole | None, str]:
-    """The newest snapshot, of step `step` if given and of `least` or later, of which every share is held, given what
-    each rank holds; and why no newer one, in words, empty if there is none."""
+    """Return the newest snapshot of which every share is held, or None, and why no newer one counts, in words, or "".
+    `held`: the shares that each rank holds. `step`: the only step to look for, if given. `least`: older steps do not
+    count."""
     holders: dict[Share, list[int]] = {}
     for rank, shares in enumerate(held):
         for share in set(shares):

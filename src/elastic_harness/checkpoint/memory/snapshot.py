@@ -1,17 +1,17 @@
 """The memory tier of a node: the newest states in shared memory, which outlives any worker. Without torch.
 
-Each frame is a memfd; whoever holds a descriptor keeps it: under `elastic-harness launch` the launcher, the agent and
-its writer. A snapshot is begun by one process, which writes the header; each of the workers then copies its share of
-the pieces and says so; when all have, the writer hashes the pieces, which seals it, and may write it to disk.
-A snapshot of a run also waits for the agent, which says that the ledger has all steps before it: a checkpoint that was
-ahead of the ledger would leave steps of which nobody knows anything.
+A frame is a memfd. It lives as long as any process holds a descriptor of it: under `elastic-harness launch` the
+launcher, the agent and its writer. One process begins a snapshot and writes the header. Then each worker copies its
+share of the pieces and says so. When all shares are there, the snapshot is copied. The snapshot of a run then waits for
+the agent, which says that the ledger has all steps before it: a checkpoint ahead of the ledger would leave steps that
+nobody wrote down. Now the snapshot is complete. The writer hashes the pieces, which seals it, and may write it to disk.
 
     0      control: which attempt this is, of which version and lineage; how it went; whether the ledger is as far
     4096   shares: a word for each worker, the attempt whose share it has copied
     8192   header: JSON (meta, skeleton, slices), then a 16-byte hash for each piece, then the pieces
 
-A frame is never reused while it is being written to disk, nor while it holds the newest complete snapshot: so whatever
-dies in whatever moment, one that was complete stays, and one that is not is never taken for complete.
+A frame is never reused while it is being written to disk, nor while it holds the newest complete snapshot. So at any
+crash the newest complete snapshot survives, and an incomplete one is never mistaken for a complete one.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from elastic_harness.failpoints import failpoint
 from elastic_harness.shape import parse_object
 
 MAX_SHARES = 512
-MEMORY_FRACTION = 0.9  # of what is available, at most so much is taken
+MEMORY_FRACTION = 0.9  # at most so much of the available memory is taken
 _MAGIC = b"EHSNAP02"
 _CONTROL = struct.Struct("<8sQqqQQQQdQqd")  # magic and the fields of Control; its own hash follows
 _CHECK_AT, _OUTCOME_AT, _SEAL_AT, _SEALED_AT, _SHARES_AT, _HEADER_AT = 128, 256, 384, 448, 4096, 8192
 _WORD, _PAIR = struct.Struct("<Q"), struct.Struct("<QQ")
-_ALIGN = mmap.PAGESIZE  # of a slice, so that it is written to disk from where it is
+_ALIGN = mmap.PAGESIZE  # of a slice: O_DIRECT then writes it to disk from where it is
 _MADV_POPULATE_WRITE = 23
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -58,21 +58,19 @@ class SnapshotOutcome(IntEnum):
 
 
 class Control(NamedTuple):
-    """attempt: unique on this node, later ones are greater. shares: how many workers copy. to_disk: whether it is to be
-    written to disk. began_at: seconds of the monotonic clock. disk_version, disk_began_at: of the newest snapshot up to
-    this one that was to be written to disk, -1 and 0 if none was."""
+    """How an attempt is described at the beginning of its frame."""
 
-    attempt: int
+    attempt: int  # unique on this node, later ones are greater
     version: int
     lineage: int
-    shares: int
+    shares: int  # so many workers copy
     header_bytes: int
-    data_at: int
-    to_disk: int
-    began_at: float
-    nbytes: int
-    disk_version: int
-    disk_began_at: float
+    data_at: int  # where the first piece begins
+    to_disk: int  # whether it is to be written to disk
+    began_at: float  # seconds of the monotonic clock
+    nbytes: int  # of the whole frame
+    disk_version: int  # of the newest snapshot up to this one that was to be written to disk; -1: none was
+    disk_began_at: float  # when that one was begun; 0: none was
 
 
 class Frames:
@@ -94,9 +92,9 @@ class Frames:
         to_disk: bool = True,
         awaits_ledger: bool = False,
     ) -> Snapshot | None:
-        """Open a snapshot in a free frame; None if none is free now. `header`: JSON, goes with it. `awaits_ledger`: it
-        is not complete before the agent has called `note_ledger` for it. Does not block.
-        Raises InfrastructureError if there is not enough memory."""
+        """Open a snapshot in a free frame; return None if none is free now. `header` is JSON and goes with the
+        snapshot. `awaits_ledger`: the snapshot is not complete before the agent has called `note_ledger` for it. Does
+        not block. Raises InfrastructureError if there is not enough memory."""
         if not 1 <= shares <= MAX_SHARES:
             raise InfrastructureError(f"{shares} workers on one node, 1 to {MAX_SHARES} can share a snapshot.")
         text = json.dumps({**header, "slices": [list(of) for of in slices]}, separators=(",", ":")).encode()
@@ -119,7 +117,9 @@ class Frames:
             nbytes,
             *((version, now) if to_disk else before),
         )
-        if newest is not None:  # it stays, unless there is memory for one alone, and disk has it
+        # The newest complete snapshot stays. It is tried last, and replaced only if there is memory for one snapshot
+        # alone and disk has it.
+        if newest is not None:
             frames = [*(frame for frame in frames if frame is not newest._frame), newest._frame]
         short = ""
         for frame in frames:
@@ -139,26 +139,27 @@ class Frames:
         return None
 
     def begun(self) -> Snapshot | None:
-        """The snapshot that was begun last, complete or not."""
+        """Return the snapshot that was begun last, complete or not."""
         found = [snapshot for frame in self._frames if (snapshot := frame.snapshot()) is not None]
         return max(found, key=lambda snapshot: snapshot.control.attempt, default=None)
 
     def copied(self) -> list[Snapshot]:
-        """The snapshots whose shares are all there, the newest first."""
+        """Return the snapshots whose shares are all there, the newest first."""
         found = [snapshot for frame in self._frames if (snapshot := frame.snapshot()) is not None and snapshot.copied]
         return sorted(found, key=lambda snapshot: -snapshot.control.attempt)
 
     def complete(self) -> list[Snapshot]:
-        """Those of them that wait for nothing else, the newest first."""
+        """Return the copied snapshots that wait for nothing else, the newest first."""
         return [snapshot for snapshot in self.copied() if snapshot.complete]
 
     def room(self, nbytes: int) -> Room | None:
-        """Room for a copy of another node's snapshot, where it replaces the older one; None if there is no memory."""
+        """Return room for a copy of another node's snapshot, which replaces the older copy. Return None if there is no
+        memory."""
         frame = min(self._frames, key=_Frame.attempt)
         return None if frame.shortage(nbytes) else Room(frame, nbytes)
 
     def provide(self) -> None:
-        """Have memory provided for the frames that are smaller than the newest snapshot, before they are needed."""
+        """Provide memory for the frames that are smaller than the newest snapshot, before it is needed."""
         for newest in self.complete()[:1]:
             for frame in self._frames:
                 frame.provide(newest.control.nbytes)
@@ -174,7 +175,7 @@ class Frames:
 
 
 class Snapshot:
-    """One attempt in a frame. Everything it says is only true while the frame is not reused: `here` says so."""
+    """One attempt in a frame. What it says is only true while the frame holds this attempt; `here` tells that."""
 
     def __init__(self, frame: _Frame, control: Control, positions: Mapping[Piece, int] | None = None) -> None:
         self._frame = frame
@@ -193,14 +194,14 @@ class Snapshot:
 
     @property
     def copied(self) -> bool:
-        """Whether all have copied their shares."""
+        """Whether all workers have copied their shares."""
         shares = self.control.shares
         words = struct.unpack_from(f"<{shares}Q", self._frame.map, _SHARES_AT)
         return all(word == self.control.attempt for word in words)
 
     @property
     def complete(self) -> bool:
-        """Whether it may be restored: all have copied their shares, and the ledger has the steps before it."""
+        """Whether it may be restored: all shares are copied, and the ledger has the steps before it."""
         awaiting, noted = _PAIR.unpack_from(self._frame.map, LEDGER_AT)
         return self.copied and (awaiting != self.control.attempt or noted == self.control.attempt)
 
@@ -211,17 +212,17 @@ class Snapshot:
 
     @property
     def waits_for_disk(self) -> bool:
-        """Whether it is complete and is still to be written to disk."""
+        """Whether the snapshot is complete and is still to be written to disk."""
         return bool(self.control.to_disk) and self.complete and self.outcome == SnapshotOutcome.OPEN
 
     @property
     def sealed(self) -> bool:
-        """Whether its pieces have been hashed, and what describes them can be trusted."""
+        """Whether the pieces have been hashed, and control, header and hashes have not changed since."""
         return self._was_sealed and self._frame.seal_of(self.control) == self._frame.seal()
 
     @property
     def damaged(self) -> bool:
-        """Whether it was sealed, and what describes its pieces has changed since."""
+        """Whether the snapshot was sealed, and control, header or hashes have changed since."""
         return self._was_sealed and not self.sealed
 
     @property
@@ -246,21 +247,21 @@ class Snapshot:
         return _positions(pieces(slices), self.control.data_at)[0]
 
     def share(self, index: int) -> list[Piece]:
-        """The pieces that one worker copies."""
+        """Return the pieces that one worker copies."""
         return share(list(self.positions), index, self.control.shares)
 
     def view(self, piece: Piece) -> memoryview:
-        """A piece's memory."""
+        """Return a piece's memory."""
         begin = self.positions[piece]
         return self._frame.view[begin : begin + piece.nbytes]
 
     def contents(self) -> dict[Slice, memoryview]:
-        """The memory of each slice: its pieces follow each other without a gap."""
+        """Return the memory of each slice, whose pieces follow each other without a gap."""
         begins = {piece.slice: at for piece, at in self.positions.items() if piece.low == 0}
         return {of: self._frame.view[at : at + of.nbytes] for of, at in begins.items()}
 
     def image(self) -> tuple[memoryview, memoryview]:
-        """All of it as it is in the frame, as two runs of bytes, for a `Room` elsewhere."""
+        """Return the whole snapshot as it is in the frame, as two runs of bytes, for a `Room` on another node."""
         return self._frame.view[:_SHARES_AT], self._frame.view[_SHARES_AT : self.control.nbytes]
 
     def populate(self, mine: Sequence[Piece]) -> None:
@@ -275,13 +276,13 @@ class Snapshot:
 
     @property
     def hashes(self) -> dict[Piece, str]:
-        """Of each piece, once it is sealed."""
+        """The hash of each piece, once the snapshot is sealed."""
         at = _HEADER_AT + self.control.header_bytes
         digests = bytes(self._frame.map[at : at + 16 * len(self.positions)])
         return {piece: digests[16 * i : 16 * i + 16].hex() for i, piece in enumerate(self.positions)}
 
     def seal(self) -> None:
-        """Hash the pieces, so that whoever reads them can check them. Only for the writer, of a complete snapshot."""
+        """Hash the pieces, so that readers can check them. Only the writer calls this, for a complete snapshot."""
         at = _HEADER_AT + self.control.header_bytes
         for number, piece in enumerate(self.positions):
             failpoint("checkpoint.hashing", self.version)
@@ -289,26 +290,26 @@ class Snapshot:
         self._frame.set_seal(self.control)
 
     def settle(self, outcome: SnapshotOutcome) -> None:
-        """Say what became of it on disk."""
+        """Note what became of the snapshot on disk."""
         if self.here:
             _PAIR.pack_into(self._frame.map, _OUTCOME_AT, self.control.attempt, outcome)
 
     def drop(self) -> None:
-        """Let it be offered no more: it is damaged."""
+        """Offer the snapshot no more, because it is damaged."""
         if self.here:
             self._frame.invalidate()
 
     def pinned(self) -> contextlib.AbstractContextManager[bool]:
-        """While this is held, the frame is not reused. Gives whether it could be had."""
+        """Keep the frame from being reused while this is held. Yields whether that was possible."""
         return self._frame.pinned()
 
     def read(self, piece: Piece, into: memoryview) -> None:
-        """As a source: a piece's bytes as they are here."""
+        """Copy a piece's bytes as they are here. This makes a snapshot a source to fill from."""
         into[:] = self.view(piece)
 
 
 class Room:
-    """A frame while a sealed snapshot of another node is copied into it. Until it is accepted it is none here."""
+    """A frame while a sealed snapshot of another node is copied into it. Until `accept` the frame holds no snapshot."""
 
     def __init__(self, frame: _Frame, nbytes: int) -> None:
         frame.invalidate()
@@ -318,11 +319,11 @@ class Room:
         self._page = bytearray(_SHARES_AT)
 
     def image(self) -> tuple[memoryview, memoryview]:
-        """What to fill with the two runs of bytes of the snapshot's `image`."""
+        """Return the memory to fill with the two runs of bytes of the snapshot's `image`."""
         return memoryview(self._page), self._frame.view[_SHARES_AT : self._nbytes]
 
     def accept(self) -> Snapshot:
-        """Check every piece, upon which it counts. Raises CheckpointCorrupt if it is not what was sealed."""
+        """Check every piece; then the copy counts. Raises CheckpointCorrupt if it is not what was sealed."""
         control = _control_in(self._page)
         if control is None or control.nbytes != self._nbytes:
             raise CheckpointCorrupt("What was copied from another node is no snapshot.")
@@ -336,13 +337,15 @@ class Room:
                     f"In the copy of another node's snapshot of version {control.version}, bytes {piece.low} to "
                     f"{piece.high} of {piece.slice.name} do not have the hash they were sealed with."
                 )
+        # The hash of the control words goes last: without it the frame counts as empty, so a crash here leaves no copy.
         self._frame.map[:_CHECK_AT] = self._page[:_CHECK_AT]
         self._frame.map[_CHECK_AT:_OUTCOME_AT] = self._page[_CHECK_AT:_OUTCOME_AT]
         return snapshot
 
 
 class _Frame:
-    """One memfd, opened once more, so that its lock is this process's own; mapped anew when it has grown."""
+    """One memfd. It is opened once more, so that its lock belongs to this process alone. It is mapped anew when it has
+    grown."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
@@ -370,7 +373,8 @@ class _Frame:
         return self._view
 
     def control(self) -> Control | None:
-        """What the frame holds, or None; also while that is being written."""
+        """Return what the frame holds, or None. While it is being written, the hash does not fit and None is
+        returned."""
         mapped = self.map
         if len(mapped) < _HEADER_AT:
             return None
@@ -378,7 +382,7 @@ class _Frame:
         return control if control is not None and control.nbytes <= len(mapped) else None
 
     def attempt(self) -> int:
-        """The attempt it holds, 0 if none."""
+        """Return the attempt that the frame holds, 0 if none."""
         control = self.control()
         return 0 if control is None else control.attempt
 
@@ -394,6 +398,7 @@ class _Frame:
         _PAIR.pack_into(mapped, LEDGER_AT, control.attempt * awaits_ledger, 0)
         mapped[_SHARES_AT:_HEADER_AT] = bytes(_HEADER_AT - _SHARES_AT)
         mapped[_HEADER_AT : _HEADER_AT + len(header)] = header
+        # The hash of the control words goes last: until then the frame counts as empty, also after a crash.
         packed = _CONTROL.pack(_MAGIC, *control)
         mapped[: len(packed)] = packed
         mapped[_CHECK_AT : _CHECK_AT + 8] = xxhash.xxh3_64_digest(packed)
@@ -408,14 +413,14 @@ class _Frame:
                 ) from error
 
     def provide(self, nbytes: int) -> None:
-        """Grow to this size, with memory, if that is there."""
+        """Grow the frame to this size, with memory, if there is enough."""
         if os.fstat(self._descriptor).st_size < nbytes and not self.shortage(nbytes):
             with self.pinned() as pinned, contextlib.suppress(OSError):
                 if pinned:
                     os.posix_fallocate(self._descriptor, 0, nbytes)
 
     def shortage(self, nbytes: int) -> str:
-        """Why this frame cannot grow to so many bytes, in words; empty if it can."""
+        """Return why this frame cannot grow to so many bytes, in words; empty if it can."""
         missing, available = nbytes - self._size, _memory_available()
         if missing <= MEMORY_FRACTION * available:
             return ""
@@ -427,11 +432,11 @@ class _Frame:
     def invalidate(self) -> None:
         if not self._size:
             return
-        self.map[_CHECK_AT : _CHECK_AT + 8] = bytes(8)
+        self.map[_CHECK_AT : _CHECK_AT + 8] = bytes(8)  # first: half-cleared control words then fit no hash
         self.map[: _CONTROL.size] = bytes(_CONTROL.size)
 
     def seal_of(self, control: Control) -> bytes:
-        """The hash over what describes the pieces: control, header and their hashes."""
+        """Return the hash over control, header and the pieces' hashes."""
         return xxhash.xxh3_128_digest(_CONTROL.pack(_MAGIC, *control) + bytes(self.map[_HEADER_AT : control.data_at]))
 
     def seal(self) -> bytes:
@@ -443,7 +448,7 @@ class _Frame:
 
     @contextmanager
     def pinned(self) -> Iterator[bool]:
-        """Hold the frame for this process, if nobody else does."""
+        """Hold the frame for this process, if no other process holds it."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -472,7 +477,7 @@ def _control_in(page: bytes | bytearray) -> Control | None:
 
 
 def _memory_available() -> int:
-    """Bytes that processes may still take: of the machine, and of the control group if it has a limit."""
+    """Return how many bytes processes may still take: on the machine, and in the control group if it has a limit."""
     limits = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         with open("/proc/meminfo") as lines:
@@ -485,7 +490,8 @@ def _memory_available() -> int:
 
 
 def _positions(cut: Sequence[Piece], data_at: int) -> tuple[dict[Piece, int], int]:
-    """Where each piece goes, those of a slice without a gap, and where the last one ends."""
+    """Return where each piece goes, and where the last one ends. The pieces of a slice follow each other without a
+    gap."""
     positions, position = {}, data_at
     for piece in cut:
         if piece.low == 0:

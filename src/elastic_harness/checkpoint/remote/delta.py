@@ -1,9 +1,9 @@
 """A checkpoint as its difference to an earlier one: exact, and smaller to send. Without torch.
 
-Each piece is XORed with the parent's piece of the same place, its bytes are shuffled (all first bytes of the elements,
-then all second ones, …) and compressed with zstd. AdamW states of the small GPT 20 steps apart, after 100, shrink by
-18 % so, its weights as bfloat16 by half, what has not changed to nothing; the more the smaller the steps have become.
-What comes back is checked against the hashes in the manifest.
+Each piece is XORed with the parent's piece of the same place. Its bytes are shuffled (all first bytes of the elements,
+then all second ones, …) and compressed with zstd. AdamW states of the small GPT 20 steps apart, after 100 steps, shrink
+by 18 %, its weights as bfloat16 by half, and unchanged pieces to nothing. Smaller updates shrink more. The result is
+checked against the hashes in the manifest.
 
     delta.bin    the compressed pieces, one after the other
     delta.json   parent: its name and its manifest's sha256; chain: how many differences lead to a whole one;
@@ -70,8 +70,8 @@ def pack(checkpoint: Checkpoint, parent: Checkpoint, chain: int, into: Path) -> 
 
 
 def unpack(index: Mapping[str, Any], data: Path, checkpoint: Checkpoint, parent: Checkpoint, folder: Path) -> None:
-    """Write the files of a checkpoint, of which the manifest is known, into a folder, from its difference to its
-    parent; they are to be checked afterwards. Raises CheckpointCorrupt if the difference makes no sense."""
+    """Write a checkpoint's files into a folder, from its difference to its parent and its manifest. The caller has to
+    check them afterwards. Raises CheckpointCorrupt if the difference makes no sense."""
     zstd = _zstd()
     decompressor = zstd.ZstdDecompressor()
     places = {(b.file, b.begin): piece for piece, b in checkpoint.blocks.items() if piece.nbytes}
@@ -110,7 +110,7 @@ def encode_index(index: Mapping[str, Any]) -> bytes:
 
 
 def _content(source: Folder, piece: Piece, xxh3: str) -> np.ndarray[Any, Any]:
-    """A piece's bytes, checked."""
+    """Return a piece's bytes, checked against its hash."""
     content = np.empty(piece.nbytes, np.uint8)
     problem = read_piece(source, piece, xxh3, content.data)
     if problem is not None:

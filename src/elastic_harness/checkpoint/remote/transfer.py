@@ -1,7 +1,8 @@
-"""Checkpoints to and from object storage: data first, read back and checked, the manifest last and only if absent.
+"""Checkpoints to and from object storage. Data goes first, and is read back and checked. The manifest goes last, and
+only if there is none.
 
-Below `step-00000060/` there are `manifest.json` and, in a folder named after the manifest's own hash, its files:
-another checkpoint of that name that is uploaded at the same time cannot replace what was checked.
+Below `step-00000060/` there are `manifest.json` and a folder named after the manifest's own hash, with the files. So
+another checkpoint of the same name that is uploaded at the same time cannot replace files that were checked.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ def push(
     mbps_max: float = 0.0,
     full_every: int = 0,
 ) -> str:
-    """Upload a checkpoint below `url` and return where it is; that it is whole there has been checked by reading it
-    back. What an upload that was cut off has left whole is not sent again. Blocks; `progress(bytes)` is called as it
-    goes, with the checkpoint's size in all. `mbps_max`: megabits per second to send at most, 0: no limit.
-    `full_every`: of so many checkpoints one is sent whole, the others as the difference to the one before, if that is
-    here too (0: all whole). Raises CheckpointCorrupt if it is damaged here, ConfigError if another one of that name is
-    there, InfrastructureError if the storage does not answer or changes what is sent."""
+    """Upload a checkpoint below `url` and return where it is. It has been read back and checked then. After an upload
+    that was cut off, files that arrived whole are not sent again. Blocks; `progress(bytes)` is called after each file,
+    with the checkpoint's size in all.
+
+    `mbps_max`: megabits per second to send at most, 0: no limit. `full_every`: one of so many checkpoints is sent
+    whole, the others as the difference to the one before, if that is on disk here too (0: all whole). Raises
+    CheckpointCorrupt if the checkpoint is damaged here, ConfigError if another one of that name is there,
+    InfrastructureError if the storage does not answer or changes what is sent.
+    """
     local.check(checkpoint)
     store = ObjectStore(f"{url.rstrip('/')}/{checkpoint.path.name}")
     content = (checkpoint.path / MANIFEST_FILE).read_bytes()
@@ -53,10 +57,10 @@ def push(
             _push_difference(checkpoint, *parent, store, mbps_max)
             progress(checkpoint.bytes)
         else:
-            store.delete([_place(checkpoint.manifest, delta.INDEX_FILE)])  # of an upload that was cut off
+            store.delete([_place(checkpoint.manifest, delta.INDEX_FILE)])  # left by an upload that was cut off
             _push_files(checkpoint, store, progress, mbps_max)
         failpoint("checkpoint.uploading", checkpoint.step)
-        store.create(MANIFEST_FILE, content)
+        store.create(MANIFEST_FILE, content)  # last: without a manifest nothing there is a checkpoint
     if _manifest(store) != content:
         raise ConfigError(f"{store.url} is another checkpoint, with another manifest; push to another place.")
     return store.url
@@ -100,8 +104,8 @@ def _changed(store: ObjectStore, name: str) -> InfrastructureError:
 
 
 def _parent(checkpoint: Checkpoint, url: str, full_every: int) -> tuple[Checkpoint, int] | None:
-    """The checkpoint to which the difference is sent, and how many differences lead from this one to a whole one; None
-    if this one is to be sent whole."""
+    """Return the checkpoint to which the difference is sent, and how many differences lead from this one to a whole
+    one. Return None if this one is to be sent whole."""
     if full_every < 2:
         return None
     here = {c.manifest["sha256"]: c for c in manifests.newest(checkpoint.path.parent) if c.step < checkpoint.step}
@@ -116,7 +120,8 @@ def _parent(checkpoint: Checkpoint, url: str, full_every: int) -> tuple[Checkpoi
 
 
 def _index(store: ObjectStore, manifest: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What says how a checkpoint in the storage follows from its parent; None if it is there whole."""
+    """Return the index that says how a checkpoint in the storage follows from its parent. Return None if it is there
+    whole."""
     place = _place(manifest, delta.INDEX_FILE)
     try:
         size = store.size(place)
@@ -134,8 +139,9 @@ def _index(store: ObjectStore, manifest: Mapping[str, Any]) -> dict[str, Any] | 
 
 def pull(url: str, folder: Path, progress: Progress = lambda nbytes: None) -> Checkpoint:
     """Download a checkpoint, or the newest of several below `url`, into a folder of checkpoints. It appears there when
-    it is whole, checked and on disk. Raises ConfigError if there is none or one of that name is here, CheckpointCorrupt
-    if it is damaged or incomplete there, InfrastructureError if the storage does not answer or the disk refuses."""
+    it is complete, checked and on disk. Raises ConfigError if there is none or one of that name is here,
+    CheckpointCorrupt if it is damaged or incomplete there, InfrastructureError if the storage does not answer or the
+    disk refuses."""
     store, name = _find(url)
     final = folder / name
     if final.exists():
@@ -175,7 +181,7 @@ def pull(url: str, folder: Path, progress: Progress = lambda nbytes: None) -> Ch
 def _pull_difference(
     store: ObjectStore, described: Checkpoint, index: Mapping[str, Any], temporary: Path, progress: Progress
 ) -> None:
-    """Fill a folder with the files of a checkpoint that is there as a difference; the parent is fetched if it is not
+    """Fill a folder with the files of a checkpoint that the storage has as a difference. Fetch the parent if it is not
     here."""
     folder, named = temporary.parent, index["parent"]
     packed = temporary / delta.DATA_FILE
@@ -196,8 +202,9 @@ def _pull_difference(
 def pull_newest(
     url: str, folder: Path, passed_over: Callable[[str, str], None] = lambda where, reason: None
 ) -> Checkpoint | None:
-    """Download the newest checkpoint below `url` that is whole there; None if there is none. `passed_over(where,
-    reason)` is told of each newer one. What has its name here, and is not whole, is set aside. Raises as `pull`."""
+    """Download the newest checkpoint below `url` that is complete there; return None if there is none.
+    `passed_over(where, reason)` is called for each newer one. A folder of the same name here that is not complete is
+    set aside. Raises as `pull`."""
     there = set(ObjectStore(url).names())
     for name in _in_order({place.partition("/")[0] for place in there}):
         where = f"{url.rstrip('/')}/{name}"
@@ -214,19 +221,19 @@ def pull_newest(
 
 
 def names(url: str) -> list[str]:
-    """The checkpoints below a URL, the newest first."""
+    """Return the checkpoints below a URL, the newest first."""
     found = (re.fullmatch(rf"({_STEP})/{MANIFEST_FILE}", name) for name in ObjectStore(url).names())
     return _in_order(match[1] for match in found if match)
 
 
 def _in_order(found: Iterable[str]) -> list[str]:
-    """What are names of checkpoints, the newest first."""
+    """Return those that are names of checkpoints, the newest first."""
     return sorted((name for name in found if re.fullmatch(_STEP, name)), key=lambda name: -int(name[5:]))
 
 
 def prune(url: str, keep_last: int) -> list[str]:
-    """Remove all but the newest checkpoints below a URL (0: none), those from which they are made, and those from
-    before the last row of non-finite updates; each its manifest first. Returns their names."""
+    """Remove checkpoints below a URL, and return their names. The `keep_last` newest stay (0: all stay), and their
+    parents, and those from before the last row of non-finite updates. Each checkpoint's manifest is removed first."""
     found = names(url)
     stay = set(found[:keep_last] if keep_last else found)
     if keep_last and len(found) > keep_last:
@@ -241,13 +248,13 @@ def prune(url: str, keep_last: int) -> list[str]:
     removed = [name for name in found if name not in stay]
     for name in removed:
         store = ObjectStore(f"{url.rstrip('/')}/{name}")
-        store.delete([MANIFEST_FILE])
+        store.delete([MANIFEST_FILE])  # first: a checkpoint that is half removed is none
         store.delete(store.names())
     return removed
 
 
 def _manifest(store: ObjectStore) -> bytes | None:
-    """The manifest that is there, if there is one."""
+    """Return the manifest in the storage; None if there is none."""
     try:
         size = store.size(MANIFEST_FILE)
         return store.read(MANIFEST_FILE, 0, size) if size else b""
@@ -256,7 +263,7 @@ def _manifest(store: ObjectStore) -> bytes | None:
 
 
 def _said_there(store: ObjectStore) -> dict[str, Any]:
-    """What the manifest there says; nothing if it is missing or makes no sense."""
+    """Return the content of the manifest in the storage; nothing if it is missing or makes no sense."""
     try:
         manifest: dict[str, Any] = _described(_manifest(store) or b"", store.url).manifest
         return manifest
@@ -265,7 +272,7 @@ def _said_there(store: ObjectStore) -> dict[str, Any]:
 
 
 def _find(url: str) -> tuple[ObjectStore, str]:
-    """The checkpoint at a URL or the newest below it, and its name."""
+    """Return the checkpoint at a URL or the newest below it, and its name."""
     url = url.rstrip("/")
     last = url.rpartition("/")[2]
     if re.fullmatch(_STEP, last):
@@ -276,13 +283,13 @@ def _find(url: str) -> tuple[ObjectStore, str]:
 
 
 def _place(manifest: Mapping[str, Any], name: str) -> str:
-    """Where a file is, below the checkpoint's own URL."""
+    """Return where a file is, below the checkpoint's own URL."""
     return f"{str(manifest['sha256'])[:16]}/{name}"
 
 
 def _described(content: bytes, where: str) -> Checkpoint:
-    """What a manifest says, none of whose files is outside its folder; they are still to be fetched and checked. Raises
-    CheckpointCorrupt if it contradicts itself."""
+    """Return what a manifest describes. Its files are still to be fetched and checked. Raises CheckpointCorrupt if the
+    manifest contradicts itself, or names a file outside its folder."""
     try:
         manifest = parse_object(content)
         checkpoint = Checkpoint(Path(where), int(manifest["step"]), int(manifest["lineage"]), {}, manifest)
@@ -300,8 +307,8 @@ def _described(content: bytes, where: str) -> Checkpoint:
 def _download(
     store: ObjectStore, name: str, size: int, path: Path, progress: Progress, parts: Sequence[Hashed] = ()
 ) -> None:
-    """Fetch an object into a new file that is on disk then; `parts` of it are checked as they come. Raises
-    CheckpointCorrupt if it is another one, or none."""
+    """Fetch an object into a new file, which is on disk then. `parts` of it are checked as they arrive. Raises
+    CheckpointCorrupt if the object is missing or differs."""
     try:
         there = store.size(name)
     except NotThere as error:
@@ -331,7 +338,7 @@ def _download(
 
 
 def _groups(size: int, parts: Sequence[Hashed]) -> Iterator[tuple[int, int, list[Hashed]]]:
-    """A file in ranges of about `PIECE_BYTES`, none of which cuts a part, each with the parts in it."""
+    """Yield ranges of a file of about `PIECE_BYTES`, each with the parts in it. No range cuts a part."""
     low, inside = 0, list[Hashed]()
     for part in sorted(parts, key=lambda part: part.begin):
         if inside and part.begin + part.nbytes - low > PIECE_BYTES:
@@ -347,7 +354,7 @@ def _groups(size: int, parts: Sequence[Hashed]) -> Iterator[tuple[int, int, list
 
 
 def _whole(checkpoint: Checkpoint, store: ObjectStore, name: str) -> bool:
-    """Whether a file is in the storage as it is here, by reading it back."""
+    """Return whether a file in the storage is as it is here. The file is read back for that."""
     place = _place(checkpoint.manifest, name)
     try:
         if store.size(place) != int(checkpoint.manifest["files"][name]["bytes"]):
