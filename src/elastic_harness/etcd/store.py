@@ -20,11 +20,12 @@ RECONNECT_S_MAX = 1.0
 
 
 class EtcdStore:
-    """All keys are below `prefix`. `wake()` is called, in a thread of its own, when a watch has something new.
+    """A store on an etcd. All keys are below `prefix`. `wake()` is called, in a separate thread, when a watch has
+    something new.
 
-    Every call blocks for at most the gateway's `timeout_s` and raises Unavailable then. For any number of threads;
-    usable in a forked process too. etcd counts leases in whole seconds and has a least time (2 s with its defaults):
-    they may live longer than asked for, never shorter.
+    Every call blocks for at most the gateway's `timeout_s`, and raises Unavailable then. Any number of threads may use
+    it, and so may a forked process. etcd counts leases in whole seconds and has a minimum (2 s with its defaults), so a
+    lease may live longer than asked for, never shorter.
     """
 
     def __init__(self, gateway: Gateway, prefix: str = "", wake: Callable[[], None] = lambda: None) -> None:
@@ -96,7 +97,7 @@ class EtcdStore:
 
 
 class _EtcdWatch:
-    """A thread that follows a stream, and opens another one at the next revision when it is lost."""
+    """A thread that follows a stream. When the stream is lost, it opens another one at the next revision."""
 
     def __init__(
         self, gateway: Gateway, store_prefix: str, prefix: str, from_revision: int, wake: Callable[[], None]
@@ -111,7 +112,7 @@ class _EtcdWatch:
     def _begin(self, from_revision: int) -> None:
         self._pid = os.getpid()
         self._next = from_revision  # the first revision that was not received
-        self._polled = from_revision  # the first one that was not given to the caller
+        self._polled = from_revision  # the first revision that was not given to the caller
         self._changes: deque[Change] = deque()
         self._error: HarnessError | None = None
         self._stream: Stream | None = None
@@ -156,7 +157,8 @@ class _EtcdWatch:
         self._wake()
 
     def _read(self) -> None:
-        """Follow one stream to its end. Raises Unavailable when it is lost, Compacted if it begins too early."""
+        """Follow one stream to its end. Raises Unavailable when it is lost, Compacted if its first revision is no
+        longer there."""
         stream = self._gateway.stream("watch", {"create_request": {**self._body, "start_revision": str(self._next)}})
         with self._lock:
             self._stream = stream
@@ -188,7 +190,8 @@ def too_large(puts: Sequence[Put]) -> TooLarge:
 
 
 def _range(prefix: str) -> dict[str, str]:
-    """All keys that begin with a prefix, as etcd wants it said: up to the first one that does not."""
+    """Return the range of all keys that begin with a prefix, as etcd takes it: from the prefix up to the first key that
+    does not begin with it."""
     raw = prefix.encode()
     end = raw[:-1] + bytes([raw[-1] + 1]) if raw else b"\0"  # UTF-8 has no byte 255
     return {"key": base64.b64encode(raw or b"\0").decode(), "range_end": base64.b64encode(end).decode()}

@@ -1,11 +1,11 @@
-"""A rendezvous for torchrun on etcd v3, whose v2 API is not needed. For any PyTorch script:
+"""A rendezvous for torchrun on etcd v3. It does not need etcd's v2 API, and works for any PyTorch script:
 
     torchrun --nnodes 1:4 --rdzv-backend etcd-v3 --rdzv-endpoint host:2379,host2:2379 --rdzv-id my-job train.py
 
     --rdzv-conf ca=FILE,cert=FILE,key=FILE,user=NAME,password_file=FILE     TLS (ca: begin with etcds://) and login
 
-Nothing is on any node, so the loss of the first one is that of any other: those who are left rendezvous again. With
-`keep_alive_interval=1` (seconds) in --rdzv-conf a node that is lost is noticed after three.
+The nodes hold nothing of the rendezvous. So the loss of the first node is like that of any other: the nodes that are
+left rendezvous again. With `keep_alive_interval=1` (seconds) in --rdzv-conf a lost node is noticed after three seconds.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from elastic_harness.membership.store import Compacted, Entry, Put, Unavailable
 from elastic_harness.names import check_name
 
 PREFIX = "torch/elastic/"
-TTL_S = 86_400.0  # of all keys, from the last time their writer wrote anything
+TTL_S = 86_400.0  # of all keys, from the last time that the lease was renewed
 TIMEOUT_S = 60.0
-PATIENCE_S = 30.0  # how long etcd may be away
+PATIENCE_S = 30.0  # so long etcd may be away
 BACK_OFF_S = 0.02
 WAIT_S = 5.0
 T = TypeVar("T")
@@ -49,7 +49,8 @@ OPTIONS = ("ca", "cert", "key", "user", "password_file")
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """The handler of one node. Raises RendezvousConnectionError if etcd does not answer, or does not let us in."""
+    """Return the handler of one node. Raises RendezvousConnectionError if etcd does not answer, or does not let us
+    in."""
     options = {name: str(params.config[name]) for name in OPTIONS if params.config.get(name)}
     try:
         gateway = Gateway(Address.parse(f"{params.endpoint}?{urlencode(options)}" if options else params.endpoint))
@@ -63,7 +64,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
 
 
 class EtcdBackend(RendezvousBackend):
-    """The rendezvous' state as one key, changed by compare-and-swap."""
+    """The rendezvous' state in one key, which is changed by compare-and-swap."""
 
     def __init__(self, store: EtcdStore, run_id: str) -> None:
         self._store = store
@@ -97,7 +98,7 @@ class EtcdBackend(RendezvousBackend):
 
 
 class EtcdTensorStore(dist.Store):
-    """What torch's agents tell each other, in etcd. Values are bytes. For several threads."""
+    """The store through which torch's agents meet, in etcd. Values are bytes. Several threads may use it."""
 
     def __init__(self, gateway: Gateway, prefix: str) -> None:
         super().__init__()
@@ -157,7 +158,7 @@ class EtcdTensorStore(dist.Store):
         return self._once.txn({_key(key): entry.revision if entry is not None else 0}, [put])[0]
 
     def _await(self, keys: list[str], timeout: timedelta) -> list[bytes]:
-        """The values of keys, once all are there. Raises DistStoreError if that takes too long."""
+        """Return the values of keys, once all are there. Raises DistStoreError if that takes too long."""
         give_up_at = time.monotonic() + timeout.total_seconds()
         values = []
         for key in keys:
@@ -171,21 +172,21 @@ class EtcdTensorStore(dist.Store):
         return _patiently(lambda: self._store.get(_key(key)))
 
     def _watch_for(self, key: str, give_up_at: float) -> Entry | None:
-        """The key, as soon as it is there."""
+        """Return the key as soon as it is there; None if that takes too long."""
         changed = threading.Event()
         store = EtcdStore(self._gateway, self._prefix, wake=changed.set)
         with closing(store.watch(_key(key), _patiently(lambda: store.revision) + 1)) as watch:
             while (entry := self._get(key)) is None and time.monotonic() < give_up_at:
                 changed.wait(min(WAIT_S, max(0.0, give_up_at - time.monotonic())))
                 changed.clear()
-                with suppress(Compacted):  # then it is looked for every now and then
+                with suppress(Compacted):  # then the loop looks for it every WAIT_S
                     watch.poll()
         return entry
 
 
 class Handler(RendezvousHandler):
-    """torch's own dynamic rendezvous on our backend. Where workers meet is settled anew in each round: else those who
-    survive the loss of the first node would go on looking for it there."""
+    """torch's own dynamic rendezvous on our backend. It settles anew in each round where workers meet. Otherwise the
+    nodes that survive the loss of the first one would go on looking for it there."""
 
     def __init__(self, inner: RendezvousHandler) -> None:
         self._inner = inner
@@ -219,7 +220,7 @@ class Handler(RendezvousHandler):
 
 
 class _Lease:
-    """A lease that lives as long as its user is active, and a day longer."""
+    """A lease that lives as long as its user is active, and about a day longer."""
 
     def __init__(self, store: EtcdStore) -> None:
         self._store = store
@@ -237,7 +238,7 @@ class _Lease:
 
 
 def _patiently(call: Callable[[], T]) -> T:
-    """Repeat what may be repeated while etcd is away, for PATIENCE_S."""
+    """Repeat a call while etcd is away, for PATIENCE_S. The call must be one that may be repeated."""
     give_up_at = time.monotonic() + PATIENCE_S
     while True:
         try:
