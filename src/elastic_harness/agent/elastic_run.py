@@ -1,4 +1,4 @@
-"""An elastic run: tells what happens to this node's workers, and carries out what is decided about them."""
+"""An elastic run: reports what happens to this node's workers, and carries out what is decided about them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ElasticRun:
         self._places = Places(options.workers, options.spares, options.api_restarts)
         self._admission = Admission(agent)
         self._unfit: dict[str, tuple[Cause, str]] = {}
-        self._ever_members: set[str] = set()  # whoever was told of any generation hears of every later one
+        self._ever_members: set[str] = set()  # a worker that was told of any generation hears of every later one
         self._finished: dict[str, LastStepDone] = {}
         self._slot_errors: dict[tuple[int, int], SlotError] = {}
         self._last_commit: dict[str, Any] = {}
@@ -107,12 +107,12 @@ class ElasticRun:
         self._ticked_at = 0.0
         self._done = False
         self._script_stop = script_stop.ScriptStop()
-        self._max_steps: int | None = None  # that the workers here are to do
+        self._max_steps: int | None = None  # so many steps the workers here are to do
 
     # ---- what the agent reports
 
     def start(self) -> None:
-        """Plan the start of all workers; those already running are taken over."""
+        """Plan the start of all workers. Workers that already run are taken over."""
         self.agent.folder.update(mode="elastic")
         self.agreement.start()
         self.agent.start_writer()
@@ -175,13 +175,13 @@ class ElasticRun:
                 self.agreement.tell(leader.Finished(worker.member, version))
 
     def _on_end_asked(self, member: str, asked: EndAsked) -> None:
-        """A worker's script wants the run to end after a step: the other workers hear of it, also on other nodes."""
+        """Pass on a script's request to end the run after a step, to the other workers here and to other nodes."""
         self.agent.records.event("stop_asked", member=member, step=asked.step, reason=asked.reason)
         if self._tell_of_script_stop(asked) and self._generation is not None:
             self.agreement.offer(self._generation.number, script_stop.KEY, script_stop.as_value(asked))
 
     def _tell_of_script_stop(self, asked: EndAsked) -> bool:
-        """Tell the workers here; whether it was news."""
+        """Tell the workers here of a request. Return whether it was news."""
         if not self._script_stop.heard(asked):
             return False
         self._notice(f"the script ends the run after step {asked.step}: {asked.reason}")
@@ -191,8 +191,8 @@ class ElasticRun:
         return True
 
     def _within_the_ledger(self, report: Report) -> Report:
-        """Without snapshots that are ahead of the ledger, if there are others: those who took them died, and the agent
-        before this one too, before it could be told of the last commits."""
+        """Return the report without snapshots that are ahead of the ledger, if it has others. The workers that took
+        such snapshots died, and so did the agent before this one, before it was told of the last commits."""
         lineages = report.lineages or (self.agent.records.lineage,) * len(report.checkpoints)
         offered = list(zip(report.checkpoints, lineages, strict=True))
         known = [(version, lineage) for version, lineage in offered if version <= self.agent.records.committed + 1]
@@ -208,7 +208,7 @@ class ElasticRun:
         self.agreement.tell(leader.Lost(worker.member))
 
     def _what_it_shows(self, worker: Worker) -> list[leader.Event]:
-        """What a worker's end says about the work that it was doing, beside the loss."""
+        """Return what a worker's end says about its work, in addition to the loss."""
         if not worker.hello or worker.released or worker.error:
             return []
         if worker.overdue is not None:
@@ -319,7 +319,7 @@ class ElasticRun:
 
     @property
     def _finishing(self) -> bool:
-        """Whether somebody here has done the last step."""
+        """Whether a worker here has done the last step."""
         return any(w.finished and not w.lost for w in self.agent.workers.values())
 
     # ---- what was decided
@@ -374,7 +374,7 @@ class ElasticRun:
         self._values.forget_before(number)
         for stood_by in self.agent.workers.values():
             if stood_by.member in set(members) - self._ever_members:
-                stood_by.serves_from = None  # now it has to be of use as a member
+                stood_by.serves_from = None  # from now on it has to be of use as a member
         self._ever_members.update(members)
         left_out = [w.member for w in self.agent.workers.values() if w.member in self._ever_members - set(members)]
         self._generation, self._formed, self._waiting = generation, False, ""
@@ -418,7 +418,7 @@ class ElasticRun:
         )
 
     def _on_stop(self, reason: str) -> None:
-        """All nodes stop."""
+        """Stop this node, as all nodes do."""
         if self.agent.outcome is not None:  # this node was about to leave
             self.agent.stop_workers("stopped", graceful=True)
         else:
@@ -501,7 +501,7 @@ class ElasticRun:
             self.agent.send(worker, message)
 
     def _cause(self, worker: Worker) -> tuple[Cause, str]:
-        """Why a worker ended, and the error as one line."""
+        """Return the cause of a worker's end, and the error as one line."""
         last = (worker.log.tail(1) or [""])[0]
         code = worker.exit_code or 0
         if worker.member in self._admission.refused:
@@ -542,7 +542,7 @@ class ElasticRun:
         )
 
     def _spawn_due(self) -> None:
-        """Start the workers that are due, each as soon as there is a blank for it, if there will be any."""
+        """Start the workers that are due. If there will be blanks, each worker waits for one."""
         if self._finishing:
             self._places.planned.clear()
         self.agent.forks.keep(max(BLANKS, len(self._places.planned)))
@@ -552,7 +552,7 @@ class ElasticRun:
                 return
 
     def _spawn(self, index: int) -> bool:
-        """Start a worker at this place; whether that could be done."""
+        """Start a worker at this place. Return whether that was possible."""
         environment = JobEnvironment(
             run_id=self.agent.options.store_id or self.agent.folder.record["run_id"],
             run_dir=self.agent.folder.path,
@@ -578,11 +578,11 @@ class ElasticRun:
         return True
 
     def _adapt_target(self) -> None:
-        """Do not let the membership wait for places that were given up."""
+        """Keep the membership from waiting for places that were given up."""
         self.agreement.scale(max(self.agreement.least, min(self._places.target, self._places.capacity)))
 
     def _check_hopeless(self) -> None:
-        """End the job when it cannot go on: too few places are left, or everybody failed before the first step."""
+        """End the job if it cannot go on: too few places are left, or every worker failed before the first step."""
         if self.agent.outcome is not None or self._finishing:
             return
         living, minimum = len(self._living()), self.agreement.least
@@ -597,8 +597,8 @@ class ElasticRun:
         self.agent.fail(code, message, graceful=bool(living))
 
     def _report(self, worker: Worker, done: str, cause: Cause, error: str) -> None:
-        """One block per incident; the same error on further workers is one line each."""
-        same = cause if cause == "other_samples" else error  # that error names who was compared, which is by chance
+        """Show one block for each incident. The same error on further workers is one line each."""
+        same = cause if cause == "other_samples" else error  # that error names a pair that was compared by chance
         if cause in _ONCE and same in self._errors_shown:
             self.agent.report.failure(worker)
             self.agent.console.notice(f"worker {worker.member} failed in the same way ({error}); {done}")
@@ -623,7 +623,7 @@ class ElasticRun:
 
 
 def _agreement(agent: Agent, limits: Limits, known: Known, carry_out: CarryOut, deliver: Deliver) -> Agreement:
-    """On one machine nothing of the store is loaded."""
+    """Return the agreement for this launch. On one machine no module of the store is loaded."""
     if agent.options.store is None:
         return Alone(limits, known, carry_out)
     from elastic_harness.agent.decisions.cluster import Together

@@ -64,25 +64,25 @@ class JobOutcome:
 
 
 class Supervisor(Protocol):
-    """What decides: an elastic run, or a plain one that is restarted as a whole."""
+    """Decides for the agent: an elastic run, or a plain run that is restarted as a whole."""
 
     def start(self) -> None: ...
     def on_message(self, worker: Worker, message: object) -> None: ...
     def on_gone(self, worker: Worker) -> None:
-        """The worker is dying or will never answer again; it may not be reaped yet."""
+        """React to a worker that is dying or will never answer again. It may not be reaped yet."""
 
     def on_exit(self, worker: Worker) -> None:
-        """The worker has ended and was reaped; its log is complete."""
+        """React to a worker that has ended and was reaped. Its log is complete."""
 
     def on_saved(self, step: int) -> None:
-        """A checkpoint was saved to disk on this node."""
+        """React to a checkpoint that was saved to disk on this node."""
 
     def on_tick(self, now: float) -> None: ...
     def stop(self, outcome: JobOutcome) -> None:
-        """This node was asked to stop, keeping what it has reached."""
+        """Stop this node, and keep what it has reached."""
 
     def stop_all(self, why: str) -> None:
-        """The run was asked to stop, on all of its nodes."""
+        """Stop the run on all of its nodes."""
 
     def close(self) -> None: ...
     def scale(self, target: int) -> None: ...
@@ -90,7 +90,7 @@ class Supervisor(Protocol):
 
 
 class Agent:
-    """Owns the workers and the loop. `supervisor` may be exchanged once the kind of script is known."""
+    """Owns the workers and the loop. `supervisor` may be exchanged once it is known whether the script uses our API."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Agent:
         lock: int | None,
         answer: Callable[[Agent, object], wire.Message],
     ) -> None:
-        """`answer`: what the control socket says to a command."""
+        """`answer` returns what the control socket says to a command."""
         self.folder = folder
         self.options = options
         self.console = console
@@ -134,7 +134,7 @@ class Agent:
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def listen(self, descriptor: int, mask: int, call: Callable[[int], None] | None) -> None:
-        """Have `call` called when a descriptor becomes ready; None: not any more."""
+        """Call `call` when a descriptor becomes ready. None: no longer."""
         if call is not None:
             self._selector.register(descriptor, mask, call)
         else:
@@ -144,7 +144,7 @@ class Agent:
     # ---- life
 
     def run(self, supervisor: Supervisor) -> int:
-        """Run the job to its end; returns the exit code. Leaves no process, socket or temporary file behind."""
+        """Run the job to its end, and return the exit code. Leaves no process, socket or temporary file behind."""
         self.supervisor = supervisor
         self._catch_signals()
         try:
@@ -169,7 +169,7 @@ class Agent:
         return self._close()
 
     def _finish_writer(self) -> None:
-        """Everything is brought to disk, and what is being uploaded is waited for."""
+        """Wait until everything is on disk and uploads are done."""
         self.writer.finish()
         if self.writer.restart_in_s is not None:  # it has just died
             self._start_writer()
@@ -226,8 +226,8 @@ class Agent:
         return outcome.exit_code
 
     def finish(self, outcome: JobOutcome, *, graceful: bool) -> None:
-        """End the job. Graceful: workers that speak our protocol may save and leave first. The first outcome
-        counts, except that a job which finishes while it is being stopped has finished."""
+        """End the job. Graceful: workers that speak our protocol may save and leave first. The first outcome counts,
+        with one exception: a job that finishes while it is being stopped has finished."""
         if self.outcome is not None and not (self.outcome.status == "stopped" and outcome.status == "finished"):
             return
         self.outcome = outcome
@@ -238,7 +238,8 @@ class Agent:
         self.finish(JobOutcome(exit_code, "failed", message), graceful=graceful)
 
     def leave(self, outcome: JobOutcome) -> None:
-        """End the job here while others go on: workers leave when they are no longer needed, or after the grace."""
+        """End the job here while other nodes go on. Workers leave when they are no longer needed, or after the
+        grace."""
         if self.outcome is None:
             self.outcome = outcome
             self.after(self.options.grace_s, lambda: self.stop_workers(outcome.status, graceful=False))
@@ -248,7 +249,7 @@ class Agent:
             self.stop_worker(worker, reason, graceful=graceful)
 
     def stop_worker(self, worker: Worker, reason: str, *, graceful: bool) -> None:
-        """Ask a worker to leave, then tell it to, then make it; its end is no failure."""
+        """Ask a worker to leave, later send it SIGTERM, then SIGKILL. Its end is no failure."""
         if not worker.running:
             return
         worker.release(Why.STOPPED, reason)
@@ -265,7 +266,8 @@ class Agent:
     # ---- workers
 
     def _start_fork_server(self) -> None:
-        """For workers that speak our protocol; what other scripts import, and need of a process, is not known."""
+        """Start the fork server, for workers that speak our protocol. What other scripts import, and need of a process,
+        is not known."""
         if self.options.fork_server and uses_our_api(self.options.command, self.folder.record.get("mode")):
             become_child_subreaper()  # of whom the fork server forks
             environment = {**base_environment(), variables.RUN_DIR: str(self.folder.path)}  # as /proc shows it
@@ -320,7 +322,7 @@ class Agent:
         return worker
 
     def start_writer(self) -> None:
-        """Have snapshots taken to disk from now on."""
+        """Start the writer, which takes snapshots to disk from now on."""
         self._start_writer()
         self.after(WRITER_LOOK_S, self._look_at_writer)
 
@@ -347,7 +349,7 @@ class Agent:
         self.writer.check_stopped()
 
     def on_checkpoint(self, event: str, fields: dict[str, Any]) -> None:
-        """What the writer, or a worker that saves, says of checkpoints."""
+        """Take an event about a checkpoint, from the writer or from a worker that saves."""
         if event == "checkpoint_begun":  # by who told of the commits before: they are in the ledger now
             *slots, wake = self._snapshots
             memory_slots.note_ledger(slots, fields["attempt"])
@@ -372,7 +374,7 @@ class Agent:
         self._gone(worker, "progress deadline")
 
     def send(self, worker: Worker, message: object) -> None:
-        """Send without ever blocking; the rest follows when the worker reads."""
+        """Send a message without ever blocking. The rest is sent when the worker reads."""
         if worker.running and worker.link_open and worker.send(message):
             self._selector.modify(
                 worker.link,
@@ -485,7 +487,7 @@ class Agent:
                 self.after(LINK_LOST_GRACE_S, lambda: self._without_link(worker))
 
     def _end_garbled(self, worker: Worker) -> None:
-        """Nothing that a worker says counts after a message that is wrong: it is a failed worker."""
+        """End a worker that sent a wrong message. It has failed, and nothing that it says counts after that."""
         worker.error = f"it sent {worker.garbled}"
         worker.signal(signal.SIGKILL)
 
@@ -545,7 +547,7 @@ class Agent:
                 worker.signal(signal.SIGKILL)
 
     def stop(self, exit_code: int, why: str, *, everywhere: bool = False) -> None:
-        """Stop the job on request, keeping what it has reached; with `everywhere` on all nodes."""
+        """Stop the job on request, and keep what it has reached. With `everywhere` stop it on all nodes."""
         if everywhere:
             self.supervisor.stop_all(why)
         else:
@@ -557,15 +559,15 @@ class Agent:
 
 
 def ready(selector: selectors.BaseSelector, timeout_s: float) -> Iterator[tuple[selectors.SelectorKey, int]]:
-    """What becomes ready within `timeout_s`; without what the handling of another has unregistered meanwhile: a process
-    that ends is reported together with its pipes, in any order."""
+    """Yield what becomes ready within `timeout_s`. A handler may unregister others meanwhile, and these are left out: a
+    process that ends is reported together with its pipes, in any order."""
     for key, mask in selector.select(timeout_s):
         if selector.get_map().get(key.fd) is key:
             yield key, mask
 
 
 def spawn_error(error: OSError) -> InfrastructureError:
-    """What a worker that cannot be started means, in words."""
+    """Return the error for a worker that cannot be started."""
     return InfrastructureError(
         f"cannot start a worker: {error.strerror or error} ({error.filename or 'no file'}); "
         f"check the command, the number of processes (ulimit -u) and of open files (ulimit -n)"

@@ -1,4 +1,4 @@
-"""The command line of `elastic-harness launch`: torchrun's habits, and what elasticity adds."""
+"""The command line of `elastic-harness launch`: torchrun's options, and those of elasticity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.etcd.address import Address
 from elastic_harness.names import TRAINER, check_name
 
-_SCRIPTS_OWN = frozenset({"-h", "--help", "-m", "--module", "--config"})  # nobody means launch by these
+_SCRIPTS_OWN = frozenset({"-h", "--help", "-m", "--module", "--config"})  # after a script these are never for launch
 API_RESTARTS = 100
 PLAIN_RESTARTS = 3
 
@@ -39,23 +39,23 @@ exit codes: 0 success, 1 user code failed, 2 wrong configuration, 3 too few work
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What a launch was asked for, with every default resolved; kept in the run folder."""
+    """What a launch was asked for, with every default resolved. It is kept in the run folder."""
 
-    workers: int
-    min_workers: int
+    workers: int  # of this node
+    min_workers: int  # of the whole job, as is max_workers
     max_workers: int
     spares: int
-    max_restarts: int | None
+    max_restarts: int | None  # None: API_RESTARTS or PLAIN_RESTARTS, by the kind of script
     join_timeout_s: float
-    grace_s: float
+    grace_s: float  # to save and leave when stopped
     quiet: bool
-    command: tuple[str, ...]
+    command: tuple[str, ...]  # that each worker runs
     min_nodes: int = 1
-    store: str | None = None
-    store_id: str = ""
+    store: str | None = None  # None: one node alone
+    store_id: str = ""  # the run's name in the store
     node_name: str | None = None
-    host: str | None = None
-    node_timeout_s: float = 3.0
+    host: str | None = None  # the address at which other nodes reach this one
+    node_timeout_s: float = 3.0  # after so long a lost node is missed
     fork_server: bool = True
 
     @property
@@ -71,7 +71,7 @@ class LaunchOptions:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> LaunchOptions:
-        """The options that `to_json` gave. Raises InfrastructureError for anything else."""
+        """Return the options that `to_json` gave. Raises InfrastructureError for anything else."""
         try:
             return shape.build(LaunchOptions, data)
         except ValueError as error:
@@ -80,7 +80,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """A parsed command line: the options, and which run folder it is about."""
+    """A parsed command line: the options, and the run folder that it is about."""
 
     options: LaunchOptions
     run_dir: str | None
@@ -92,7 +92,8 @@ class LaunchRequest:
 
 
 def build_parser(*, built_in: bool = False) -> argparse.ArgumentParser:
-    """The parser of a command line. built_in: with the settings of the built-in trainer in place of a script."""
+    """Return the parser of a command line. `built_in`: it takes the settings of the built-in trainer in place of a
+    script."""
     parser = argparse.ArgumentParser(
         prog="elastic-harness launch",
         description="Start a training job whose workers may die at any moment.",
@@ -151,7 +152,7 @@ def build_parser(*, built_in: bool = False) -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> LaunchRequest:
-    """The request of a command line; ConfigError (or argparse's exit 2) says what is wrong."""
+    """Return the request of a command line. Raises ConfigError, or exits with argparse's 2, and says what is wrong."""
     given = _given(list(argv))
     min_nodes, max_nodes = _nodes(given)
     workers = _workers(given.nproc_per_node)
@@ -202,8 +203,9 @@ def parse(argv: Sequence[str]) -> LaunchRequest:
 
 
 def _given(argv: list[str]) -> argparse.Namespace:
-    """What stands on a command line. What follows a script is the script's. The built-in trainer is no script of one's
-    own: among its settings our options count wherever they stand, and what is neither is an error."""
+    """Return what a command line says. Arguments after a script belong to the script. With the built-in trainer our
+    options count wherever they stand among its settings. An argument that is neither an option nor a setting is an
+    error."""
     given = build_parser().parse_args(argv)
     if given.module and given.script == TRAINER:
         at = len(argv) - len(given.script_args) - 1
@@ -220,7 +222,7 @@ def _given(argv: list[str]) -> argparse.Namespace:
 
 
 def _command(given: argparse.Namespace) -> tuple[str, ...]:
-    """The command that each worker runs."""
+    """Return the command that each worker runs."""
     if given.module and given.no_python:
         raise ConfigError("-m and --no-python exclude each other; leave one of them out")
     if not given.script:
@@ -230,7 +232,7 @@ def _command(given: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _notes(given: argparse.Namespace) -> tuple[str, ...]:
-    """Options of ours that stand behind a script, which may want them itself."""
+    """Return notes on our options that stand behind a script. The script may want them itself."""
     ours = {name for action in build_parser()._actions for name in action.option_strings} - _SCRIPTS_OWN
     if given.script == TRAINER:
         return ()
@@ -244,7 +246,7 @@ def _notes(given: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _nodes(given: argparse.Namespace) -> tuple[int, int]:
-    """The least and the greatest number of nodes, and whether what several nodes need was given."""
+    """Return the least and the greatest number of nodes, and whether the options for several nodes were given."""
     text = given.nnodes
     parts = text.split(":")
     if not all(p.isdigit() and int(p) >= 1 for p in parts) or len(parts) > 2 or int(parts[0]) > int(parts[-1]):

@@ -1,7 +1,7 @@
-"""Workers that have not said hello: either ours, still starting, or a script that does not use our API.
+"""Workers that have not said hello: either they use our API and are still starting, or the script does not use it.
 
-Nothing is known of a plain script's inside, so it is restarted as a whole, as under torchrun. The first hello turns
-the job into an elastic run.
+Nothing is known of a plain script's inside, so it is restarted as a whole, as under torchrun. The first hello turns the
+job into an elastic run.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ RESTART_DELAY_MAX_S = 30.0
 
 
 def explains_others(exit_code: int) -> bool:
-    """Whether a worker that ended so is no consequence of another's end. A lost peer shows as an error, or as an abort
-    in a library's thread; it never kills, and says nothing about the configuration."""
+    """Return whether this end is not the consequence of another worker's end. A worker that lost a peer ends with an
+    error, or with an abort in a library's thread. It is never killed by that, and does not blame the configuration."""
     if exit_code in (128 + signal.SIGKILL, 128 + signal.SIGTERM):  # what a shell makes of it
         return True
     return exit_code == EXIT_CONFIG or (exit_code < 0 and exit_code != -signal.SIGABRT)
 
 
 class PlainRun:
-    """The supervisor until the first hello, and for good if none comes."""
+    """The supervisor until the first hello, and until the end if none comes."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -55,7 +55,7 @@ class PlainRun:
         self._due: dict[int, dict[str, str]] = {}  # environments of workers that are to be started
 
     def start(self) -> None:
-        """Start all workers with an address of their own, never used before."""
+        """Start all workers, at a port that no earlier start has used."""
         self._culprit, self._suspects, self._stopping = None, [], False
         self._errors.clear()
         self._succeeded.clear()
@@ -97,14 +97,14 @@ class PlainRun:
         elastic.start()
 
     def on_gone(self, worker: Worker) -> None:
-        """What fails after the culprit is a consequence and no failure of its own."""
+        """Find the culprit. Workers that fail after it are a consequence, and no failures of their own."""
         code = worker.exit_code_early()
         if worker.released or self._culprit is not None or not code:
             return
         if explains_others(code):
             self._blame(worker)
         else:
-            worker.failure_reported = True  # not yet: it may be a consequence
+            worker.failure_reported = True  # so that nothing is reported yet: it may be a consequence
 
     def on_exit(self, worker: Worker) -> None:
         if self.agent.outcome is not None:
@@ -168,7 +168,7 @@ class PlainRun:
             self._answer(worker)
 
     def _blame_a_suspect(self, first: Worker) -> None:
-        """Nobody else explains the errors of these workers: the earliest is the culprit."""
+        """Take the worker that failed first for the culprit, because no other end explains these errors."""
         waiting = self._culprit is None and first in self._suspects
         if waiting and self.agent.outcome is None and self.agent.supervisor is self:
             earliest = min(self._suspects, key=lambda worker: worker.detected_at)

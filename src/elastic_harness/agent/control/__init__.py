@@ -1,1 +1,1 @@
-"""What a run that is live can be asked for through its socket, and what it answers."""
+"""The socket of a live run: what it can be asked for, and what it answers."""

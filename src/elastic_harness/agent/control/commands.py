@@ -15,7 +15,7 @@ from elastic_harness.errors import EXIT_TERMINATED, ConfigError
 
 
 def answer(agent: Agent, command: object) -> wire.Message:
-    """Carry out a command. What is refused raises a HarnessError, which travels back as a message."""
+    """Carry out a command. Raises HarnessError for a command that is refused; the error travels back as a message."""
     match command:
         case GetStatus():
             return status(agent)
@@ -34,7 +34,7 @@ def answer(agent: Agent, command: object) -> wire.Message:
 
 
 def status(agent: Agent) -> dict[str, Any]:
-    """The run as `elastic-harness status` shows it."""
+    """Return the run as `elastic-harness status` shows it."""
     now = time.monotonic()
     rows = [
         {

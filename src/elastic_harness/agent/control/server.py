@@ -101,7 +101,8 @@ class ControlServer:
 
 
 def _short_folder(run_dir: Path) -> Path:
-    """A private temporary folder that belongs to this run folder: an agent that follows a dead one finds it again."""
+    """Return a private temporary folder that belongs to this run folder. An agent that follows a dead one finds it
+    again."""
     name = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"elastic-harness-{os.getuid()}-{name}"
     try:
@@ -115,7 +116,8 @@ def _short_folder(run_dir: Path) -> Path:
 
 
 def request(path: str, command: object, timeout_s: float = 5.0) -> dict[str, Any]:
-    """Ask a live agent; raises InfrastructureError if nobody answers, HarnessError with what the agent refused."""
+    """Ask a live agent. Raises InfrastructureError if no agent answers, HarnessError with the agent's reason if it
+    refuses."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             sock.settimeout(timeout_s)

@@ -1,1 +1,1 @@
-"""Who is let in, and who decides: this node alone, or several through a store."""
+"""Which workers are let in, and who decides: this node alone, or several nodes through a store."""

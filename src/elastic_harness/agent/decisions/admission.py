@@ -1,4 +1,4 @@
-"""Who may become a member: answers those who say hello, and gives up those who never do."""
+"""Which workers may become members. A worker that says hello gets an answer; a worker that never does is given up."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ class Admission:
         self.refused: dict[str, str] = {}
 
     def ask(self, worker: Worker, hello: Hello) -> None:
-        """Take a hello; `answer` follows when it can be given."""
+        """Take a worker's hello. `answer` decides about it as soon as that is possible."""
         if hello.protocol != PROTOCOL:
             self._refuse(worker, f"it speaks protocol {hello.protocol}, the agent {PROTOCOL}; use the same version")
             return
         self._asking[worker.member] = hello.fingerprint or {}
 
     def forget(self, member: str) -> None:
-        """It is gone."""
+        """Forget a worker that is gone."""
         self._asking.pop(member, None)
 
     def answer(self, target: int) -> list[str]:
-        """The members that are admitted now; others are refused now, or wait until enough of `target` have asked."""
+        """Return the members that are admitted now. The others are refused now, or wait until enough of `target` have
+        asked."""
         known = self._run_fingerprint(target) if self._asking else None
         if known is None:
             return []
@@ -68,7 +69,8 @@ class Admission:
         self._agent.after(REFUSED_GRACE_S, lambda: worker.signal(9))
 
     def give_up_the_mute(self, now: float) -> None:
-        """A worker that never says hello would keep its place for ever: it has as long as the job waits for it."""
+        """Give up workers that have not said hello within the time that the job waits for them. Otherwise such a worker
+        would keep its place for ever."""
         limit_s = max(self._agent.options.join_timeout_s, START_S_MIN)
         for worker in list(self._agent.workers.values()):
             silent_s = now - max(worker.started_at, self.began_at)

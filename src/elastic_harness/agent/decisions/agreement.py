@@ -1,4 +1,4 @@
-"""Who decides about the workers of this node: this node alone, or all nodes of the run together (`cluster.py`)."""
+"""How it is decided about the workers of this node: by this node alone, or by all nodes of the run (`cluster.py`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Deliver = Callable[[Values], None]
 
 
 class Agreement(Protocol):
-    """What happens to workers is told here; what is decided is carried out by the one who told, in the order in which
-    it was decided. Nothing here blocks.
+    """The supervisor tells it what happens to workers, and carries out its decisions in the order in which they were
+    made. Nothing here blocks.
 
-    node: what the members of this node are called by, "" if there is only one. least: how many workers this node must
-    have to go on, or it may as well end.
+    node: the prefix of this node's member names, "" if there is only one node. least: how many workers this node must
+    have to go on; with fewer it may as well end.
     """
 
     node: str
@@ -33,25 +33,25 @@ class Agreement(Protocol):
     def start(self) -> None: ...
 
     def tell(self, event: leader.Event, at: float | None = None) -> None:
-        """Something happened, now or at a time of the monotonic clock."""
+        """Take an event that happened now, or at a time of the monotonic clock."""
 
     def offer(self, generation: int, key: str, value: str) -> None:
-        """A worker of this node set a value that other members wait for."""
+        """Take a value that a worker of this node has set for other members."""
 
     def describe(self, fingerprint: dict[str, Any]) -> None:
-        """What all workers of the run have to agree in is known."""
+        """Take the fingerprint in which all workers of the run have to agree."""
 
     def scale(self, places: int) -> None:
-        """This node wants so many workers."""
+        """Take the number of workers that this node wants."""
 
     def tick(self) -> None: ...
 
     def stop(self, outcome: JobOutcome, members: tuple[str, ...]) -> bool:
-        """This node is to stop; `members`: of the generation. False: that is up to its own workers. True: the others
-        go on without it."""
+        """Stop this node. `members`: of the generation. Return False if its own workers have to agree on the end, True
+        if the others go on without this node."""
 
     def stop_all(self, reason: str) -> bool:
-        """The run is to stop. True: everybody will hear of it, this node too."""
+        """Stop the run. Return True if everybody will hear of it, this node too."""
 
     def status(self) -> dict[str, Any]: ...
 

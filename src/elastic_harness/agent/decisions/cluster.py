@@ -1,4 +1,4 @@
-"""Several nodes that decide together, through a store: drives `membership.node.Node` with what happens here."""
+"""Several nodes that decide together, through a store. Drives `membership.node.Node` with what happens on this node."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EXPIRY_S = 1.0  # so long etcd may take to notice that a lease has ended
 
 
 class Together:
-    """See `agreement.Agreement`. Made by the agent, which it wakes when the store has something to say."""
+    """See `agreement.Agreement`. The agent makes it, and is woken by it when the store has something to say."""
 
     def __init__(self, agent: Agent, limits: Limits, known: Known, carry_out: CarryOut, deliver: Deliver) -> None:
         options = agent.options

@@ -1,4 +1,4 @@
-"""Whether a worker fits the run: its fingerprint against the run's. Pure."""
+"""Whether a worker fits the run, by their fingerprints. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ HARDWARE_KEYS = frozenset(
 
 
 def majority(asking: Sequence[Mapping[str, Any]], target: int, *, complete: bool) -> dict[str, Any] | None:
-    """The fingerprint that a new run of `target` workers gets from those that are `asking`: what more than half of the
-    target have, or, when no more are to be expected, what most have, the first of equals. None: wait."""
+    """Return the fingerprint of a new run of `target` workers, from the fingerprints of those that are `asking`. It is
+    the one that more than half of the target have. If no more are to be expected, it is the most frequent one, and of
+    equals the first. Return None while others have to be waited for."""
     if not asking:
         return None
     counts = [sum(own == other for other in asking) for own in asking]
@@ -26,7 +27,8 @@ def majority(asking: Sequence[Mapping[str, Any]], target: int, *, complete: bool
 
 
 def difference(run: Mapping[str, Any], worker: Mapping[str, Any]) -> str:
-    """ "" if the worker fits, else every key that differs with both values, and what to do about it."""
+    """Return "" if the worker fits. Otherwise return every key that differs, with both values, and what to do about
+    it."""
     if not run or not worker:
         return ""
     relaxed = run.get("exactness") == "relaxed" == worker.get("exactness")

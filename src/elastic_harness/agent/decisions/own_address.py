@@ -14,12 +14,13 @@ from elastic_harness.errors import ConfigError
 from elastic_harness.etcd.address import PORT
 
 _SIOCGIFADDR = 0x8915
-_ELSEWHERE = ("192.0.2.1", 9)  # an address for documentation: asking for the way there sends nothing
+_ELSEWHERE = ("192.0.2.1", 9)  # an address reserved for documentation: to look up the route there sends nothing
 
 
 def own_address(given: str | None, store: Sequence[str]) -> str:
-    """`given`: an address, a name or a network interface of this machine; without, the address from which the store is
-    reached, or if that is on this machine, the one from which the rest of the world is. `store`: its endpoints. Raises
+    """Return the address of this machine that other nodes are told. `given`: an address, a name or a network interface
+    of this machine, or None. Without it, it is the address from which the store is reached. If the store is on this
+    machine, it is the address from which the rest of the world is reached. `store`: its endpoints. Raises
     ConfigError."""
     if given is not None:
         address = _of_interface(given) or _of_name(given)
@@ -53,7 +54,7 @@ def _loopback(address: str) -> bool:
 
 
 def _from_here_to(endpoint: str) -> str:
-    """The address of this machine from which an endpoint of the store is reached."""
+    """Return the address of this machine from which an endpoint of the store is reached."""
     url = urlsplit(endpoint)
     assert url.hostname is not None
     return _towards(url.hostname, url.port or PORT)

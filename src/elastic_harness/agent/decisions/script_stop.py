@@ -1,7 +1,8 @@
-"""A script's wish to end the run (`run.stop`), as the agent keeps it: for workers and nodes that have not heard of it.
+"""A script's request to end the run (`run.stop`), as the agent keeps it for workers and nodes that have not heard of
+it.
 
-The worker that asks tells the others itself, in the header of the step. The agent's copy matters when that worker dies
-before it could.
+The worker that asks tells the others itself, in the header of the step. The agent's copy matters if that worker dies
+before it could do so.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ class ScriptStop:
         self.asked: EndAsked | None = None
 
     def heard(self, asked: EndAsked) -> bool:
-        """Take a request; whether it is news."""
+        """Take a request, and return whether it is news."""
         before, self.asked = self.asked, asked.or_earlier(self.asked)
         return self.asked != before
 
 
 def as_value(asked: EndAsked) -> str:
-    """A request as nodes pass it on."""
+    """Return a request as nodes pass it on."""
     return json.dumps(as_fields(asked))
 
 
 def from_value(value: str) -> EndAsked | None:
-    """The request that another node passed on; None for anything else that stands in the store."""
+    """Return the request that another node passed on. Return None for any other value in the store."""
     try:
         return shape.build(EndAsked, shape.parse_object(value))
     except ValueError:

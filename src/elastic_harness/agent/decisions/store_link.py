@@ -1,7 +1,8 @@
-"""A node's line to the store: carries out what a `Node` asks for in threads of its own, so that the agent never waits.
+"""A node's line to the store. It carries out in its own threads what a `Node` asks for, so that the agent never waits.
 
-One thread makes the requests, one after the other; another one keeps the lease alive. What they find out is queued, and
-`wake` says so. A store that is away is asked again and again: nothing is given up, and nothing is lost.
+One thread makes the requests, one after the other. Another thread keeps the lease alive. Their results are queued, and
+`wake` tells the agent so. While the store is away, it is asked again and again: nothing is given up, and nothing is
+lost.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ Asked = node.Register | node.Follow | node.Write
 
 
 class StoreLink:
-    """`keeper`: the same store for the thread that keeps the lease, with a short timeout. `ttl_s`: of the lease."""
+    """`keeper`: the same store for the thread that keeps the lease, with a short timeout. `ttl_s`: how long the lease
+    lives."""
 
     def __init__(self, store: Store, keeper: Store, ttl_s: float, wake: Callable[[], None]) -> None:
         self._store = store
@@ -42,7 +44,7 @@ class StoreLink:
         self._lease = 0
         self._former = 0  # a lease that is given up, and perhaps not yet revoked
         self._once: Once | None = None
-        self._ever = False  # there was a lease: from now on, whatever is wrong with the store may pass
+        self._ever = False  # there was a lease: from then on every error of the store may pass
         self._failing: dict[str, tuple[float, str]] = {}  # by thread: since when, and why
         self._closed = threading.Event()
         self._status = ""
@@ -54,13 +56,14 @@ class StoreLink:
             thread.start()
 
     def ask(self, asked: Asked) -> None:
-        """What comes of it will be heard."""
+        """Queue a request. Its outcome comes from `heard`."""
         if isinstance(asked, node.Follow):
             self._following = asked
         self._asked.put(asked)
 
     def heard(self) -> list[node.Input]:
-        """What is new. Raises HarnessError if the store never let us in, or never will take what has to be written."""
+        """Return what is new. Raises HarnessError if the store never let us in, or will never take what has to be
+        written."""
         inputs: list[node.Input] = []
         while self._told:
             told = self._told.popleft()
@@ -81,16 +84,17 @@ class StoreLink:
 
     @property
     def trouble(self) -> tuple[float, str] | None:
-        """Since when (monotonic) the store cannot be used, and why; None if it can."""
+        """Since when (monotonic) the store cannot be used, and why; None if it can be used."""
         failing = sorted(self._failing.values())
         return failing[0] if failing else None
 
     def show_status(self, text: str) -> None:
-        """Let anybody who asks the store know; the next keep-alive takes it along."""
+        """Show this status in the store. It is written with the next keep-alive."""
         self._status = text
 
     def close(self) -> None:
-        """Give the lease back, so that nobody has to wait for its end; at most a second."""
+        """Give the lease back, so that the other nodes need not wait for its end. Takes at most about a second for each
+        thread."""
         self._closed.set()
         self._asked.put(None)
         self._stop_watching()
@@ -118,7 +122,7 @@ class StoreLink:
                     self._request(asked)
                     self._failing.pop("requests", None)
                     break
-                except TooLarge as error:  # nothing can be decided any more, and time will not mend it
+                except TooLarge as error:  # nothing can be decided any more, and a repetition would not help
                     self._tell(error)
                     return
                 except HarnessError as error:
@@ -143,7 +147,7 @@ class StoreLink:
                 self._ever = True
                 self._tell(node.Registered())
             case node.Follow():
-                if asked is self._following:  # or else something else is to be followed by now
+                if asked is self._following:  # otherwise a later request has replaced it
                     self._tell(line.follow(self._store, asked))
             case node.Write():
                 assert self._once is not None

@@ -1,4 +1,4 @@
-"""What the store knows of a run of several nodes: read, or forgotten, from any machine."""
+"""What the store knows of a run of several nodes. It can be read, or forgotten, from any machine."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _RUNS = "elastic-harness/"
 def store_of(
     address: str, run_id: str, timeout_s: float = TIMEOUT_S, wake: Callable[[], None] = lambda: None
 ) -> EtcdStore:
-    """The part of a store in which a run's keys are."""
+    """Return the part of a store in which a run's keys are."""
     return EtcdStore(Gateway(Address.parse(address), timeout_s), f"{_RUNS}{run_id}/", wake)
 
 
 def forget(options: LaunchOptions) -> str:
-    """Let a run begin anew, unless nodes of it are there; what was done, in words."""
+    """Let a run begin anew, unless nodes of it are there. Return what was done, in words."""
     assert options.store is not None
     store = store_of(options.store, options.store_id)
     entries = {entry.key: entry.revision for entry in store.range(node.EVERYTHING)}
@@ -45,7 +45,7 @@ def forget(options: LaunchOptions) -> str:
 
 
 def status(address: str, run_id: str) -> dict[str, Any]:
-    """The run as the store has it: nodes, workers, generation. Raises ConfigError if there is none."""
+    """Return the run as the store has it: nodes, workers, generation. Raises ConfigError if there is none."""
     entries = {entry.key: entry.value for entry in store_of(address, run_id).range("")}
     if node.DECISION not in entries and not any(key.startswith(node.NODES) for key in entries):
         everything = EtcdStore(Gateway(Address.parse(address)), _RUNS).range("")

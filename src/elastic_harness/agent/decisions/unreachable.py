@@ -1,4 +1,4 @@
-"""What the user is told of a network that is cut between this node and another one."""
+"""What the user is told when the network is cut between this node and another one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from elastic_harness.membership.types import node_of
 
 
 class Cuts:
-    """One line for each node that cannot be reached, however many workers notice, until it is tried again."""
+    """Prints one line for each node that cannot be reached, however many workers notice, until that node is tried
+    again."""
 
     def __init__(self, agent: Agent, node: str) -> None:
         self._agent = agent
@@ -19,7 +20,7 @@ class Cuts:
         self._shown_at: dict[str, float] = {}
 
     def tell(self, ways: Mapping[str, str]) -> None:
-        """A worker of this node cannot reach these members; `ways`: at which address, and how it shows."""
+        """Tell that a worker of this node cannot reach these members. `ways`: at which address, and what shows it."""
         now = time.monotonic()
         for member, way in ways.items():
             peer = node_of(member)

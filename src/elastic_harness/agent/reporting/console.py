@@ -1,7 +1,7 @@
 """What the user sees while a job runs: worker lines with their prefix, and the agent's own notices.
 
-Writing never blocks the agent: a reader that is slower than the workers loses lines (they stay in the log files), and
-is told how many.
+A write never blocks the agent. If the reader is slower than the workers, lines are dropped and the reader is told how
+many. They stay in the log files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Console:
         self._put(prefix.encode() + line + b"\n", may_drop=True)
 
     def notice(self, text: str) -> None:
-        """Show what the agent itself has to say."""
+        """Show a notice of the agent."""
         prefix = "\x1b[1m[agent]\x1b[0m " if self._colour else "[agent] "
         for line in text.splitlines():
             self._put(f"{prefix}{line}\n".encode(errors="backslashreplace"), may_drop=False)
@@ -48,7 +48,7 @@ class Console:
         self._put(text.encode(errors="backslashreplace") + b"\n", may_drop=False)
 
     def flush(self) -> None:
-        """Write what the reader takes now."""
+        """Write as much as the reader takes now."""
         try:
             while self._buffer and not self._closed:
                 del self._buffer[: os.write(self.descriptor, self._buffer[: 1 << 16])]
@@ -59,7 +59,7 @@ class Console:
             self._buffer.clear()
 
     def drain(self) -> None:
-        """Write everything, waiting for the reader. Only at the end."""
+        """Write everything, and wait for the reader. Only at the end."""
         if not self._closed:
             os.set_blocking(self.descriptor, True)
             self.flush()

@@ -1,5 +1,5 @@
-"""One incident, one block: what, who, evidence, what was done, what you can do, where the log is. Pure but for reading
-the kernel's out-of-memory counter."""
+"""One incident, one block: what, who, evidence, what was done, what you can do, where the log is. Pure, except that it
+reads the kernel's out-of-memory counter."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from elastic_harness.contract.messages import Commit, PolicyDecision
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about a worker's end; nothing here is a guess."""
+    """The known facts about a worker's end. Nothing here is a guess."""
 
     member: str
     rank: int | None
     host: str
     pid: int
     lived_s: float
-    where: str
-    exit_code: int | None
-    error: str
-    hang: str
-    overdue: bool
-    garbled: str
-    requested: bool
-    oom_kills: int | None
-    tail: tuple[str, ...]
+    where: str  # where in its work it was
+    exit_code: int | None  # negative for a signal
+    error: str  # of the user's code
+    hang: str  # the evidence that it made no progress, in words
+    overdue: bool  # it may only have been slow
+    garbled: str  # what was wrong with its messages
+    requested: bool  # `elastic-harness kill` asked for it
+    oom_kills: int | None  # by how much the out-of-memory counter had risen
+    tail: tuple[str, ...]  # the last lines of its log
     log: str
 
 
@@ -43,7 +43,7 @@ class Incident:
     log: str
 
     def render(self) -> str:
-        """The block as shown to the user."""
+        """Return the block as shown to the user."""
         rows: list[tuple[str, str]] = [("what", self.what), ("who", self.who)]
         rows += [("evidence" if i == 0 else "", line) for i, line in enumerate(self.evidence)]
         rows += [("done", self.done), ("you can", self.advice), ("log", self.log)]
@@ -59,7 +59,7 @@ def signal_name(number: int) -> str:
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """An exit code in words."""
+    """Return an exit code in words."""
     if exit_code is None:
         return "ended in a way that is not known"
     if exit_code < 0:
@@ -68,7 +68,7 @@ def describe_exit(exit_code: int | None) -> str:
 
 
 def build(facts: Evidence, done: str, advice: str = "") -> Incident:
-    """The block for one failed worker. A cause is named only where there is evidence for it."""
+    """Return the block for one failed worker. A cause is named only where there is evidence for it."""
     evidence: list[str] = []
     if facts.hang:
         what = f"worker {facts.member} {'was ended' if facts.overdue else 'hung'}: {facts.hang}"
@@ -112,7 +112,7 @@ def build(facts: Evidence, done: str, advice: str = "") -> Incident:
 
 
 def policy_decision(commit: Commit, decision: PolicyDecision, ledger: str) -> Incident:
-    """The block for a committed step whose update a policy has skipped or scaled."""
+    """Return the block for a committed step whose update a policy has skipped or scaled."""
     norm = "" if commit.grad_norm is None else f", norm of the gradient {commit.grad_norm}"
     evidence = [f"loss of the step {commit.loss}{norm}"]
     evidence += [in_words(decision.evidence)] if decision.evidence else []
@@ -133,7 +133,7 @@ def policy_decision(commit: Commit, decision: PolicyDecision, ledger: str) -> In
 
 
 def in_words(evidence: Mapping[str, Any]) -> str:
-    """Names and values in a line."""
+    """Return names and values in a line."""
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in evidence.items())
 
 
@@ -149,7 +149,7 @@ def _signal_evidence(number: int, oom_kills: int | None) -> str:
 
 
 def oom_kill_counter(files: Sequence[Path] | None = None) -> int | None:
-    """How often the kernel killed for memory in this control group; None where that cannot be read."""
+    """Return how often the kernel killed for memory in this control group; None where that cannot be read."""
     for path in files if files is not None else _counter_files():
         try:
             for line in path.read_text().splitlines():

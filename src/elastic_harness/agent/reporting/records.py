@@ -1,4 +1,4 @@
-"""What the agent writes down: events and ledger, each by this one writer, and what a relaunch has to know."""
+"""What the agent writes down: events and ledger, of which it is the only writer, and what a relaunch has to know."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COUNTER_BYTES = 21  # of fixed length: a part of it is no number
 
 
 class Records:
-    """Events, ledger and the counters that must survive the agent. A failing disk raises InfrastructureError."""
+    """Events, ledger and the counters that must survive the agent. Raises InfrastructureError if the disk fails."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -55,8 +55,8 @@ class Records:
         self._complete_events(reached.last)
 
     def _complete_events(self, last: Mapping[str, Any]) -> None:
-        """A commit goes to the ledger first: an agent that died right then left its event unwritten. If it was written,
-        it is the newest of its kind."""
+        """Write the event of the last commit if it is missing. A commit goes to the ledger first, so an agent that died
+        right then left its event unwritten. If it was written, it is the newest of its kind."""
         for event in newest_events(self.folder.path / EVENTS, self.damaged.append):
             if event["event"] == "step_committed":
                 if (event.get("lineage"), event.get("step")) == (last["lineage"], last["step"]):
@@ -66,18 +66,18 @@ class Records:
         self.event("step_committed", **last, **nothing, reason="written again from the ledger")
 
     def event(self, event: str, **fields: Any) -> None:
-        """Write one event; `lineage` is filled in."""
+        """Write one event. `lineage` is filled in."""
         fields.setdefault("lineage", self.lineage)
         self._events.emit(event, **fields)
 
     def sync(self) -> None:
-        """Make the ledger durable: a checkpoint that survives a power cut must not be ahead of it."""
+        """Make the ledger durable. A checkpoint that survives a power cut must not be ahead of it."""
         self._ledger.sync()
 
     def use_number(self, number: int) -> None:
-        """Note that a generation number is used up, before anybody hears of it.
+        """Note that a generation number is used up, before any worker hears of it.
 
-        Written in place: this is on the way of every recovery, and replacing run.json costs milliseconds.
+        It is written in place, because every recovery waits for it and replacing run.json would take milliseconds.
         """
         self.number = number
         text, written = f"{number:0{COUNTER_BYTES - 1}d}\n".encode(), 0
@@ -94,8 +94,8 @@ class Records:
         self.folder.update(**fields)
 
     def commit(self, told: Commit) -> bool:
-        """Write a committed step once per (lineage, step); False if it was written before. Raises Malformed for what
-        is no commit."""
+        """Write a committed step once per (lineage, step). Return False if it was written before. Raises Malformed if
+        it is not a commit."""
         ledger = {
             "from_step": self.from_step,
             "step": told.step,

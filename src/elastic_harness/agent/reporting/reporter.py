@@ -1,4 +1,4 @@
-"""Failures and incidents: what is written to the event log and shown to the user about a worker that failed."""
+"""Failures and incidents: what the event log and the user are told about a worker that failed."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Reporter:
         )
 
     def oom_kills_since(self) -> int | None:
-        """By how much the out-of-memory counter rose since this was last asked; None where it cannot be read."""
+        """Return by how much the out-of-memory counter rose since the last call; None if it cannot be read."""
         before, self._oom_kills = self._oom_kills, incident.oom_kill_counter()
         return None if before is None or self._oom_kills is None else self._oom_kills - before
 
     def incident(self, worker: Worker, done: str, advice: str = "") -> None:
-        """Show and write the block about a worker that failed; it has been reaped."""
+        """Show and write the block about a worker that failed. The worker has been reaped."""
         self.failure(worker)
         reading = worker.last_reading
         block = incident.build(
@@ -77,7 +77,8 @@ class Reporter:
         self._show(block)
 
     def decided(self, commit: Commit) -> None:
-        """Tell what policies did to a committed step's update: one block for the first of a row, then a line each."""
+        """Tell what policies did to a committed step's update: one block for the first step of a row, then a line for
+        each."""
         for decision in commit.decisions:
             if self._decided.get(decision.policy) == commit.step - 1:
                 self._console.notice(f"{decision.in_words(commit.step)} ({incident.in_words(decision.evidence)})")

@@ -1,4 +1,4 @@
-"""What a worker finds in its environment: torchrun's variables, and ours."""
+"""A worker's environment: torchrun's variables, and ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from elastic_harness.contract import variables
 
 @dataclass(frozen=True)
 class JobEnvironment:
-    """What all workers of one start have in common. `restart_count` counts restarts of the job as a whole."""
+    """The part of the environment that all workers of one start have in common. `restart_count` counts restarts of the
+    job as a whole."""
 
     run_id: str
     run_dir: Path
@@ -23,7 +24,7 @@ class JobEnvironment:
     host: str | None = None
 
     def of(self, index: int) -> dict[str, str]:
-        """The environment of the worker at a local index. RANK is provisional for members of an elastic run."""
+        """Return the environment of the worker at a local index. RANK is provisional for members of an elastic run."""
         rank, size = str(index), str(self.workers)
         environment = base_environment()
         environment.update(
@@ -51,7 +52,7 @@ class JobEnvironment:
 
 
 def base_environment() -> dict[str, str]:
-    """What every process of a node finds, whichever worker it is."""
+    """Return the environment that every process of a node gets, whichever worker it is."""
     environment = dict(os.environ)
     environment.pop(variables.ETCD_PASSWORD, None)  # the store is the agent's alone
     environment.setdefault("OMP_NUM_THREADS", "1")
@@ -60,7 +61,8 @@ def base_environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now; never one of an earlier start, whose peers may still dial it."""
+    """Return a TCP port on which no process listens now. It is never one of an earlier start, whose peers may still
+    dial it."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]

@@ -1,7 +1,7 @@
 """The agent's side of the fork server: keeps it running, and a blank ready for the next worker.
 
-Where it cannot be used, workers are started as ever. Nothing waits for it but the start of workers, which would have to
-import the same things themselves.
+If the server cannot be used, workers are started as new processes. Only the start of workers waits for the server, and
+without it they would have to import the same modules themselves.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Listen = Callable[[int, int, Callable[[int], None] | None], None]
 
 
 class Blank:
-    """A forked process that waits for its order; a child of this one."""
+    """A forked process that waits for its order. It is a child of this process."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -58,7 +58,7 @@ class Blank:
         self._decoder = wire.Decoder()
 
     def read(self) -> None:
-        """Take what it says. Raises wire.Closed if it is gone."""
+        """Take what the blank says. Raises wire.Closed if it is gone."""
         try:
             data = self.connection.recv(4096)
             if not data:
@@ -83,7 +83,8 @@ class Blank:
         output: int,
         niceness: int,
     ) -> Process:
-        """Make it a worker. variables: name → descriptors that it is to find there. Raises OSError if it is gone."""
+        """Make the blank a worker. variables: name → descriptors that the worker finds there. Raises OSError if it is
+        gone."""
         assert self.process is not None
         descriptors, named = [output], dict[str, tuple[int, ...]]()
         for name, given in variables.items():
@@ -93,12 +94,12 @@ class Blank:
         self.connection.settimeout(1.0)
         with self.connection:
             sent = socket.send_fds(self.connection, [data], descriptors)
-            if sent < len(data):  # it may have read everything, and closed its end
+            if sent < len(data):  # else nothing more is sent: the blank may have read everything and closed its end
                 self.connection.sendall(data[sent:])
         return self.process
 
     def end(self) -> None:
-        """End it, if it has not become a worker."""
+        """End the blank, if it has not become a worker."""
         self.connection.close()
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -107,8 +108,8 @@ class Blank:
 
 
 class ForkServer:
-    """`listen` is the event loop's, `tell` says something to the user, `changed` is called when a blank is ready, or
-    none is to be waited for any more."""
+    """The fork server and its blanks. `listen` is the event loop's, `tell` tells the user something. `changed` is
+    called when a blank is ready, or when none is to be waited for any more."""
 
     def __init__(
         self, folder: Path, listen: Listen, tell: Callable[[str], None], changed: Callable[[], None] = lambda: None
@@ -129,7 +130,7 @@ class ForkServer:
         self._refused_at: float | None = None  # when it could not fork, or what it forked died at once
         self._starts = 0  # since the last one that ran for a while
         self._started_at = 0.0
-        self._asked_at = 0.0  # when it was last asked for something, or last did some of that
+        self._asked_at = 0.0  # when it was last asked for something, or last did a part of that
         self._environment: dict[str, str] = {}
         known = _read(folder / IMPORTS)
         self._modules: list[str] = known.get("modules", [])
@@ -139,7 +140,7 @@ class ForkServer:
     # ---- what the agent asks
 
     def start(self, environment: dict[str, str], wanted: int) -> None:
-        """Start the process, and have it fork so many blanks when it has imported everything."""
+        """Start the process. It forks so many blanks when it has imported everything."""
         self._environment, self._wanted = environment, wanted
         self._launch()
 
@@ -159,7 +160,8 @@ class ForkServer:
         self._ask()
 
     def take(self) -> Blank | None:
-        """A blank to make a worker of, if there is one. One that has imported files that have changed since is none."""
+        """Return a blank to make a worker of, or None. A blank that imported files that have changed since does not
+        count."""
         if self._ready and self._stale():
             self._again()
             return None
@@ -171,7 +173,7 @@ class ForkServer:
         return None
 
     def learn(self, modules: Sequence[str]) -> None:
-        """Import what a worker has imported, so that the next ones find it."""
+        """Import what a worker has imported, so that later workers find it."""
         self.learned = True
         fresh = [name for name in modules if name not in self._modules and name not in BASE]
         if not fresh or self._control is None:
@@ -183,8 +185,8 @@ class ForkServer:
         self._import()
 
     def tick(self) -> None:
-        """Give up a server that is not ready in time; have one that could not fork try again; replace one that does not
-        fork, and what it forked that does not say its pid."""
+        """Look after the server. Give it up if it is not ready in time. Let it try again if it could not fork. Replace
+        it if it does not fork, or if its blanks do not say their pid."""
         now = time.monotonic()
         if self._refused_at is not None and now - self._refused_at > REFUSED_S:
             self._refused_at = None
@@ -207,7 +209,7 @@ class ForkServer:
 
     @property
     def pids(self) -> set[int]:
-        """The processes it is to account for."""
+        """The processes for which it is responsible."""
         blanks = {blank.process.pid for blank in self._blanks if blank.process is not None}
         return blanks if self._process is None else blanks | {self._process.pid}
 
@@ -338,7 +340,7 @@ class ForkServer:
             blank.read()
         except wire.Closed:
             self._drop(blank)
-            if blank.process is None:  # it did not get as far as a pid: so may the next ones
+            if blank.process is None:  # it died before it told its pid, and so may the next ones
                 self._refused_at = time.monotonic()
             self._ask()
         self._changed()
@@ -352,7 +354,7 @@ class ForkServer:
         blank.end()
 
     def _stale(self) -> bool:
-        """Whether a file that it has imported is another one now."""
+        """Return whether a file that the server has imported has changed since."""
         for path, at, size in self._files:
             try:
                 status = os.stat(path)
@@ -363,15 +365,15 @@ class ForkServer:
         return False
 
     def _note(self) -> None:
-        """Keep for the next launch what to import, and what not."""
+        """Keep for the next launch what to import, and what to leave out."""
         content = json.dumps({"modules": self._modules, "not_preloaded": self._unsafe}, indent=1)
         with contextlib.suppress(InfrastructureError):  # the next launch learns it again
             durable_file.write(self._folder / IMPORTS, content.encode() + b"\n")
 
 
 def uses_our_api(command: Sequence[str], mode: str | None) -> bool:
-    """Whether workers may be forked: the command is a Python program, run by this interpreter, that calls `start`, as
-    far as its text, or an earlier launch, tells."""
+    """Return whether workers may be forked. They may if the command is a Python program, run by this interpreter, that
+    calls `start`, as far as its text or an earlier launch tells."""
     if list(command[:1]) != [sys.executable] or len(command) < 2:
         return False
     if mode == "elastic" or tuple(command[1:3]) == ("-m", "elastic_harness.train"):
@@ -382,7 +384,8 @@ def uses_our_api(command: Sequence[str], mode: str | None) -> bool:
 
 
 def reap_orphans(known: Collection[int]) -> None:
-    """Let no process that workers left behind stay as a zombie; the children that are `known` are others' business."""
+    """Reap the processes that workers left behind, so that they do not stay as zombies. Children that are `known` are
+    reaped elsewhere."""
     for pid in processes.children():
         if pid not in known and processes.stat(pid).state == "Z":
             with contextlib.suppress(ChildProcessError):
@@ -390,7 +393,7 @@ def reap_orphans(known: Collection[int]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What an earlier launch has noted; nothing if that cannot be read."""
+    """Return what an earlier launch has noted; nothing if that cannot be read."""
     try:
         known = json.loads(path.read_text())
         modules, unsafe = known["modules"], known["not_preloaded"]

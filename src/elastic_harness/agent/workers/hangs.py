@@ -1,4 +1,4 @@
-"""Workers that make no progress: the worker sets its deadlines, this only enforces them."""
+"""Workers that make no progress. The worker sets its deadlines; this module only enforces them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from elastic_harness.contract.board import Phase, Reading
 
 STOPPED_CHECK_S = 0.1
 STOPPED_DEADLINE_MS = 5000
-OWN_PAUSE_S = 1.0
+OWN_PAUSE_S = 1.0  # after a longer gap between two checks the agent itself did not run
 LEARNED = (Phase.DATA, Phase.SLOT, Phase.APPLY)
-"""Phases whose deadline comes from measured times. It may be too short for what comes next."""
+"""Phases whose deadline comes from measured times. It may be too short for the work that comes next."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class Hang:
 class HangWatch:
     """Finds workers whose beat has stood still beyond their deadline, or that are stopped (SIGSTOP).
 
-    A pause of the agent itself (a suspended machine) counts for nobody's deadline. A stopped worker is given the
-    newest deadline that it, or a peer, had for computing, but not more than STOPPED_DEADLINE_MS: it cannot be working.
+    The time in which the agent itself did not run (a suspended machine) counts for no worker's deadline. A stopped
+    worker cannot be working. It has the newest deadline that it had for computing a slot, else the longest such one of
+    the node's workers, but at most STOPPED_DEADLINE_MS.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class HangWatch:
         self._stopped_since: dict[str, float] = {}
 
     def check(self, workers: Iterable[Worker], now: float) -> list[Hang]:
-        """Every worker that hangs."""
+        """Return every worker that hangs."""
         living = [w for w in workers if w.running and w.hello and not w.lost and _is_needed(w)]
         if self._checked_at is not None and now - self._checked_at > OWN_PAUSE_S:
             for worker in living:
@@ -86,5 +87,6 @@ def _beyond_deadline(worker: Worker, reading: Reading, idle_s: float) -> Hang:
 
 
 def _is_needed(worker: Worker) -> bool:
-    """Others may be waiting for it: also for one that a planned change leaves out, until the boundary."""
+    """Return whether others may be waiting for the worker. That is also so for a worker that a planned change leaves
+    out, until the boundary."""
     return worker.released is None or worker.left_out

@@ -32,7 +32,7 @@ class WorkerLog:
             self.write_end = -1
 
     def pump(self, bytes_max: int = 1 << 20) -> bool:
-        """Take over what has been written so far (at most about `bytes_max`); False at the end of the stream."""
+        """Read what has been written so far (at most about `bytes_max`). Return False at the end of the stream."""
         taken = 0
         while self.read_end >= 0 and taken < bytes_max:
             try:
@@ -52,7 +52,7 @@ class WorkerLog:
         return self.read_end >= 0
 
     def tail(self, count: int = 10) -> list[str]:
-        """The last lines that are not empty."""
+        """Return the last lines that are not empty."""
         return list(self._tail)[-count:]
 
     def close(self) -> None:

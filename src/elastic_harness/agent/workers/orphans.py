@@ -1,7 +1,8 @@
-"""What an agent left behind, told from what else is a child of this process.
+"""Ends what an agent left behind, and only that.
 
-The launcher adopts orphans, those of others too: of the shell whose place it took (`exec elastic-harness launch`), of
-whatever else runs in a container whose first process it is. It ends what its agents started and nothing else.
+The launcher adopts orphans, including those of others: of the shell whose place it took (`exec elastic-harness
+launch`), or of anything else in a container in which it is the first process. It ends the processes that its agents
+started, and no other.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from elastic_harness.processes import children
 
 
 class Orphans:
-    """Knows what this process's agents started: by their sessions, and by a mark in the environment for what has begun
-    a session of its own. A process that has done so with another environment is not known, and is left alone."""
+    """Knows what this process's agents started. It knows them by their sessions, and by a mark in the environment if
+    they have begun their own session. A process that has done so with another environment is not known, and is left
+    alone."""
 
     def __init__(self) -> None:
         self._mark = os.urandom(8).hex()
         self._sessions: set[int] = set()
 
     def environment(self) -> dict[str, str]:
-        """What an agent is to be started with."""
+        """Return the environment to start an agent with."""
         around = os.environ.get(variables.LAUNCHERS, "")
         return {**os.environ, variables.LAUNCHERS: f"{around}:{self._mark}" if around else self._mark}
 
     def adopt(self, session: int) -> None:
-        """Processes of this session are an agent's."""
+        """Note that processes of this session belong to an agent."""
         self._sessions.add(session)
 
     def end(self) -> None:

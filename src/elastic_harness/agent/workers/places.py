@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 from elastic_harness.agent.workers.restarts import Cause, Ending, RestartLimits, restart_delay
 
-REPLACEMENT_DELAY_S = 0.1
-SPARE_DELAY_MAX_S = 2.0
-UNBORN_ERROR_DELAY_S = 3.0
+REPLACEMENT_DELAY_S = 0.1  # so long a replacement that has to import waits after a loss: the recovery comes first
+SPARE_DELAY_MAX_S = 2.0  # so long it waits at most for the next commit, if a spare can take the place
+UNBORN_ERROR_DELAY_S = 3.0  # after an error before the first step: all other workers may be about to fail alike
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A start that is due at a time; with `after_commit`, as soon as a step beyond that one is committed."""
+    """A start that is due at a time. With `after_commit` it is due earlier, once a step after that one is committed."""
 
     at: float
     after_commit: int | None = None
 
 
 class Places:
-    """Keeps `target` + `spares` workers alive: the history of every place, and the starts that are due."""
+    """Keeps `target` + `spares` workers alive. It holds the history of every place, and the starts that are due."""
 
     def __init__(self, target: int, spares: int, max_restarts: int) -> None:
         self.target = target
@@ -35,11 +35,11 @@ class Places:
 
     @property
     def capacity(self) -> int:
-        """How many workers, spares included, can be hoped for."""
+        """The number of workers, spares included, that the places which were not given up can have."""
         return self.target + self.spares - len(self.given_up)
 
     def ended(self, index: int, ending: Ending, *, born: bool) -> tuple[float | None, str]:
-        """Take note of how a worker ended; the delay until its place is filled again (None: never), and why."""
+        """Note how a worker ended. Return the delay until its place is filled again (None: never), and why."""
         history = self.endings.setdefault(index, [])
         history.append(ending)
         delay_s, why = restart_delay(history, self._limits)
@@ -62,8 +62,9 @@ class Places:
     ) -> None:
         """Plan as many starts as workers are missing, and drop those that are too many.
 
-        While others train, a replacement waits a moment, so that its imports do not compete with the recovery: until
-        the next commit if a spare can take the place, and not at all if it will have `imported` everything.
+        While others train, a replacement waits a moment, so that its imports do not compete with the recovery. If a
+        spare can take the place, it waits until the next commit, at most SPARE_DELAY_MAX_S. Without a spare it does not
+        wait if everything will be `imported` already.
         """
         taken = set(running) | self.planned.keys() | self.given_up.keys()
         missing = self.capacity - living - len(self.planned)
@@ -81,7 +82,7 @@ class Places:
             self.planned[next(free)] = Planned(time.monotonic() + wait_s, at_commit)
 
     def next_due(self, committed: int) -> int | None:
-        """A place to fill now, if there is one; it is no longer planned."""
+        """Return a place to fill now, or None. The place is then no longer planned."""
         now = time.monotonic()
         for index, start in sorted(self.planned.items()):
             if start.at <= now or (start.after_commit is not None and committed > start.after_commit):
@@ -90,5 +91,5 @@ class Places:
         return None
 
     def newest_causes(self) -> list[Cause]:
-        """How the last worker at each place ended."""
+        """Return how the last worker at each place ended."""
         return [history[-1].cause for history in self.endings.values()]

@@ -7,20 +7,20 @@ import signal
 
 
 class Process:
-    """A child of this process that another one has forked."""
+    """A child of this process that another process has forked."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._exit_code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code once it has ended, negative for a signal."""
+        """Return the exit code once the process has ended, negative for a signal; None before."""
         if self._exit_code is None:
             self._reap(os.WNOHANG)
         return self._exit_code
 
     def wait(self) -> int:
-        """Block until it has ended; returns its exit code."""
+        """Block until the process has ended, and return its exit code."""
         while self._exit_code is None:
             self._reap(0)
         return self._exit_code

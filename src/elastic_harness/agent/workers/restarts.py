@@ -22,11 +22,11 @@ Cause = Literal[
     "released",
 ]
 
-QUICK_DEATH_S = 5.0
+QUICK_DEATH_S = 5.0  # a worker that lived no longer than this died quickly: its successor is held back
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
-SAME_ERROR_MAX = 2
-FORGIVING_STEPS = 10
+SAME_ERROR_MAX = 2  # in a row
+FORGIVING_STEPS = 10  # a worker with which so many new steps were committed was of use
 _FINAL: dict[Cause, str] = {
     "config": "its configuration is wrong, another start would fail the same way",
     "refused": "it does not fit the run, another start would be refused as well",
@@ -37,13 +37,12 @@ _FINAL: dict[Cause, str] = {
 
 @dataclass(frozen=True)
 class Ending:
-    """How one worker at a local index ended: the cause, the error as one line, how long it had lived, and how many new
-    steps were committed while it took part, or stood by as a spare."""
+    """How one worker at a local index ended."""
 
     cause: Cause
-    error: str
+    error: str  # as one line
     lived_s: float
-    new_steps: int = 0
+    new_steps: int = 0  # committed while it took part, or stood by as a spare
 
 
 @dataclass(frozen=True)
@@ -52,19 +51,20 @@ class RestartLimits:
 
 
 def not_forgiven(endings: Sequence[Ending]) -> Sequence[Ending]:
-    """The endings that still count against their place: from the newest one on whose worker was of use. A worker is of
-    use when FORGIVING_STEPS new steps were committed with it. Steps of others prove nothing about this place, and steps
-    that are done again after a restore are no progress."""
+    """Return the endings that still count against their place: from the newest one on whose worker was of use. A worker
+    is of use if FORGIVING_STEPS new steps were committed with it. Steps of other workers prove nothing about this
+    place. Steps that are done again after a restore are no progress."""
     useful = [i for i, ending in enumerate(endings) if ending.new_steps >= FORGIVING_STEPS]
     return endings[useful[-1] :] if useful else endings
 
 
 def restart_delay(endings: Sequence[Ending], limits: RestartLimits) -> tuple[float | None, str]:
-    """Seconds until the next start at this index (None: never again), and why. `endings` is its history, newest last.
+    """Return the seconds until the next start at this index (None: never again), and why. `endings` is its history,
+    newest last.
 
-    The first restart is immediate; only workers that die again within seconds of their start are held back, twice as
-    long each time. The same error of the user's code twice in a row, or a cause that no restart can cure, is final.
-    Progress forgives: see `not_forgiven`.
+    The first restart is immediate. A worker that dies again within seconds of its start is held back, twice as long
+    each time. The same error twice in a row, or a cause that no restart can cure, is final. Progress forgives: see
+    `not_forgiven`.
     """
     endings = not_forgiven(endings)
     newest = endings[-1]
@@ -96,7 +96,7 @@ def restart_delay(endings: Sequence[Ending], limits: RestartLimits) -> tuple[flo
 
 
 def failure_exit_code(causes: Sequence[Cause]) -> tuple[int, str]:
-    """The job's exit code when too few workers are left, from the last cause of each index that was given up."""
+    """Return the job's exit code when too few workers are left, from the last cause of each index that was given up."""
     kinds = set(causes)
     if kinds and kinds <= {"config", "refused"}:
         return EXIT_CONFIG, "every worker was configured in a way that cannot work"

@@ -1,4 +1,4 @@
-"""Whether what is to be launched can be started at all: said in one line, before any worker is spawned."""
+"""Whether the command of a launch can be started at all. An error is one line, before any worker is spawned."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _CHANGES_THE_SEARCH = (b"sys.path", b"meta_path", b"path_hooks", b"addsitedir", 
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Raise ConfigError if there is no such script, module or program, UserCodeError if it is no Python. Nothing of it
-    is run."""
+    """Raise ConfigError if there is no such script, module or program, UserCodeError if it is not Python. Nothing is
+    run."""
     if command[0] != sys.executable:
         if shutil.which(command[0]) is None:
             raise ConfigError(f"there is no program {command[0]!r} that can be executed; check its path and its mode")
@@ -38,7 +38,7 @@ def _check_script(path: Path) -> None:
 
 
 def _parse(path: Path) -> bytes:
-    """The source of a script that is Python, b"" of an archive. Raises as `check_command`."""
+    """Return the source of a script that is Python, b"" of an archive. Raises as `check_command`."""
     try:
         source = path.read_bytes()
     except OSError as error:
@@ -57,9 +57,9 @@ def _parse(path: Path) -> bytes:
 
 
 def _check_imports(source: bytes, path: Path, folder: Path) -> None:
-    """Raise UserCodeError for an import at a script's top whose module is not there. `folder`: where Python looks first
-    for it. Nothing is imported. A module of the user's own, and a script that touches sys.path, may change where
-    modules are found, so what follows is not judged."""
+    """Raise UserCodeError if a script imports, at its top, a module that does not exist. `folder`: where Python looks
+    first. Nothing is imported. A module of the user's own, and a script that touches sys.path, may change where modules
+    are found. So imports after it are not judged."""
     if any(word in source for word in _CHANGES_THE_SEARCH):
         return
     for statement in ast.parse(source).body:
@@ -77,7 +77,7 @@ def _check_imports(source: bytes, path: Path, folder: Path) -> None:
 
 
 def _imported(statement: ast.stmt) -> list[str]:
-    """The first parts of the names that a statement imports; "" for a relative import."""
+    """Return the first parts of the names that a statement imports; "" for a relative import."""
     if isinstance(statement, ast.Import):
         return [alias.name.partition(".")[0] for alias in statement.names]
     if isinstance(statement, ast.ImportFrom):
@@ -86,7 +86,7 @@ def _imported(statement: ast.stmt) -> list[str]:
 
 
 def _find(name: str, folder: Path) -> ModuleSpec | None:
-    """Where a module is that is in no package; it is not imported."""
+    """Return where a module is that is in no package; it is not imported."""
     sys.path.insert(0, str(folder))
     try:
         return importlib.util.find_spec(name)
@@ -97,7 +97,7 @@ def _find(name: str, folder: Path) -> ModuleSpec | None:
 
 
 def _installed(spec: ModuleSpec) -> bool:
-    """Whether a module is of the standard library, of an installed package, or of this one."""
+    """Return whether a module is of the standard library, of an installed package, or of this one."""
     places = (spec.origin or "", *(spec.submodule_search_locations or ()))
     known = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
     known += (str(Path(__file__).parents[2]),)
@@ -105,8 +105,8 @@ def _installed(spec: ModuleSpec) -> bool:
 
 
 def failed_to_import(tail: Sequence[str]) -> str:
-    """The error of a worker that ended because its program could not be imported, from the end of its log, else "".
-    Then no function of the program had been called, and another start would end alike."""
+    """Return the error of a worker that ended because its program could not be imported, from the end of its log, else
+    "". Then no function of the program had been called, and another start would end in the same way."""
     error = tail[-1] if tail else ""
     frames = [line for line in tail if line.lstrip().startswith('File "') and '"<frozen' not in line]
     at_the_top = bool(frames) and all(line.endswith("in <module>") for line in frames)
@@ -114,7 +114,8 @@ def failed_to_import(tail: Sequence[str]) -> str:
 
 
 def _check_module(name: str) -> None:
-    """As far as that can be told without importing packages, which may do anything."""
+    """Raise ConfigError if a module cannot be run, as far as that shows without importing packages, which may do
+    anything."""
     top, *below = name.split(".")
     sys.path.insert(0, os.getcwd())  # where `python -m` looks first
     try:
@@ -137,7 +138,7 @@ def _check_module(name: str) -> None:
 
 
 def _source(spec: ModuleSpec) -> Path | None:
-    """The file that is run, if it is Python text."""
+    """Return the file that is run, if it is Python text."""
     origin = Path(spec.origin) if spec.has_location and spec.origin else None
     if origin is not None and spec.submodule_search_locations is not None:
         origin = origin.with_name("__main__.py")

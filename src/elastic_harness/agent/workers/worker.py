@@ -42,8 +42,8 @@ class Release:
 class Worker:
     """Everything the agent knows of one member.
 
-    `lost` is set once the membership was told that it is gone, `released` once it is expected to leave: what ends after
-    that is no failure. `exit_code` is set when the process was reaped, negative for a signal.
+    `lost` is set once the membership was told that the worker is gone. `released` is set once the worker is expected to
+    leave; its end after that is no failure. `exit_code` is set when the process was reaped, negative for a signal.
     """
 
     member: str
@@ -62,13 +62,13 @@ class Worker:
     released: Release | None = None
     killed_on_request: bool = False
     hang: str = ""
-    overdue: Reading | None = None  # the work that it was ended in because it took too long
+    overdue: Reading | None = None  # the work that took too long, so that the worker was ended
     deadline_max_s: float = 0.0  # the longest that it may ever give itself for a piece of work
     oom_kills: int | None = None  # by how much the out-of-memory counter had risen when it was gone
     failure_reported: bool = False
-    serves_from: int | None = None  # the run's farthest step when it began to take part, or to stand by as a spare
+    serves_from: int | None = None  # the run's farthest step when the worker began to take part, or to stand by
     finished: LastStepDone | None = None
-    error: str = ""  # of its own code, or what is wrong with it
+    error: str = ""  # of its own code, or why it is refused
     detected_at: float = 0.0
     detected_by: str = ""
     exit_code: int | None = None
@@ -92,24 +92,25 @@ class Worker:
 
     @property
     def left_out(self) -> bool:
-        """It is expected to leave only because the newest generation is without it."""
+        """Whether the worker is expected to leave only because the newest generation is without it."""
         return self.released is not None and self.released.why == Why.LEFT_OUT
 
     def release(self, why: Why, reason: str) -> None:
-        """Expect it to leave; the first reason counts."""
+        """Expect the worker to leave. The first reason counts."""
         self.released = self.released or Release(why, reason)
 
     @property
     def alive(self) -> bool:
-        """It may still take part: neither dead nor asked to leave."""
+        """Whether the worker may still take part: it is neither dead nor asked to leave."""
         return self.running and not self.lost and not self.released
 
     def exiting(self) -> bool:
         """True from the moment the kernel begins to end the process.
 
-        The address space is detached before its memory is freed, which takes about 80 ms per GiB; only after that do
-        waitpid and the end of its sockets follow. A detached address space shows as size 0 in `statm` (2 to 5 µs a
-        read, less than half of reading the PF_EXITING flag from `stat`, and seen at the same moment).
+        The kernel detaches the address space before it frees the memory, which takes about 80 ms per GiB. Only after
+        that do waitpid and the end of the sockets follow. A detached address space shows as size 0 in `statm`. Reading
+        that takes 2 to 5 µs, less than half of reading the PF_EXITING flag from `stat`, and it shows at the same
+        moment.
         """
         if self._statm < 0:
             return False
@@ -119,7 +120,8 @@ class Worker:
             return True
 
     def exit_code_early(self) -> int | None:
-        """The exit code as the kernel shows it before the process can be reaped; None if it does not tell."""
+        """Return the exit code as the kernel shows it before the process can be reaped; None if the kernel does not
+        tell."""
         status = self._stat_now().wait_status
         return os.waitstatus_to_exitcode(status) if status else None
 
@@ -133,7 +135,7 @@ class Worker:
         return Stat()
 
     def send(self, message: object) -> bool:
-        """Queue a message and send as much as the socket takes; True while something is left to send."""
+        """Queue a message and send as much as the socket takes. Return True while something is left to send."""
         if not self.link_open:
             return False
         self.outbox += wire.encode(TO_WORKER.pack(message))
@@ -150,8 +152,8 @@ class Worker:
         return False
 
     def receive(self) -> tuple[list[bytes], bool]:
-        """All messages that have arrived, not yet decoded, and whether there will be no more: the stream has ended, or
-        what came is no stream of messages (then `garbled` says why)."""
+        """Return all messages that have arrived, not yet decoded, and whether there will be no more. That is so if the
+        stream has ended, or if it is not a stream of messages (then `garbled` says why)."""
         messages: list[bytes] = []
         while self.link_open:
             try:
@@ -182,7 +184,8 @@ class Worker:
                 os.setpriority(os.PRIO_PGRP, self.pid, 0)
 
     def reap(self) -> int | None:
-        """The exit code once the process has ended, else None. What the worker leaves running ends with it."""
+        """Return the exit code once the process has ended, else None. Processes that the worker leaves running are
+        ended with it."""
         if self.exit_code is None:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
@@ -216,8 +219,8 @@ def spawn(
     snapshots: Sequence[int] = (),
     blank: Blank | None = None,
 ) -> Worker:
-    """Start one worker in a process group of its own; it dies with the agent. `snapshots`: descriptors of the node's
-    shared memory. `blank`: a forked process that is to become it, in place of a new one. Raises OSError if it cannot
+    """Start one worker in its own process group. It dies with the agent. `snapshots`: descriptors of the node's shared
+    memory. `blank`: a forked process that is to become the worker, in place of a new one. Raises OSError if it cannot
     start."""
     board = BoardReader(member)
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
