@@ -1,14 +1,15 @@
 """Carries out one step's exchange: headers to everyone, partial sums to their owners, the finished sum to all.
 
 The plan's four stages are one path for every shape of a run: a stage in which a member has nothing to receive costs it
-no wait. Whoever waits has first sent all that follows from what it has received, so no two wait for each other.
+no wait. A member that waits has first sent all that follows from what it has received, so no two members wait for each
+other.
 
-Messages are keyed by (kind, step, span or owner), never by their position in a plan. Receives are posted when the
-step begins, so that a partial sum travels the moment it is finished. Received bytes go into vectors of their own: they
-never touch a cached partial sum.
+Messages are keyed by (kind, step, span or owner), never by their position in a plan. Receives are posted when the step
+begins, so that a partial sum is sent the moment it is finished. Received bytes go into separate vectors: they never
+touch a cached partial sum.
 
-An exchange owns all vectors of its step: it takes them from the pool, lends them out, and gives each back when nobody
-can use it any more. After a failure none goes back.
+An exchange owns all vectors of its step. It takes them from the pool, lends them out, and gives each back when nobody
+can use it any more. After a failure it gives none back.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ HEADER, JOIN, REDUCE, GATHER, SPREAD, TRANSFER = range(6)
 """Kinds of messages, in the order in which a step needs them."""
 
 Add = Callable[[torch.Tensor, Span, torch.Tensor, Span, torch.Tensor, int], None]
-"""add(out, first, a, second, b, lo): the sum of two sibling spans' elements, from `lo` on, into `out`, which may be one
-of the two."""
+"""add(out, first, a, second, b, lo) writes the sum of two sibling spans' elements, from `lo` on, into `out`, which may
+be one of the two."""
 
 
 def tag(kind: int, step: int, number: int) -> int:
-    """A message's key within one generation, 31 bits: members are never more than one step apart."""
+    """Return a message's key within one generation, 31 bits. Members are never more than one step apart, so 8 bits of
+    the step are enough."""
     return kind << 28 | (step % 256) << 20 | number % (1 << 20)
 
 
 class Exchange:
     """One step's exchange for one member. Local object; `finish` is the collective part.
 
-    elements: of a whole vector. header_words: the length of a header, equal for all members. `result` is where the
-    finished sum goes.
+    elements: the length of a whole vector. header_words: the length of a header, equal for all members. `result` is
+    where the finished sum goes.
     """
 
     def __init__(
@@ -94,14 +96,14 @@ class Exchange:
         failpoint("exchange.posted", step)
 
     def lend_vector(self) -> torch.Tensor:
-        """A vector for one of this member's partial sums. In a world of one that is the result itself."""
+        """Return a vector for one of this member's partial sums. In a world of one it is the result itself."""
         if self._group is None:
             return self.result
         self._partials.append(self._pool.take(self.result.numel()))
         return self._partials[-1]
 
     def send_partial(self, span: Span, flat: torch.Tensor) -> None:
-        """Hand over a finished partial sum of the plan's cover, in a vector that was lent for it."""
+        """Send a finished partial sum of the plan's cover. It lies in a vector that was lent for it."""
         self._own[span] = flat
         if self._group is None:
             return
@@ -114,11 +116,11 @@ class Exchange:
     def finish(
         self, header: torch.Tensor, adder: Callable[[list[torch.Tensor]], Add], timeout_s: float
     ) -> list[torch.Tensor]:
-        """Complete the exchange: `result` holds the sum, and every member's header comes back in rank order.
+        """Complete the exchange: `result` holds the sum, and every member's header is returned, in rank order.
 
-        Collective. Raises `PeerFailed` when a peer's part does not arrive: within `timeout_s`, or because a
-        connection broke. `adder(headers)` makes the addition once the headers tell which parameters are absent where:
-        at first those of this member's node alone, who hold all that is joined here.
+        Collective. Raises `PeerFailed` when a peer's part does not arrive: within `timeout_s`, or because a connection
+        broke. `adder(headers)` makes the addition, because the headers tell which parameters are absent where. At first
+        it gets the headers of this member's node alone, whose members hold all that is joined here.
         """
         if self._group is None:
             return [header]
@@ -156,7 +158,8 @@ class Exchange:
         return headers
 
     def _join(self, header: torch.Tensor, adder: Callable[[list[torch.Tensor]], Add], deadline: float) -> None:
-        """Add up what this member carries for owners on other nodes, and send it to them. Waits for its node only."""
+        """Add up what this member carries for owners on other nodes, and send it to them. Waits for its own node
+        only."""
         pending = [t for t in self._outgoing[REDUCE] if t.span not in self._own]
         if not pending:
             return
@@ -182,10 +185,13 @@ class Exchange:
     def _value(
         self, span: Span, lo: int, hi: int, add: Add, into: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, bool]:
-        """Elements lo:hi of a span, and whether they may be added into. Additions go into received vectors, the last
-        one into `into` if that is given: of two siblings at most one is this member's own partial sum, which must stay
-        as it is. A method, because a function that calls itself through a closure would keep this object, and all it
-        received, until the next garbage collection."""
+        """Return elements lo:hi of a span, and whether they may be added into. Additions go into received vectors, and
+        the last one into `into` if that is given. At most one of two siblings is this member's own partial sum, which
+        must stay as it is.
+
+        This is a method, because a function that calls itself through a closure would keep this object, and all it
+        received, until the next garbage collection.
+        """
         if span in self._own:
             return self._own[span][lo:hi], False
         if span in self._received:
@@ -217,24 +223,26 @@ class Exchange:
             self._group.wait(self._awaited, max(0.001, deadline - time.monotonic()))
 
     def waiting_for(self) -> tuple[int, ...]:
-        """Ranks whose part has not arrived, for the report of a broken exchange: only of what was being waited for,
-        because whoever owes a later part may be waiting for the same member.
+        """Return the ranks whose part has not arrived, for the report of a broken exchange. Only the parts that were
+        being waited for count, because a rank that owes a later part may itself be waiting for the same member.
 
-        Headers and partial sums come straight from whoever is late. The sum of another node's partial sums comes from
-        one member there, and so does a finished sum: if only such a part is missing, then everybody has computed its
-        share, and the link or the death that holds it up is known to that member alone. It is named here, for want of
-        better knowledge, and itself names the one it waits for."""
+        Headers and partial sums come straight from the late member. The sum of another node's partial sums comes from
+        one member there, and so does a finished sum. If only such a part is missing, then everybody has computed its
+        share. The link or the death that holds it up is known to that one member alone. This member can only name that
+        one, which itself names the member it waits for.
+        """
         return tuple(sorted({work.rank for work in self._awaited if not self._arrived(work)}))
 
     def _arrived(self, work: Pending) -> bool:
-        """Whether a part is here by now, also one that had its turn after the one that failed."""
+        """Return whether a part is here by now. It may have arrived after the part that failed."""
         if self._group is not None and not work.finished and work.raw is not None:
             with contextlib.suppress(PeerFailed):
                 self._group.wait((work,), 0.001)
         return work.finished
 
     def sent(self, timeout_s: float) -> None:
-        """Wait until every send has left its buffer; a send that failed is not an error: the receiver will tell."""
+        """Wait until every send has left its buffer. A send that failed is no error here, because the receiver will
+        report it."""
         if self._group is not None and self._sends:
             with contextlib.suppress(PeerFailed):
                 self._group.wait(self._sends, timeout_s)
@@ -243,7 +251,7 @@ class Exchange:
         self._joined.clear()
 
     def retire(self, timeout_s: float) -> None:
-        """Give all vectors back, the result too: the next step is committed, so nobody asks for this one any more.
+        """Give all vectors back, the result too. The next step is committed, so nobody asks for this one any more.
         Waits until every send has left its buffer."""
         self.sent(timeout_s)
         self._pool.give_back(*self._partials, self.result)

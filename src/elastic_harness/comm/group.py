@@ -1,4 +1,4 @@
-"""What a transport between the members of a generation offers, and what building one has in common."""
+"""The interface of a transport between the members of a generation, and what all transports need to be built."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from elastic_harness.errors import PeerFailed
 
 
 class Pending:
-    """A pending send or receive. `finished` once it is done and its group has noticed, at the latest when it has waited
-    for it; `error`: why it never will be. `raw`: what the transport knows it by, None before it was issued."""
+    """A pending send or receive. `finished`: it is done and its group has noticed, at the latest when the group has
+    waited for it. `error`: why it will never be done. `raw`: the transport's handle of it, None before it was
+    issued."""
 
     def __init__(self, raw: Any, tensor: torch.Tensor, rank: int) -> None:
         self.raw = raw
@@ -24,7 +25,7 @@ class Pending:
         self.error = ""
 
     def wait_raw(self, timeout_s: float) -> None:
-        """Block up to `timeout_s`; raises PeerFailed naming the peer's rank."""
+        """Block up to `timeout_s`. Raises PeerFailed that names the peer's rank."""
         try:
             self.raw.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
@@ -33,13 +34,13 @@ class Pending:
 
 
 class Group(Protocol):
-    """The transport of one generation: messages are matched by (peer, tag).
+    """The transport of one generation. Messages are matched by (peer, tag).
 
-    device: where sent and received tensors must lie; they are contiguous, and a sent one must not change until its
-    work is done. flush: everything sent or received so far may now be issued (a transport may collect until then);
-    with `below` only tags smaller than that kind's first. wait: until all of the works are done; raises PeerFailed when
-    one breaks, when `timeout_s` has passed, or at once when the group is aborted. concurrent: whether several threads
-    may use it at once. abort: all pending work fails at once, here and at the peers; any thread may call it, any number
+    device: where sent and received tensors must lie. They are contiguous, and a sent tensor must not change until its
+    work is done. flush: issue everything sent or received so far (a transport may collect until then); with `below`
+    only tags smaller than that kind's first. wait: block until all of the works are done. It raises PeerFailed when one
+    breaks, when `timeout_s` has passed, or at once when the group is aborted. concurrent: whether several threads may
+    use it at once. abort: make all pending work fail at once, here and at the peers. Any thread may call it, any number
     of times.
     """
 
@@ -62,8 +63,8 @@ AnyGroup = TypeVar("AnyGroup", bound=Group)
 def in_background(connect: Callable[[], AnyGroup], cancelled: Callable[[float], None]) -> AnyGroup:
     """Run `connect` in a thread and return its group.
 
-    `cancelled(0)` is called over and over while waiting, and raises when the generation has become void; the
-    half-built group is then left to its thread, which discards it. Connection errors become `PeerFailed`.
+    `cancelled(0)` is called over and over meanwhile, and raises when the generation has become void. The thread then
+    discards the half-built group. Connection errors become `PeerFailed`.
     """
     outcome: list[AnyGroup | BaseException] = []
     finished = threading.Event()

@@ -1,13 +1,13 @@
-"""Connections between all members of one generation, to nobody else.
+"""Connections between all members of one generation, and to nobody else.
 
-Each member listens at a port of its own for as long as it takes to connect, and no longer. Its address passes through
-the rendezvous with a random number that is new each time. Whoever knows all these numbers is a member: both ends of a
-connection prove it before anything else is read from it. A stranger (a port scanner, a health check, a worker of an
-earlier generation) is hung up on and takes nobody's place.
+Each member listens at its own port only as long as the members connect. Its address passes through the rendezvous
+together with a random number that is new each time. A process that knows all these numbers is a member. Both ends of a
+connection prove that before anything else is read from it. A stranger (a port scanner, a health check, a worker of an
+earlier generation) is disconnected and takes nobody's place.
 
-    the one of higher rank                       the one of lower rank
+    the member of higher rank                    the member of lower rank
     connect ──► who I am, for whom, my proof ──► accept
-            ◄── proof of the other one       ◄── or hang up
+            ◄── proof of the other member    ◄── or hang up
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 25.0
 AGAIN_S = 0.01
 TICK_S = 0.002
-STRANGERS_MAX = 64  # so many may be waiting to prove themselves; of more the oldest goes, and a member comes again
-NONCE_BYTES = 8  # of each member, and of two at least
+STRANGERS_MAX = 64  # so many may wait to prove themselves; then the oldest is dropped, and a member connects again
+NONCE_BYTES = 8  # of each member; a secret has those of two members at least
 _BACKLOG = 4096
 _MAGIC = 0x4C484D31
 PROOF_BYTES = hashlib.sha256().digest_size
@@ -45,9 +45,10 @@ _HELLO = struct.Struct(f"<II{PROOF_BYTES}s")  # magic, rank, proof
 def connect(
     values: KeyValue, rank: int, world: int, *, hostname: str, cancelled: Callable[[float], None]
 ) -> tuple[dict[int, socket.socket], dict[int, Address]]:
-    """Meet the other members: a connection to each of them, and where each of them listened. Collective; blocks until
-    all are there. Raises what `cancelled` or the rendezvous raises when the generation has become void, Unreachable if
-    the network to some is cut, and PeerFailed with the ranks that did not connect in time or have gone."""
+    """Meet the other members. Return a connection to each of them, and the address where each of them listened.
+    Collective; blocks until all are there. Raises what `cancelled` or the rendezvous raises when the generation has
+    become void. Raises Unreachable if the network to some peers is cut, and PeerFailed with the ranks that did not
+    connect in time or have gone."""
     with _listen(hostname) as listener:
         host, port = listener.getsockname()[:2]
         own = published(host, port, secrets.token_bytes(NONCE_BYTES))
@@ -66,15 +67,15 @@ def connect(
 
 
 def published(host: str, port: int, nonce: bytes) -> bytes:
-    """What a member tells the others."""
+    """Return the bytes that a member publishes for the others."""
     return json.dumps([host, port, nonce.hex()]).encode()
 
 
 def _meet(meeting: _Meeting, addresses: Mapping[int, Address], host: str, cancelled: Callable[[float], None]) -> None:
-    """Turn until everybody is connected."""
+    """Connect until all members are connected."""
 
     def elsewhere() -> dict[int, Address]:
-        """The peers on other hosts that are missing."""
+        """Return the peers on other hosts that are missing."""
         return {peer: address for peer, address in addresses.items() if peer in meeting.missing and address[0] != host}
 
     connecting = Connecting(elsewhere)
@@ -93,7 +94,7 @@ def _meet(meeting: _Meeting, addresses: Mapping[int, Address], host: str, cancel
 
 
 def _listen(hostname: str) -> socket.socket:
-    """A listening socket at a free port of this host."""
+    """Return a listening socket at a free port of this host."""
     listener: socket.socket | None = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(hostname, 0, type=socket.SOCK_STREAM)[0]
@@ -110,8 +111,8 @@ def _listen(hostname: str) -> socket.socket:
 
 
 class _Meeting:
-    """Everything that is open while members connect. `connected`: proven, by rank. `missing`: the others. Never
-    blocks for longer than it is told to."""
+    """Everything that is open while members connect. `connected`: by rank, the members that have proved themselves.
+    `missing`: the others. Blocks no longer than it is told to."""
 
     def __init__(self, listener: socket.socket, rank: int, addresses: Mapping[int, Address], secret: bytes) -> None:
         self.connected: dict[int, socket.socket] = {}
@@ -124,13 +125,14 @@ class _Meeting:
         self._poll.register(listener, selectors.EVENT_READ)
 
     def close(self, *, everything: bool = False) -> None:
-        """Hang up on strangers; on everybody, if it came to nothing."""
+        """Hang up on strangers. With `everything` hang up on members too, because the meeting failed."""
         self._poll.close()
         for sock in (*self._strangers, *self._calls, *(self.connected.values() if everything else ())):
             sock.close()
 
     def turn(self) -> None:
-        """Do what can be done now; wait TICK_S for it. Raises ConnectionRefusedError if a member has gone."""
+        """Do what can be done now, and wait TICK_S at most for it. Raises ConnectionRefusedError if a member has
+        gone."""
         for peer in [peer for peer, at in self._again.items() if at <= time.monotonic()]:
             del self._again[peer]
             self._call(peer)
@@ -161,7 +163,7 @@ class _Meeting:
         self._check(sock, peer, sock.connect_ex(self._addresses[peer]))
 
     def _check(self, sock: socket.socket, peer: int, code: int) -> bool:
-        """Whether the call goes on, by the error code of connecting. Else it is to be made again."""
+        """Return whether the call goes on, by the error code of connecting. If not, it is made again later."""
         if code == errno.ECONNREFUSED:
             host, port = self._addresses[peer]
             raise ConnectionRefusedError(f"rank {peer} is gone, nobody listens at {host}:{port}")
@@ -178,7 +180,8 @@ class _Meeting:
                 sock.send(_HELLO.pack(_MAGIC, self._rank, self._proof(self._rank, peer)))
 
     def _hear_answer(self, sock: socket.socket, peer: int, answer: bytes) -> None:
-        """A peer that hangs up has too many strangers, or is ending: then nobody listens there any more."""
+        """Read a peer's answer. A peer that hangs up has too many strangers, or is ending. In that case nobody listens
+        there any more, and the next call is refused."""
         more = _receive(sock, PROOF_BYTES - len(answer))
         if more is None:
             return
@@ -196,7 +199,7 @@ class _Meeting:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # it has gone again
+        except (BlockingIOError, ConnectionAbortedError):  # the caller has gone again
             return
         except OSError:  # no descriptors are left
             self._hang_up_on_the_oldest()
@@ -213,7 +216,7 @@ class _Meeting:
             self._hang_up(next(iter(self._strangers)))
 
     def _hear_hello(self, sock: socket.socket) -> None:
-        """Read what somebody says, and decide once that is a whole hello."""
+        """Read what a stranger says, and decide once it is a whole hello."""
         more = _receive(sock, _HELLO.size - len(self._strangers[sock]))
         if more is None:
             return
@@ -224,12 +227,12 @@ class _Meeting:
         if peer is None:
             self._hang_up(sock)
             return
-        with contextlib.suppress(OSError):  # gone already: the exchange will tell
+        with contextlib.suppress(OSError):  # the peer is gone already: the exchange will notice
             sock.send(self._proof(self._rank, peer))
         self._admit(sock, peer)
 
     def _known(self, said: bytes) -> int | None:
-        """Which missing member says this; None if nobody does."""
+        """Return the missing member that says this; None if it is a stranger."""
         if len(said) < _HELLO.size:
             return None
         magic, peer, proof = _HELLO.unpack(said)
@@ -257,7 +260,8 @@ class _Meeting:
 
 
 def _receive(sock: socket.socket, nbytes: int) -> bytes | None:
-    """What has come, at most so much; None if nothing has yet, no bytes if nothing ever will."""
+    """Return the bytes that have come, at most so many. Return None if nothing has come yet, no bytes if nothing ever
+    will."""
     try:
         return sock.recv(nbytes)
     except BlockingIOError:

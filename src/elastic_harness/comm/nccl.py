@@ -1,8 +1,8 @@
-"""Point-to-point tensors between the members of one generation, over NCCL. Written for it, not yet run on several GPUs.
+"""Point-to-point tensors between the members of one generation, over NCCL. It has not been run on several GPUs yet.
 
 NCCL matches messages between two ranks by their order, not by a tag, and unbatched sends and receives would make a
 communicator per pair. So operations are only collected until `flush`, which issues them as one group in the order of
-their tags: both ends sort alike, so the k-th send of a pair meets the k-th receive.
+their tags. Both ends sort alike, so the k-th send of a pair meets the k-th receive.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NcclGroup:
         return work
 
     def flush(self, below: int | None = None) -> None:
-        """Issue what was collected so far (of kinds below `below`) as one group, in the order of the tags."""
+        """Issue the operations collected so far (of kinds below `below`) as one group, in the order of the tags."""
         limit = 1 << 31 if below is None else below << 28
         pending = sorted((op for op in self._pending if op[0] < limit), key=lambda op: op[:3])
         self._pending = [op for op in self._pending if op[0] >= limit]
@@ -67,7 +67,7 @@ class NcclGroup:
             work.wait_raw(timeout_s)
 
     def abort(self) -> None:
-        """Break the communicator: all pending work fails at once."""
+        """Break the communicator. All pending work fails at once."""
         with contextlib.suppress(RuntimeError):
             self._group.abort()
 
@@ -79,7 +79,7 @@ class NcclGroup:
 def build(
     values: KeyValue, rank: int, world: int, cancelled: Callable[[float], None], *, device: torch.device
 ) -> NcclGroup:
-    """Meet the other members and set up the communicator. Collective; blocks until all are there, and raises what
+    """Meet the other members and set up the communicator. Collective; blocks until all are there. Raises what
     `cancelled` raises when the generation has become void."""
 
     def connect() -> NcclGroup:

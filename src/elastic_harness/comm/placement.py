@@ -1,4 +1,4 @@
-"""Which member computes which lanes. Placement can change any time; it never changes a bit of the result. Pure."""
+"""Which member computes which lanes. Placement can change at any time, and never changes a bit of the result. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SEARCH_LIMIT = 16  # members up to which the best cut points are searched; beyo
 def deal(
     lanes: int, members: Sequence[str], held: Mapping[str, Ranges], handicap: Mapping[str, int] | None = None
 ) -> dict[str, Ranges]:
-    """The lanes each member still has to compute, given those already finished (`held`).
+    """Return the lanes each member still has to compute, given those already finished (`held`).
 
-    The missing lanes are cut into contiguous runs: balanced (`balanced_cuts`), or, where a member has something else
-    to do first that takes as long as `handicap` lanes, such that all come to their end at about the same time.
-    Members take the runs in the order of the lanes they already hold, so that neighbouring lanes meet and can be
-    summed before they travel.
+    The missing lanes are cut into contiguous runs. Normally these are balanced (`balanced_cuts`). `handicap` gives
+    members other work that they have to do first, in lanes; then the runs are cut so that all members end at about the
+    same time. Members take the runs in the order of the lanes they already hold, so that neighbouring lanes meet and
+    can be summed before they are sent.
     """
     finished = [False] * lanes
     for ranges in held.values():
@@ -29,8 +29,8 @@ def deal(
             finished[lo:hi] = [True] * (hi - lo)
     missing = [lane for lane in range(lanes) if not finished[lane]]
 
-    # Members in the order of the lanes that they hold already; one that holds none, where its share would lie. So the
-    # lanes of a member lie side by side, and sum up before they travel.
+    # Members stand in the order of the lanes that they hold already. A member that holds none stands where its share
+    # would lie. So the lanes of a member lie side by side, and sum up before they are sent.
     def place(item: tuple[int, str]) -> tuple[float, int]:
         rank, member = item
         ranges = held.get(member, ())
@@ -38,14 +38,14 @@ def deal(
 
     order = [member for _, member in sorted(enumerate(members), key=place)]
     loads = tuple((handicap or {}).get(member, 0) for member in order)
-    # Without handicaps no member has a lane more than another needs; with them all end at about the same time.
+    # Without handicaps no member has more than ⌈missing / members⌉ lanes. With them all end at about the same time.
     cuts = levelled_cuts(len(missing), loads) if any(loads) else balanced_cuts(len(missing), len(members))
     return {m: _ranges(missing[cuts[i] : cuts[i + 1]]) for i, m in enumerate(order)}
 
 
 def levelled_cuts(lanes: int, loads: Sequence[int]) -> tuple[int, ...]:
-    """Cut points of contiguous ranges that level unequal loads: one lane after the other goes to whoever has least,
-    the earliest first."""
+    """Return cut points of contiguous ranges that level unequal loads. One lane after the other goes to the part with
+    the least load, and of equals to the earliest."""
     waiting = [(load, part) for part, load in enumerate(loads)]
     heapq.heapify(waiting)
     sizes = [0] * len(loads)
@@ -58,9 +58,9 @@ def levelled_cuts(lanes: int, loads: Sequence[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def balanced_cuts(lanes: int, parts: int) -> tuple[int, ...]:
-    """Cut points 0 = c₀ ≤ … ≤ c_parts = lanes of contiguous ranges. No range is longer than ⌈lanes / parts⌉, which is
-    what bounds the step's time, and among those cuts the one with the fewest spans wins (each span is a partial
-    sum on the wire): 16 lanes on 3 members as 6 + 6 + 4 need 5 partial sums, as 5 + 5 + 6 they need 7."""
+    """Return cut points 0 = c₀ ≤ … ≤ c_parts = lanes of contiguous ranges. No range is longer than ⌈lanes / parts⌉,
+    which bounds the step's time. Among such cuts those with the fewest spans win, because each span is a partial sum on
+    the wire: 16 lanes on 3 members need 5 partial sums as 6 + 6 + 4, and 7 as 5 + 5 + 6."""
     base, extra = divmod(lanes, parts)
     if extra == 0 or parts > _SEARCH_LIMIT or base == 0:
         sizes = [base + (i < extra) for i in range(parts)]
@@ -93,5 +93,5 @@ def _ranges(lanes: Sequence[int]) -> Ranges:
 
 
 def merge_ranges(*parts: Ranges) -> Ranges:
-    """The union of disjoint ranges, ascending, neighbours joined."""
+    """Return the union of disjoint ranges, ascending, with neighbours joined."""
     return _ranges(sorted(lane for ranges in parts for lo, hi in ranges for lane in range(lo, hi)))

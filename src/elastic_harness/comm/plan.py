@@ -1,16 +1,17 @@
-"""The exchange of one step as a list of sends and receives. Pure: a function of who holds what, and where it runs.
+"""The exchange of one step as a list of sends and receives. Pure: a function of which member holds what, and where it
+runs.
 
-The gradient is cut into blocks whose size does not depend on the number of members; every member owns a run of blocks.
+The gradient is cut into blocks whose size does not depend on the number of members. Every member owns a run of blocks.
 A sum takes four stages, the first and the last inside a node, the others between nodes:
 
     join    on each node, members send their partial sums to those who carry them there, and they add up siblings
     reduce  what remains goes to the owners on other nodes, who finish the tree
     gather  each owner sends the finished sum to the one member of every other node that carries its blocks
-    spread  who passes it on to the other members of its node
+    spread  that member passes it on to the other members of its node
 
-On a node of k members each carries about a k-th of the gradient, its *column*, for all owners there, so that a byte
-crosses the network once per node and not once per member. On its own node an owner carries its own blocks: one node
-has only `join` and `spread`, and one member per node only `reduce` and `gather`. Either is the flat plan: every holder
+On a node of k members each carries about a k-th of the gradient, its *column*, for all owners on other nodes. So a byte
+crosses the network once per node and not once per member. On its own node an owner carries its own blocks. One node has
+only `join` and `spread`, and one member per node only `reduce` and `gather`. Either is the flat plan: every holder
 sends to every owner, and every owner to everyone.
 """
 
@@ -30,7 +31,7 @@ BLOCK = 8192
 
 @dataclass(frozen=True)
 class Transfer:
-    """`span` (None: the finished sum) elements lo:hi go from rank `source` to rank `target`."""
+    """Elements lo:hi of `span` (None: of the finished sum) go from rank `source` to rank `target`."""
 
     source: int
     target: int
@@ -41,10 +42,10 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Plan:
-    """cover: the partial sums that together make up the step, ascending, with their holder's rank.
-    owned: per rank, the elements lo:hi it reduces. columns: per rank, the elements lo:hi it carries on its node, those
-    that it owns among them (in a plan for one rank: of the ranks on its node). A span that `reduce` sends and its
-    sender does not hold is to be joined first."""
+    """cover: the partial sums that together make up the step, ascending, with their holder's rank. owned: per rank, the
+    elements lo:hi that it reduces. columns: per rank, the elements lo:hi that it carries on its node, which include
+    those that it owns (in a plan for one rank: of the ranks on its node). If the sender of a `reduce` does not hold the
+    span, it joins it first."""
 
     cover: tuple[tuple[Span, int], ...]
     owned: tuple[tuple[int, int], ...]
@@ -63,8 +64,9 @@ def make_plan(
     elements: int,
     rank: int | None = None,
 ) -> Plan:
-    """The plan for `placed` (per member, all lanes it holds once the step's slots are done). nodes: per member, where
-    it runs. rank: list only what this one sends and receives, for all messages of a large job are many."""
+    """Return the plan for `placed` (per member, all lanes that it holds once the step's slots are done). nodes: per
+    member, the node where it runs. rank: list only what this rank sends and receives, because a large job has many
+    messages."""
     world = len(members)
     ranks_on: dict[str, list[int]] = {}
     for r, node in enumerate(nodes):

@@ -1,4 +1,4 @@
-"""The key-value store a process group meets over: one namespace per generation, abortable."""
+"""The key-value store through which a process group meets: one namespace per generation, abortable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 class KeyValue(Protocol):
-    """What a rendezvous needs. `get` blocks until the key exists and raises as soon as the generation is void."""
+    """The values of a rendezvous. `get` blocks until the key exists, and raises as soon as the generation is void."""
 
     def set(self, key: str, value: bytes) -> None: ...
 
@@ -17,7 +17,7 @@ class KeyValue(Protocol):
 
 
 class RendezvousStore(dist.Store):
-    """A `torch.distributed` store over a `KeyValue`; remembers what went through, by key, for whoever wants to look."""
+    """A `torch.distributed` store over a `KeyValue`. It remembers the values that went through, by key."""
 
     def __init__(self, values: KeyValue) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""What TCP knows of the ways to the peers: whether a connection has gone silent, and whether a peer can be reached.
+"""What TCP knows of the links to the peers: whether a connection has gone silent, and whether a peer can be reached.
 
-A network that is cut tells nobody, and whoever waits for a peer cannot know whether it is the peer's fault. The kernels
-can: the one at the other end acknowledges what arrives whatever its process does, also while that is stopped. So a
-connection is silent if nothing has come for a while although an answer is due, and was so when it was last looked at.
-Nothing here costs anything while all goes well: it is asked only by those who have waited for long.
+A cut network tells nobody, and a member that waits for a peer cannot know whether it is the peer's fault. The kernels
+can. The peer's kernel acknowledges what arrives, whatever the process does, and even while the process is stopped. So a
+connection is silent if nothing has come for a while although an answer is due, and this was so at two looks in a row.
+This costs nothing while all goes well: only a member that has waited for long looks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from elastic_harness.errors import PeerFailed, Unreachable
 
 Address = tuple[str, int]
 
-LOOK_AFTER_S, LOOK_EVERY_S = 1.0, 0.5
-SILENT_S = 1.5
+LOOK_AFTER_S, LOOK_EVERY_S = 1.0, 0.5  # of a wait; the two looks that a cut needs are done within three seconds of it
+SILENT_S = 1.5  # more than one question of the kernel: it asks every second
 PROBE_S = 1.5  # so long a peer may take to accept a connection
 PROBE_EVERY_S = 4.0
 _INFO = struct.Struct("=8B13I")  # the first fields of Linux' struct tcp_info
@@ -31,15 +31,16 @@ _PROBES_MAX = 127
 
 @dataclass(frozen=True)
 class TcpLink:
-    """A connection of the group, and who is at its other end."""
+    """A connection of the group, and the rank at its other end."""
 
     connection: socket.socket
     rank: int
 
 
 def ask_again_and_again(connection: socket.socket) -> None:
-    """Let the kernel ask the other one, every second in which nothing comes, whether it is still there: a cut would not
-    show on a connection over which we only receive. That alone never ends the connection (but after two minutes)."""
+    """Let the kernel ask the peer's kernel, every second in which nothing comes, whether it is still there. Otherwise a
+    cut would not show on a connection over which this member only receives. The questions themselves end a connection
+    only after two minutes without an answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
@@ -47,28 +48,29 @@ def ask_again_and_again(connection: socket.socket) -> None:
 
 
 def silent_s(connection: socket.socket) -> float:
-    """For how long nothing has come although an answer is due; 0 if all is well or the connection has ended."""
+    """Return for how long nothing has come although an answer is due. Return 0 if all is well or the connection has
+    ended."""
     try:
         info = _INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
     except (OSError, struct.error):
         return 0.0
     state, retransmits, probes, unacked = info[0], info[2], info[3], info[12]
-    data_ms, acknowledgement_ms = info[19:21]  # since the last that came; the latter does not see all data
+    data_ms, acknowledgement_ms = info[19:21]  # since the last one came; data does not always count as acknowledgement
     answer_is_due = (unacked > 0 and retransmits > 0) or probes > 0
     return min(data_ms, acknowledgement_ms) / 1000 if state == _ESTABLISHED and answer_is_due else 0.0
 
 
 @dataclass
 class Silence:
-    """Looks at links again and again. Once does not count: between two peers that are well a question may be under way
-    just when it is looked at, after a long time in which there was none."""
+    """Looks at links again and again. One look does not count: a question may have been sent a moment before it, after
+    a long time in which there was none, although both peers are well."""
 
     links: Iterable[TcpLink]
     addresses: Mapping[int, Address]
     _before: frozenset[TcpLink] = frozenset()
 
     def look(self) -> None:
-        """Raises Unreachable if links are silent and were so the last time."""
+        """Look at all links. Raises Unreachable if some are silent and were so at the last look."""
         found = {link: s for link in self.links if (s := silent_s(link.connection)) >= SILENT_S}
         again = {link: s for link, s in found.items() if link in self._before}
         self._before = frozenset(found)
@@ -81,7 +83,7 @@ class Silence:
 
 
 class Probe:
-    """Tries to connect to all of these at once. Never blocks."""
+    """Tries to connect to several addresses at once. Never blocks."""
 
     def __init__(self, addresses: Mapping[int, Address]) -> None:
         self.ways: dict[int, str] = {}  # to those who cannot be reached
@@ -96,7 +98,7 @@ class Probe:
         self.over()
 
     def over(self) -> bool:
-        """Whether all is known."""
+        """Return whether the outcome of all attempts is known."""
         late = time.monotonic() >= self._deadline
         for rank, sock in list(self._sockets.items()):
             address = self._addresses[rank]
@@ -118,15 +120,15 @@ class Probe:
 
 @dataclass
 class Connecting:
-    """Finds out who cannot be reached when connecting takes long, or has failed. `addresses`: of the peers on other
-    hosts that are not connected yet."""
+    """Finds out which peers cannot be reached, when connecting takes long or has failed. `addresses`: of the peers on
+    other hosts that are not connected yet."""
 
     addresses: Callable[[], Mapping[int, Address]]
     _probe: Probe | None = None
     _next_at: float = field(default_factory=lambda: time.monotonic() + LOOK_AFTER_S)
 
     def look(self) -> None:
-        """To be called over and over while connecting. Never blocks; raises Unreachable."""
+        """Look at the links. Call this over and over while connecting. Never blocks; raises Unreachable."""
         now = time.monotonic()
         if self._probe is None and now >= self._next_at:
             self._probe = Probe(self.addresses())
@@ -138,8 +140,8 @@ class Connecting:
                 raise Unreachable(ways)
 
     def failed(self, error: PeerFailed, cancelled: Callable[[float], None]) -> PeerFailed:
-        """Connecting has failed: the error that says because of whom, as far as that can be found out. Blocks up to
-        PROBE_S; raises what `cancelled` raises."""
+        """Return the error for a connection that failed, with the peers that are the reason, as far as that can be
+        found out. Blocks up to PROBE_S; raises what `cancelled` raises."""
         self.close()
         self._probe = Probe(self.addresses())
         while not self._probe.over():

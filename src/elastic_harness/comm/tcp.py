@@ -1,11 +1,12 @@
-"""Point-to-point tensors between the members of one generation, over TCP connections of our own: abortable at once.
+"""Point-to-point tensors between the members of one generation, over our own TCP connections, which can be aborted at
+once.
 
     the receiver  READY tag n ──►
                               ◄── DATA tag n, n bytes   the sender, once it has the tensor and the receiver is ready
 
-So what arrives has a place to go to and is read straight into it. One thread moves all bytes of the group. It is the
-only one that touches the connections, except that anybody may shut them down: that ends whatever is pending, here and
-at the peers, within a millisecond, and nothing of it is left.
+So bytes that arrive have a place to go to and are read straight into it. One thread moves all bytes of the group. Only
+this thread touches the connections, with one exception: any thread may shut them down. That ends all pending work
+within a millisecond, here and at the peers, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def build(values: KeyValue, rank: int, world: int, cancelled: Callable[[float], 
 
 
 class TcpGroup:
-    """The transport of one generation. Local object; sends and receives are matched by (peer, tag). `addresses`: of the
+    """The transport of one generation. Local object. Sends and receives are matched by (peer, tag). `addresses`: of the
     peers, by rank."""
 
     def __init__(self, connections: Mapping[int, socket.socket], addresses: Mapping[int, Address], rank: int) -> None:
@@ -55,7 +56,7 @@ class TcpGroup:
         self._peers = {peer: _Peer(peer, sock) for peer, sock in connections.items()}
         self._links = [TcpLink(sock, peer) for peer, sock in connections.items()]
         self._changed = threading.Condition()  # guards all but the connections and what is being read
-        self._fresh: set[_Peer] = set()  # who has something to be sent that the thread does not know of
+        self._fresh: set[_Peer] = set()  # peers with something to be sent that the thread does not know of
         self._aborted = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="group-tcp", daemon=True)
@@ -66,7 +67,7 @@ class TcpGroup:
         self._thread.start()
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Pending:
-        """Start sending a contiguous CPU tensor; it must not change until the work is done."""
+        """Start sending a contiguous CPU tensor. It must not change until the work is done."""
         work = Pending(_content(tensor), tensor, rank)
         peer = self._peers[rank]
         with self._changed:
@@ -90,7 +91,7 @@ class TcpGroup:
             raise PeerFailed(f"could not {what} rank {peer.rank}: {_ABORTED if self._aborted else peer.broken}")
 
     def _match(self, peer: _Peer, tag: int) -> None:
-        """Let go of a message that both sides are ready for."""
+        """Queue a message for sending if both sides are ready for it."""
         if not (tag in peer.sends and tag in peer.ready):
             return
         work, nbytes = _take(peer.sends, tag), _take(peer.ready, tag)
@@ -106,11 +107,11 @@ class TcpGroup:
         os.eventfd_write(self._bell, 1)
 
     def flush(self, below: int | None = None) -> None:
-        """Nothing to do: everything starts at once."""
+        """Do nothing, because everything starts at once."""
 
     def wait(self, works: Sequence[Pending], timeout_s: float) -> None:
-        """Block until all works are done; at most `timeout_s`, and not beyond `abort`. Raises Unreachable within three
-        seconds of a cut, however long the others take."""
+        """Block until all works are done, at most `timeout_s`, and not beyond `abort`. Raises Unreachable within three
+        seconds of a cut, however long the other works take."""
         silence = Silence(self._links, self._addresses)
         now = time.monotonic()
         give_up_at, look_at = now + timeout_s, now + LOOK_AFTER_S
@@ -130,8 +131,8 @@ class TcpGroup:
                     self._changed.wait(min(give_up_at, look_at) - now)
 
     def abort(self) -> None:
-        """Break every connection: all pending work of this group, here and at the peers, fails at once. Any thread
-        may call it, any number of times."""
+        """Break every connection. All pending work of this group, here and at the peers, fails at once. Any thread may
+        call it, any number of times."""
         with self._changed:
             if self._aborted:
                 return
@@ -144,7 +145,7 @@ class TcpGroup:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let go of the group; whatever is still pending is aborted. Nothing is written to any tensor afterwards."""
+        """Let go of the group. Pending work is aborted. Nothing is written to any tensor afterwards."""
         self.abort()
         self._thread.join()
         with self._changed:
@@ -199,8 +200,8 @@ class TcpGroup:
                 self._write(poll, peer)
 
     def _write(self, poll: select.epoll, peer: _Peer) -> None:
-        """Send what the connection takes now. If it takes nothing any more, what has come is still read to its end: a
-        peer that has died may have sent all that was wanted of it."""
+        """Send as much as the connection takes now. If it takes nothing any more, the received bytes are still read to
+        their end, because a peer that has died may have sent all that was wanted of it."""
         with self._changed:
             pieces = [peer.out[i][0] for i in range(min(len(peer.out), _PIECES_MAX))]
         sent, error = 0, ""
@@ -220,7 +221,7 @@ class TcpGroup:
                 if work is not None:
                     work.finished = True
                     self._changed.notify_all()
-            if sent and peer.out:  # else it was aborted meanwhile
+            if sent and peer.out:  # an abort may have emptied it meanwhile
                 content, work = peer.out[0]
                 peer.out[0] = content[sent:], work
             if not peer.out:
@@ -228,7 +229,7 @@ class TcpGroup:
                 poll.modify(peer.sock.fileno(), select.EPOLLIN)
 
     def _read(self, peer: _Peer) -> None:
-        """Receive what has come."""
+        """Receive the bytes that have come."""
         if peer.into is not None:
             got = peer.sock.recv_into(peer.into)
             if got == 0:
@@ -241,7 +242,7 @@ class TcpGroup:
         self._take_frames(peer, peer.staged + got)
 
     def _take_frames(self, peer: _Peer, end: int) -> None:
-        """Take apart the staged bytes, all of which have been read from the peer."""
+        """Take apart the staged bytes, which were read from the peer."""
         at = 0
         while peer.into is None and end - at >= _FRAME.size:
             kind, tag, nbytes = _FRAME.unpack_from(peer.staging, at)
@@ -265,7 +266,7 @@ class TcpGroup:
         peer.staging[: peer.staged] = peer.staging[at:end]
 
     def _arrived(self, peer: _Peer, nbytes: int) -> None:
-        """So many bytes more of the message under way are there."""
+        """Note that so many more bytes of the message under way have come."""
         assert peer.into is not None and peer.arriving is not None
         peer.into = peer.into[nbytes:]
         if not peer.into:
@@ -276,7 +277,7 @@ class TcpGroup:
 
 
 class _Peer:
-    """A connection, and what is under way on it. `broken`: why it is of no more use."""
+    """A connection, and what is under way on it. `broken`: why it can no longer be used."""
 
     def __init__(self, rank: int, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -285,7 +286,7 @@ class _Peer:
         self.rank, self.sock, self.broken = rank, sock, ""
         self.sends: Queues[Pending] = {}  # by tag; the peer is not ready for them yet
         self.receives: Queues[Pending] = {}
-        self.ready: Queues[int] = {}  # bytes of the messages that the peer waits for, and we do not have yet
+        self.ready: Queues[int] = {}  # by tag: the sizes of messages that the peer waits for and we do not have yet
         self.out: deque[tuple[memoryview, Pending | None]] = deque()
         self.writing = False  # the thread waits until more can be written
         self.staging = memoryview(bytearray(_STAGING_BYTES))
@@ -294,7 +295,7 @@ class _Peer:
         self.arriving: Pending | None = None
 
     def fail(self, reason: str) -> None:
-        """Give up everything that is under way."""
+        """Give up all work that is under way."""
         self.broken = self.broken or reason
         self.fail_sends(reason)
         for work in (*(work for queue in self.receives.values() for work in queue), self.arriving):
@@ -323,7 +324,7 @@ def _take(queues: Queues[Item], tag: int) -> Item:
 
 
 def _content(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, in place."""
+    """Return the bytes of a contiguous tensor, in place."""
     if not tensor.is_contiguous():
         raise Inconsistent(f"a tensor of shape {tuple(tensor.shape)} that is sent or received is not contiguous")
     flat = tensor.detach().view(-1)

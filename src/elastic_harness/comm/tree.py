@@ -1,7 +1,7 @@
-"""The fixed binary tree over the lanes of a step: it alone fixes the order of additions. Pure.
+"""The fixed binary tree over the lanes of a step. It alone fixes the order of additions. Pure.
 
 A place in the tree is a span: the half-open range of lanes that it sums, `(lo, hi)`. A span of more than one lane
-splits at the largest power of two below its size, so the left half is always a full subtree, and consecutive lanes 2k
+splits at the largest power of two below its size. So the left half is always a full subtree, and consecutive lanes 2k
 and 2k+1 are siblings.
 """
 
