@@ -14,7 +14,7 @@ EVENTS = "events.jsonl"
 
 
 class EventLog(json_lines.Appender):
-    """Append-only `events.jsonl`. Not safe for two processes: a run has one writer per node."""
+    """The append-only `events.jsonl`. Only one process may write it: a run has one writer on each node."""
 
     def emit(self, event: str, **fields: Any) -> dict[str, Any]:
         """Write one event, stamped with the current time unless `t` is given. Raises InfrastructureError."""
@@ -24,12 +24,13 @@ class EventLog(json_lines.Appender):
 
 
 def read_events(path: Path, damaged: Callable[[str], object] = lambda damage: None) -> Iterator[dict[str, Any]]:
-    """Yield every event in order. A torn last line is left out; `damaged` is told of each other line that is none."""
+    """Yield every event in order. A torn last line is left out. `damaged` is called for each other line that is no
+    event."""
     return _events(path, json_lines.read(path), damaged)
 
 
 def newest_events(path: Path, damaged: Callable[[str], object] = lambda damage: None) -> Iterator[dict[str, Any]]:
-    """Yield the events, the newest first, reading only as far back as is asked for."""
+    """Yield the events, the newest first. Read only as far back as the caller asks."""
     return _events(path, json_lines.read_backwards(path), damaged)
 
 
@@ -64,7 +65,7 @@ def _events(
 
 
 def passed_over(damaged: Sequence[str]) -> str:
-    """Damaged lines, for people."""
+    """Return a sentence about damaged lines, for people."""
     if len(damaged) == 1:
         return f"1 damaged line was passed over: {damaged[0]}"
     return f"{len(damaged)} damaged lines were passed over, the first: {damaged[0]}"

@@ -1,4 +1,4 @@
-"""The run folder: who holds it, and what it remembers of the run (`run.json`)."""
+"""The run folder: which job holds it, and what it remembers of the run (`run.json`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHAPE: shape.Shape = {
 
 
 class RunFolder:
-    """A run's folder. `record` is the content of run.json; `save` replaces it."""
+    """A run's folder. `record` is the content of run.json, and `save` writes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,7 +38,7 @@ class RunFolder:
         return self.path / "logs"
 
     def next_incarnation(self, index: int) -> int:
-        """A number that no worker at this local index had before: their logs are named by it."""
+        """Return a number that no worker at this local index had before. Their logs are named by it."""
         logged = [f.stem.rpartition("-")[2] for f in self.logs.glob(f"worker-{index}-w{index}-*.log")]
         number = 1 + max((int(n) for n in logged if n.isdigit()), default=0)
         number = max(number, self._incarnations.get(index, 0) + 1)
@@ -55,7 +55,7 @@ class RunFolder:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """The content of run.json, None if there is none."""
+    """Return the content of run.json, None if there is none."""
     try:
         text = (path / RECORD).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -77,8 +77,8 @@ def new_run_id() -> str:
 
 
 def resolve(name: str) -> Path:
-    """The folder of an existing run, given as a path or as an id under runs/; of a run of several nodes that of the
-    node here."""
+    """Return the folder of an existing run, given as a path or as an id under runs/. With several nodes it is the
+    folder of the node here."""
     found = named.holding(name, RECORD)
     if len(found) == 1:
         return found[0].resolve()
@@ -103,8 +103,8 @@ def set_aside(path: Path) -> Path:
 
 
 def acquire(path: Path) -> int:
-    """Create the folder if needed and take its lock; returns the lock's descriptor. A job whose launcher is gone is
-    about to leave, once its last snapshot is on disk: it is waited for."""
+    """Create the folder if needed, take its lock, and return the lock's descriptor. A job whose launcher is gone leaves
+    once its last snapshot is on disk; this function waits for that."""
     try:
         (path / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:

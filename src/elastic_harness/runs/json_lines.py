@@ -1,7 +1,8 @@
-"""Files of JSON objects, one a line: appended whole or not at all, and read past damage, from either end.
+"""Files of JSON objects, one a line. A line is appended whole or not at all. Files are read past damage, from either
+end.
 
-A writer that is killed leaves at most a torn last line, which the next writer cuts off. A line that is no JSON object,
-because a power cut or another program damaged it, is told of and costs nothing but itself.
+A writer that is killed leaves at most a torn last line, which the next writer cuts off. A line may be no JSON object,
+because a power cut or another program damaged it. Readers say so, and nothing but that line is lost.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ BLOCK_BYTES = 1 << 16
 
 
 class Appender:
-    """Appends to such a file, from any thread; no other process may write it. What `append` has returned for survives
-    the death of any process, and after `sync` a power cut."""
+    """Appends to such a file, from any thread. No other process may write it. A line for which `append` has returned
+    survives the death of any process, and after `sync` a power cut."""
 
     def __init__(self, path: Path) -> None:
-        """Open or make the file; a torn last line is cut off first. Raises InfrastructureError."""
+        """Open or make the file. A torn last line is cut off first. Raises InfrastructureError."""
         self.path = path
-        self._lock = threading.Lock()  # one that takes a part of its line back must not take another's line
+        self._lock = threading.Lock()  # a thread that takes back a part of its line must not take another's line
         try:
             there = path.exists()
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -42,8 +43,8 @@ class Appender:
             raise durable_file.cannot_write(path, error) from error
 
     def append(self, record: Mapping[str, Any]) -> int:
-        """Write one line; returns its bytes. Raises InfrastructureError if it cannot be written whole; nothing of it is
-        in the file then."""
+        """Write one line, and return its length in bytes. Raises InfrastructureError if it cannot be written whole;
+        nothing of it is in the file then."""
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         try:
             with self._lock:
@@ -65,8 +66,8 @@ class Appender:
             self._descriptor = -1
 
     def _write(self, line: bytes) -> None:
-        """A disk that fills up takes the first part of a line and refuses the rest. If that part cannot be taken back,
-        the file takes no more lines: the next one would be lost with it."""
+        """Write a line. A disk that fills up takes the first part of it and refuses the rest. If that part cannot be
+        taken back, the file takes no more lines, because the next one would be lost with it."""
         before, written = os.fstat(self._descriptor).st_size, 0
         try:
             while written < len(line):
@@ -94,7 +95,7 @@ class Line:
 
 
 def read(path: Path, begin: int = 0) -> Iterator[Line]:
-    """Yield every whole line, from the one that begins at an offset; a torn last line is left out."""
+    """Yield every whole line, from the one that begins at an offset. A torn last line is left out."""
     with open(path, "rb") as file:
         file.seek(begin)
         for text in file:
@@ -105,9 +106,9 @@ def read(path: Path, begin: int = 0) -> Iterator[Line]:
 
 
 def read_backwards(path: Path) -> Iterator[Line]:
-    """Yield the same lines, the newest first, reading about as much of the file as is asked for."""
+    """Yield the same lines, the newest first. Read about as much of the file as the caller asks for."""
     with open(path, "rb") as file:
-        end, rest = _whole_bytes(file.fileno()), b""  # rest: what follows `end`, of a line that begins before it
+        end, rest = _whole_bytes(file.fileno()), b""  # rest: the bytes after `end` of a line that begins before it
         while end > 0:
             begin = max(0, end - max(BLOCK_BYTES, len(rest)))
             text = os.pread(file.fileno(), end - begin, begin) + rest
@@ -128,7 +129,7 @@ def read_at(path: Path, begin: int) -> Line:
 
 
 def torn(path: Path) -> bool:
-    """Say whether the file ends in a part of a line: its writer is writing, or was killed."""
+    """Return whether the file ends in a part of a line. Then its writer is writing, or was killed."""
     with open(path, "rb") as file:
         return _whole_bytes(file.fileno()) < os.fstat(file.fileno()).st_size
 
@@ -145,7 +146,7 @@ def _line(path: Path, begin: int, text: bytes) -> Line:
 
 
 def _whole_bytes(descriptor: int) -> int:
-    """How many bytes of a file are whole lines."""
+    """Return how many bytes of a file are whole lines."""
     end = os.fstat(descriptor).st_size
     while end > 0:
         begin = max(0, end - BLOCK_BYTES)

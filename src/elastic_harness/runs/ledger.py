@@ -1,10 +1,11 @@
-"""The ledger: for every committed step, which samples it consumed and who computed them.
+"""The ledger: for every committed step, which samples it consumed and which members computed them.
 
-One JSON object a line, appended by the agent. A line is written once per (lineage, step), whoever reports it
-and however often; a restored run opens a new lineage, whose lines supersede those of older lineages from its
-first step on. Lines that have a `kind` are no steps: the two sides of every hand-over of the whole state
-(`StateLine`), and every MiB one that says how far the ledger reaches, so that whoever goes on with the run need not
-read all of it. Lines of an unknown kind are passed over.
+The agent appends one JSON object a line. A line is written once per (lineage, step), whichever member reports it and
+however often. A restored run opens a new lineage, whose lines supersede those of older lineages from its first step on.
+
+Lines that have a `kind` are no steps. `StateLine`s are the two sides of every hand-over of the whole state. Every MiB a
+line says how far the ledger reaches, so that the next agent need not read all of it. Lines of an unknown kind are
+ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from elastic_harness.runs import json_lines
 from elastic_harness.shape import WHOLE_MAX
 
 LEDGER = "ledger.jsonl"
-CHECKPOINT = "checkpoint"  # in place of a member, where the state came from a checkpoint
+CHECKPOINT = "checkpoint"  # stands in place of a member where the state came from a checkpoint
 STATE = "state"
 REACHED = "reached"
 REACHED_EVERY_BYTES = 1 << 20
@@ -30,18 +31,12 @@ DIGEST_BYTES = 8
 
 
 class LedgerError(InfrastructureError):
-    """There is no ledger, or something is no line of one; the message names it."""
+    """There is no ledger, or a line is none of a ledger. The message names it."""
 
 
 @dataclass(frozen=True)
 class LedgerLine:
-    """One committed step as the ledger records it.
-
-    `computed_by` holds (member, first lane, one past the last lane). `slot_samples` holds, per slot, the
-    first eight bytes (hexadecimal) of sha256 over the little-endian int64 sample ids that were read for it.
-    `skipped`: why the step's update was not applied; empty, and left out of the file, if it was. `decisions`: of
-    policies that did not simply let it through, as `contract.messages.PolicyDecision` has them; left out if empty.
-    """
+    """One committed step as the ledger records it."""
 
     lineage: int
     from_step: int
@@ -53,12 +48,12 @@ class LedgerLine:
     count: int
     slots: int
     lanes: int
-    computed_by: tuple[tuple[str, int, int], ...]
-    slot_samples: tuple[str, ...]
-    slot_weight: tuple[float, ...]
+    computed_by: tuple[tuple[str, int, int], ...]  # member, first lane, one past the last lane
+    slot_samples: tuple[str, ...]  # per slot 8 bytes (hexadecimal) of sha256 over the little-endian int64 ids it read
+    slot_weight: tuple[float, ...]  # per slot: 1 for a full one, 0 for an empty one
     loss: float
-    skipped: str = ""
-    decisions: tuple[dict[str, Any], ...] = ()
+    skipped: str = ""  # why the update was not applied; empty, and left out of the file, if it was
+    decisions: tuple[dict[str, Any], ...] = ()  # of policies that changed the update; left out if empty
 
     @property
     def key(self) -> tuple[int, int]:
@@ -66,7 +61,7 @@ class LedgerLine:
 
     @staticmethod
     def from_json(record: Mapping[str, Any], where: str = "ledger line") -> LedgerLine:
-        """The typed line of a JSON object; LedgerError names a missing or mistyped field."""
+        """Return the typed line of a JSON object. Raises LedgerError that names a missing or mistyped field."""
         missing = [name for name in _FIELD_NAMES if name not in record]
         if missing:
             raise LedgerError(f"{where}: field {missing[0]!r} is missing; it holds {sorted(record)}")
@@ -87,8 +82,8 @@ class LedgerLine:
             ) from error
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object that `from_json` reads back. Slots are many: their digests are packed, and equal weights
-        counted, which halves the file and makes it ten times as fast to read."""
+        """Return the JSON object that `from_json` reads back. There are many slots, so their digests are packed and
+        equal weights counted. This halves the file and makes it ten times as fast to read."""
         runs = [[weight, len(list(same))] for weight, same in itertools.groupby(self.slot_weight)]
         packed = base64.b64encode(bytes.fromhex("".join(self.slot_samples))).decode()
         line = {**asdict(self), "slot_samples": packed, "slot_weight": runs}
@@ -102,8 +97,8 @@ _INTEGERS = tuple(field.name for field in fields(LedgerLine) if field.type in (i
 
 @dataclass(frozen=True)
 class StateLine:
-    """One side of a hand-over of the whole state: at `version`, `holder` held the state with this hash. `taken_from`:
-    who it took that from; None on the giving side. A checkpoint is a holder as well, called `CHECKPOINT`."""
+    """One side of a hand-over of the whole state. At `version`, `holder` held the state with this hash. `taken_from`:
+    the holder that it was taken from; None on the giving side. A checkpoint is a holder too, called `CHECKPOINT`."""
 
     state: str
     lineage: int
@@ -114,7 +109,7 @@ class StateLine:
 
     @staticmethod
     def from_json(record: Mapping[str, Any], where: str = "ledger line") -> StateLine:
-        """The typed line of a JSON object; LedgerError names a missing or mistyped field."""
+        """Return the typed line of a JSON object. Raises LedgerError that names a missing or mistyped field."""
         numbers = {name: _integer(record, name, where) for name in ("lineage", "version", "generation")}
         for name in ("state", "holder", "taken_from"):
             value = record.get(name)
@@ -123,7 +118,7 @@ class StateLine:
         return StateLine(record["state"], **numbers, holder=record["holder"], taken_from=record.get("taken_from"))
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object that `from_json` reads back."""
+        """Return the JSON object that `from_json` reads back."""
         return {"kind": STATE, **asdict(self)}
 
 
@@ -135,12 +130,12 @@ def _integer(record: Mapping[str, Any], name: str, where: str) -> int:
 
 
 def parse_line(record: Mapping[str, Any]) -> LedgerLine | StateLine:
-    """The line of a step or of a state; LedgerError if it is neither."""
+    """Return the line of a step or of a state. Raises LedgerError if it is neither."""
     return StateLine.from_json(record) if record.get("kind") == STATE else LedgerLine.from_json(record)
 
 
 def _unpacked_digests(packed: str | Sequence[str]) -> tuple[str, ...]:
-    """One digest per slot, of one base64 text, or of a list as in ledgers of earlier versions."""
+    """Return one digest per slot, from one base64 text, or from a list as in ledgers of earlier versions."""
     if isinstance(packed, str):
         text = base64.b64decode(packed, validate=True).hex()
         digests = [text[at : at + 2 * DIGEST_BYTES] for at in range(0, len(text), 2 * DIGEST_BYTES)]
@@ -152,19 +147,21 @@ def _unpacked_digests(packed: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _unpacked_runs(packed: Sequence[Any]) -> tuple[float, ...]:
-    """One weight per slot, of [weight, how many] pairs, or of a plain list as in ledgers of earlier versions."""
+    """Return one weight per slot, from [weight, how many] pairs, or from a plain list as in ledgers of earlier
+    versions."""
     if packed and isinstance(packed[0], Sequence):
         return tuple(float(weight) for weight, count in packed for _ in range(count))
     return tuple(float(weight) for weight in packed)
 
 
 class Reached:
-    """How far a ledger goes, in a few numbers however long it is: what whoever goes on with it has to know."""
+    """How far a ledger goes, in a few numbers however long it is. A process that goes on with the ledger has to know
+    this."""
 
     def __init__(self) -> None:
         self.from_step = 0  # of the newest lineage
         self.generation = 0  # the highest of all lines
-        self.last: dict[str, Any] = {}  # of the line written last: what its event says too; empty: there is none
+        self.last: dict[str, Any] = {}  # the fields of the last line that its event has too; empty: there is no line
         self.states: set[StateLine] = set()  # hand-overs, as far as the ledger was read
         self._steps: dict[int, list[list[int]]] = {}  # lineage -> sorted ranges [low, high), which do not touch
 
@@ -191,7 +188,7 @@ class Reached:
         return sum(high - low for ranges in self._steps.values() for low, high in ranges)
 
     def include(self, line: LedgerLine) -> None:
-        """Take in a step, in any order."""
+        """Add a step, in any order."""
         self._include(line.lineage, line.step, line.step + 1, line.from_step)
         self.generation = max(self.generation, line.generation)
 
@@ -205,7 +202,7 @@ class Reached:
         }
 
     def include_all(self, earlier: Mapping[str, Any]) -> None:
-        """Take in what `to_json` said of the lines before."""
+        """Add what `to_json` said of the lines before."""
         for lineage, ranges in earlier["steps"].items():
             for low, high in ranges:
                 self._include(int(lineage), low, high, earlier["from_step"])
@@ -224,10 +221,11 @@ class Reached:
 
 
 class LedgerWriter:
-    """Appends each (lineage, step) once, also across restarts of the process that writes.
+    """Appends each (lineage, step) once, also across restarts of the writing process.
 
-    Opening an existing file cuts away a torn last line, the trace of a crash, and reads back to where it last said
-    how far it reaches. A line is handed to the operating system before `append` returns; `sync` makes all durable.
+    Opening an existing file cuts off a torn last line, the trace of a crash. It reads back to the line that last said
+    how far the ledger reaches. A line is handed to the operating system before `append` returns. `sync` makes all lines
+    durable.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -236,8 +234,8 @@ class LedgerWriter:
         self.reached, self.damaged, self._bytes_since = reached(self.path)
 
     def append(self, record: LedgerLine | StateLine | Mapping[str, Any]) -> bool:
-        """True if written, False if this (lineage, step), or this very line about a state, is already there. Raises
-        InfrastructureError; a failed write leaves no trace."""
+        """Append a line and return True. Return False if this (lineage, step), or this very line about a state, is
+        already there. Raises InfrastructureError; a failed write leaves no trace."""
         line = record if isinstance(record, LedgerLine | StateLine) else parse_line(record)
         if isinstance(line, StateLine):
             return self._append_state(line)
@@ -259,7 +257,7 @@ class LedgerWriter:
         return True
 
     def sync(self) -> None:
-        """Everything appended so far survives a power cut once this returns."""
+        """Make everything appended so far survive a power cut."""
         self._file.sync()
 
     def close(self) -> None:
@@ -273,8 +271,8 @@ class LedgerWriter:
 
 
 def reached(path: Path) -> tuple[Reached, list[str], int]:
-    """How far a ledger goes; the damaged lines that were passed over, and the bytes that had to be read to learn it.
-    Needs no more memory than the longest line does."""
+    """Return how far a ledger goes, the damaged lines that were passed over, and how many bytes had to be read to learn
+    it. Needs no more memory than the longest line does."""
     found, damaged, nbytes = Reached(), [], 0
     for line in json_lines.read_backwards(path):
         step, damage = _step_of(path, line)
@@ -303,7 +301,8 @@ def _told(line: LedgerLine) -> dict[str, Any]:
 
 
 def _step_of(path: Path, line: json_lines.Line) -> tuple[LedgerLine | None, str]:
-    """The step that a line tells of; or why it is no line of a ledger; or neither: it is of another kind."""
+    """Return the step that a line tells of, or why it is no line of a ledger. Return neither for a line of another
+    kind."""
     if line.record is None:
         return None, line.damage
     if "kind" in line.record:
@@ -315,7 +314,7 @@ def _step_of(path: Path, line: json_lines.Line) -> tuple[LedgerLine | None, str]
 
 
 def _state_of(path: Path, line: json_lines.Line) -> tuple[StateLine | None, str]:
-    """The side of a hand-over that a line tells of, or why it is none."""
+    """Return the side of a hand-over that a line tells of, or why it tells of none."""
     try:
         return StateLine.from_json(line.record or {}, f"{path} at byte {line.begin}"), ""
     except LedgerError as error:
@@ -339,8 +338,8 @@ class LedgerEntry(NamedTuple):
 @dataclass(frozen=True)
 class Ledger:
     """A ledger, or those of several nodes together: where each line is. Lines are read when they are asked for, so that
-    one of any length can be judged. `states`: hand-overs of the whole state. `torn`: a torn last line was left out;
-    `damaged`: what is no line of a ledger."""
+    a ledger of any length can be judged. `states`: hand-overs of the whole state. `torn`: a torn last line was left
+    out. `damaged`: the lines that are none of a ledger."""
 
     paths: tuple[Path, ...]
     entries: tuple[LedgerEntry, ...]
@@ -363,11 +362,11 @@ class Ledger:
 
     @property
     def lines(self) -> Iterator[LedgerLine]:
-        """All lines in file order."""
+        """All lines, in file order."""
         return map(self.line, self.entries)
 
     def followed(self) -> Mapping[int, LedgerLine]:
-        """Step → line along the last lineage: lineage k replaces all older lines from its `from_step` on."""
+        """The lines along the last lineage, by step: lineage k replaces all older lines from its `from_step` on."""
         return _Followed(self, follow(self.entries))
 
 
@@ -387,8 +386,8 @@ class _Followed(Mapping[int, LedgerLine]):
 
 
 def read_ledger(*paths: str | Path) -> Ledger:
-    """The ledger in a file or a run folder, or in several of them. A torn last line is left out, and what is no line of
-    a ledger is told of in `damaged`. Raises LedgerError if there is none."""
+    """Return the ledger in a file or a run folder, or in several of them. A torn last line is left out. `damaged` names
+    lines that are none of a ledger. Raises LedgerError if there is no ledger."""
     files = tuple(path / LEDGER if path.is_dir() else path for path in map(Path, paths))
     entries: list[LedgerEntry] = []
     damaged: list[str] = []
@@ -413,7 +412,8 @@ _Line = TypeVar("_Line", LedgerLine, LedgerEntry)
 
 
 def follow(lines: Iterable[_Line]) -> dict[int, _Line]:
-    """Step → line after every lineage has superseded its elders; among equal keys the first line counts."""
+    """Return the lines by step, after every lineage has superseded older ones. Among equal keys the first line
+    counts."""
     by_lineage: dict[int, list[_Line]] = {}
     for line in lines:
         by_lineage.setdefault(line.lineage, []).append(line)
@@ -427,7 +427,7 @@ def follow(lines: Iterable[_Line]) -> dict[int, _Line]:
 
 
 def lanes_covered_once(computed_by: Sequence[tuple[str, int, int]], lanes: int) -> str | None:
-    """None if the half-open ranges cover [0, lanes) exactly once, else what is wrong with them."""
+    """Return None if the half-open ranges cover [0, lanes) exactly once, else what is wrong with them."""
     position, previous = 0, "nobody"
     for member, low, high in sorted(computed_by, key=lambda part: (part[1], part[2])):
         if low >= high or low < 0 or high > lanes:

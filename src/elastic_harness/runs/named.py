@@ -26,8 +26,8 @@ def holding(run: str | Path, *files: str) -> list[Path]:
 
 
 def of_run(run: str | Path, *files: str) -> list[Path]:
-    """Return the folder of a run, or those of its nodes here. A place that holds one of these files goes before one
-    that is merely there. Raises ConfigError if there is none."""
+    """Return the folder of a run, or those of its nodes here. A folder that holds one of these files is preferred to
+    one that merely exists. Raises ConfigError if there is none."""
     found = holding(run, *files) or [path for path in places(run) if path.exists()][:1]
     if not found:
         here, below = places(run)

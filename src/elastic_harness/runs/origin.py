@@ -1,7 +1,7 @@
-"""Where a run began, if it began from another run: `origin.json`, written once, before its first worker starts.
+"""Where a run began, if it began from another run: `origin.json`, written once, before the run's first worker starts.
 
-A new run takes the other's whole state, or its weights alone. What the program sets (learning rate, batch, schedule)
-is its own, and so is its fingerprint. The other run is only read.
+A new run takes the other run's whole state, or its weights alone. The settings of the program (learning rate, batch,
+schedule) are the new run's own, and so is its fingerprint. The other run is only read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Origin:
-    """The state that a run began with. Raises nothing; `find` and `read` check."""
+    """The state that a run began with. It is not checked here; `find` and `read` check it."""
 
     run: str  # the other run's folder, absolute
     version: int  # committed steps of the state
@@ -41,12 +41,12 @@ class Origin:
 
     @property
     def identity(self) -> str:
-        """What members must agree on: the state, wherever each of them reads it."""
+        """What members must agree on: the same state, wherever each of them reads it."""
         return f"version {self.version}, manifest {self.manifest_sha256[:16]}{', weights only' * self.weights_only}"
 
     def first(self, data: Mapping[str, Any]) -> tuple[int, int]:
-        """The first step of the new run, which reads `data`, and the position it begins to read at: the other's next
-        one if both read the same samples in the same order, else 0."""
+        """Return the first step of the new run, which reads `data`, and the position at which it begins to read. That
+        is the other run's next position if both read the same samples in the same order, else 0."""
         if self.weights_only:
             return 0, 0
         return self.version, self.position if self.data == json.loads(json.dumps(data)) else 0
@@ -60,8 +60,8 @@ def checkpoint_folder(run: str | Path, version: int) -> Path:
 
 
 def find(text: str, *, weights_only: bool) -> Origin:
-    """The origin that RUN[@VERSION] names: a folder or an id under runs/, and a version that it has a checkpoint of
-    (default: the newest). Raises ConfigError if there is none."""
+    """Return the origin that RUN[@VERSION] names. RUN is a folder or an id under runs/. VERSION is one of its
+    checkpoints (default: the newest). Raises ConfigError if there is none."""
     run, version = _run_folder(text)
     versions = versions_in(run)
     if not versions:
@@ -92,8 +92,8 @@ def find(text: str, *, weights_only: bool) -> Origin:
 
 
 def claim(run_dir: Path, text: str, *, weights_only: bool) -> Origin:
-    """Note in a new run's folder that it begins from RUN[@VERSION], and return that; for a run that did begin there
-    return what was noted. Several processes may call it at once. Raises ConfigError if the run began otherwise."""
+    """Note in a new run's folder that it begins from RUN[@VERSION], and return that origin. If the run did begin there,
+    return what was noted. Several processes may call this at once. Raises ConfigError if the run began otherwise."""
     known = read(run_dir)
     if known is None and _has_trained(run_dir):
         raise ConfigError(
@@ -116,7 +116,8 @@ def claim(run_dir: Path, text: str, *, weights_only: bool) -> Origin:
 
 
 def read(run_dir: Path) -> Origin | None:
-    """The origin of the run in this folder; None if it began by itself. Raises InfrastructureError if it is damaged."""
+    """Return the origin of the run in this folder; None if it began by itself. Raises InfrastructureError if it is
+    damaged."""
     path = run_dir / FILE
     try:
         content = json.loads(path.read_bytes())
@@ -131,7 +132,7 @@ def read(run_dir: Path) -> Origin | None:
 
 
 def _write_once(path: Path, origin: Origin) -> None:
-    """Write the file whole, or leave the one that another process has written a moment ago."""
+    """Write the file whole, or leave the file that another process has just written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with durable_file.making(path) as temporary:
@@ -141,7 +142,8 @@ def _write_once(path: Path, origin: Origin) -> None:
 
 
 def _run_folder(text: str, *, must_exist: bool = True) -> tuple[Path, int | None]:
-    """RUN[@VERSION] taken apart. A folder may have an @ in its name, as that of a node has."""
+    """Return the folder and the version that RUN[@VERSION] names. A folder may have an @ in its name, as a node's
+    folder has."""
     head, at, tail = text.rpartition("@")
     candidates = [(text, None), *([(head, int(tail))] if at and tail.isdecimal() else [])]
     for name, version in candidates:
@@ -158,7 +160,7 @@ def _run_folder(text: str, *, must_exist: bool = True) -> tuple[Path, int | None
 
 
 def versions_in(run: Path) -> list[int]:
-    """The versions of a run's checkpoints that have a manifest, oldest first."""
+    """Return the versions of a run's checkpoints that have a manifest, oldest first."""
     found = (
         int(name[1])
         for path in (run / CHECKPOINTS).glob("step-*/manifest.json")

@@ -1,4 +1,5 @@
-"""What a run's events tell, as values: built one event at a time, by the live view as by the report."""
+"""The story that a run's events tell, as values. It is built one event at a time, for the live view and for the
+report."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ RECENT_STEPS = 8
 
 @dataclass(frozen=True)
 class CommittedStep:
-    """One committed step, at the time the log gives it."""
+    """One committed step, at the time that the log gives."""
 
     t: float
     step: int
@@ -25,7 +26,7 @@ class CommittedStep:
 
 @dataclass
 class WorkerStory:
-    """One member; `end` is how it left: 'killed', 'failed' or 'stopped', and None while it lives."""
+    """One member. `end` says how it left: 'killed', 'failed' or 'stopped', and None while it lives."""
 
     member: str
     pid: int
@@ -39,7 +40,8 @@ class WorkerStory:
 
 @dataclass(frozen=True)
 class Recovery:
-    """One recovery as the slowest reporter saw it, from `noticed` on: stage durations in milliseconds, in order."""
+    """One recovery as the slowest reporter saw it, from `noticed` on, with the durations of its stages in milliseconds,
+    in order."""
 
     t: float
     noticed: float
@@ -51,7 +53,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Kill:
-    """One strike of the demo: who was killed with SIGKILL, when, and which step was running."""
+    """One strike of the demo: which members were killed with SIGKILL, when, and which step was running."""
 
     t: float
     step: int
@@ -86,7 +88,7 @@ class Story:
     finished: Mapping[str, Any] | None = None
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        """Take one event in; unknown ones are ignored, a step told again replaces what was known of it."""
+        """Take one event. Unknown events are ignored. A step that is told again replaces what was known of it."""
         handler = getattr(self, f"_on_{event.get('event')}", None)
         if handler is not None:
             handler(event)
@@ -111,14 +113,14 @@ class Story:
         return worker is not None and worker.end is None
 
     def up(self) -> list[WorkerStory]:
-        """The living members of the current generation, in rank order."""
+        """Return the living members of the current generation, in rank order."""
         return [self.workers[member] for member in self.members if self.alive(member)]
 
     def spares(self) -> list[WorkerStory]:
         return [worker for worker in self.workers.values() if worker.end is None and worker.member not in self.members]
 
     def tokens_per_s(self) -> float:
-        """Tokens per second over the recent steps, by the clock, recoveries included."""
+        """Return tokens per second over the recent steps, by the clock, recoveries included."""
         recent = sorted(self.commits)[-RECENT_STEPS - 1 :]
         if len(recent) < 2:
             return 0.0
@@ -126,13 +128,15 @@ class Story:
         return sum(self.commits[step].tokens for step in recent[1:]) / elapsed if elapsed > 0 else 0.0
 
     def after_kill_ms(self, kill: Kill) -> float | None:
-        """Milliseconds from a kill to the next commit beyond every earlier step; None if none followed."""
+        """Return milliseconds from a kill to the next commit that goes beyond every earlier step; None if none
+        followed."""
         before = max((step for step, commit in self.commits.items() if commit.t <= kill.t), default=-1)
         after = [commit.t for step, commit in self.commits.items() if step > before and commit.t > kill.t]
         return (min(after) - kill.t) * 1000 if after else None
 
     def stages_after(self, kill: Kill) -> dict[str, float]:
-        """Milliseconds from the kill to a working group, by stages, detection first; empty before there is one."""
+        """Return milliseconds from the kill to a working group, by stages, detection first. Empty while there is
+        none."""
         later = [recovery for recovery in self.recoveries.values() if recovery.t > kill.t]
         if not later:
             return {}
@@ -140,7 +144,7 @@ class Story:
         return {"detect_ms": max(0.0, 1000 * (first.noticed - kill.t)), **first.stages}
 
     def mark_killed(self, kill: Kill) -> None:
-        """Note that these members were killed by us, before the log says so."""
+        """Note that the demo killed these members, before the log says so."""
         for member in kill.members:
             worker = self.workers.get(member)
             if worker is not None:
@@ -233,7 +237,7 @@ class Story:
 
 
 def tell(events: Iterable[Mapping[str, Any]], kills: Iterable[Kill] = ()) -> Story:
-    """The story of a whole log; workers that `kills` names are shown as killed."""
+    """Return the story of a whole log. Workers that `kills` names are shown as killed."""
     story = Story()
     for event in events:
         story.apply(event)

@@ -1,8 +1,9 @@
-"""Proof, from a run's own records, that every sample was used exactly once, or where first it was not.
+"""Proof, from a run's own records, that every sample was used exactly once, or the first place where it was not.
 
-`verify` recomputes from seed and step alone which samples each slot must have read, compares that with what
-the ledger says was read, follows the last lineage after a restore, and counts every sample of every epoch. Wherever a
-worker took over the whole state, from a peer or a checkpoint, both sides must have held the same. It needs no torch.
+`verify` recomputes from seed and step alone which samples each slot must have read, and compares that with what the
+ledger says was read. It follows the last lineage after a restore, and counts every sample of every epoch. Wherever a
+worker took over the whole state, from a peer or a checkpoint, both sides must have held the same state. It needs no
+torch.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _BEGINNING = ("first_step", "first_position")  # 0 where an event does not have 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What fixes which sample each slot of each step reads: the numbers of the `run_configured` event. A run that goes
-    on from another begins at `first_step` with `first_position`."""
+    """The numbers that decide which sample each slot of each step reads, from the `run_configured` event. A run that
+    goes on from another begins at `first_step` with `first_position`."""
 
     seed: int
     n_samples: int
@@ -57,30 +58,29 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of `verify`: `ok`, what was covered, and the violations in step order. epochs_complete, n_samples: of
-    one source; of a mixture `sources` has name, samples and samples used of each."""
+    """The outcome of `verify`."""
 
     ok: bool
     run: str
     steps: int = 0
     samples: int = 0
-    epochs_complete: int = 0
+    epochs_complete: int = 0  # of a single source, as is n_samples
     n_samples: int = 0
-    sources: tuple[tuple[str, int, int], ...] = ()
+    sources: tuple[tuple[str, int, int], ...] = ()  # of a mixture: each source's name, samples and samples used
     lineage: int = 0
     superseded: int = 0
     members: int = 0
-    handovers: int = 0  # of the whole state, that count: joins and restores
-    unproven: int = 0  # of these: one side's hash is not in the ledger
+    handovers: int = 0  # joins and restores, in which the whole state was handed over
+    unproven: int = 0  # those of them of which the ledger lacks one side's hash
     torn_line: bool = False
-    skipped: int = 0  # steps whose update a policy has not applied
-    scaled: int = 0  # … has applied in part
+    skipped: int = 0  # steps whose update a policy has skipped
+    scaled: int = 0  # steps whose update a policy has scaled
     damaged: tuple[str, ...] = ()
     finished: bool = False
     weights_sha256: str | None = None
-    violations: tuple[str, ...] = field(default=())
+    violations: tuple[str, ...] = field(default=())  # in the order of the steps
     origin: str | None = None  # RUN@VERSION that it began from
-    before: Verdict | None = None  # on what that run had done by then; None if its folder is not at hand
+    before: Verdict | None = None  # on what that run had done by then; None if its folder is not here
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -134,14 +134,15 @@ class Verdict:
 
 
 def slot_digest(sample_ids: np.ndarray) -> str:
-    """How the ledger names the samples that a slot read: 16 hex digits over the little-endian int64 ids."""
+    """Return the name that the ledger gives the samples of a slot: 16 hex digits of a hash of the little-endian int64
+    ids."""
     return hashlib.sha256(np.ascontiguousarray(sample_ids, dtype="<i8").tobytes()).hexdigest()[:16]
 
 
 def verify(*run_dirs: str | Path, max_violations: int = 20) -> Verdict:
-    """The verdict on a run's folder, or on those of all its nodes together: what one of them did not see is in another,
-    and what several saw must be the same. A run that began from another is followed back into that one. Reads only;
-    raises a HarnessError only if there is nothing to judge."""
+    """Return the verdict on a run's folder, or on those of all its nodes together. One node's folder has what another
+    did not see, and what several saw must be the same. If the run began from another, that one is judged too. Reads
+    only. Raises a HarnessError only if there is nothing to judge."""
     folders = [Path(run_dir) for run_dir in run_dirs]
     ledger, events = _records(folders)
     verdict = judge(" ".join(map(str, folders)), ledger, *events, max_violations=max_violations)
@@ -150,7 +151,7 @@ def verify(*run_dirs: str | Path, max_violations: int = 20) -> Verdict:
 
 
 def _with_origin(verdict: Verdict, origin: Origin, max_violations: int) -> Verdict:
-    """The verdict with that on the run it began from, as far as that had come by then."""
+    """Return the verdict, with a verdict on the run it began from, as far as that run had come by then."""
     folder = Path(origin.run)
     if not (folder / LEDGER).exists():
         return replace(verdict, origin=str(origin))
@@ -172,7 +173,7 @@ def _with_origin(verdict: Verdict, origin: Origin, max_violations: int) -> Verdi
 
 
 def _records(folders: Sequence[Path]) -> tuple[Ledger, list[list[dict[str, Any]]]]:
-    """The ledgers of a run's folders as one, and the events of each."""
+    """Return the ledgers of a run's folders as one, and the events of each."""
     with_ledger = [folder for folder in folders if (folder / LEDGER).exists() or folder.is_file()]
     ledger = read_ledger(*(with_ledger or folders))
     damaged = list(ledger.damaged)
@@ -181,7 +182,7 @@ def _records(folders: Sequence[Path]) -> tuple[Ledger, list[list[dict[str, Any]]
 
 
 def _events(log: Path, damaged: Callable[[str], object]) -> list[dict[str, Any]]:
-    """Those events that say something of the proof: a long run has millions of others."""
+    """Return the events that matter for the proof. A long run has millions of others."""
     if not log.exists():
         return []
     return [event for event in read_events(log, damaged) if event["event"] in _READ]
@@ -190,8 +191,8 @@ def _events(log: Path, damaged: Callable[[str], object]) -> list[dict[str, Any]]
 def judge(
     run: str, ledger: Ledger, *nodes: Iterable[Mapping[str, Any]], max_violations: int = 20, until: int | None = None
 ) -> Verdict:
-    """The verdict on a ledger and the events beside it, of each node; pure, apart from what it is given. `until`: the
-    steps before this one are to be there, and nothing is asked of what came later."""
+    """Return the verdict on a ledger and the events beside it, of each node. Pure, apart from reading the ledger's
+    lines. `until`: the steps before this one must be there, and later ones are not judged."""
     by_node = [list(events) for events in nodes]
     everywhere = [event for events in by_node for event in events]
     identity, violations = _identity(run, everywhere)
@@ -254,14 +255,14 @@ class _Replay:
         self._book_before(identity.first_position)
 
     def _book_before(self, position: int) -> None:
-        """Count the samples of all positions before this one as used: by the run that this one began from."""
+        """Count the samples of all positions before this one as used, by the run that this one began from."""
         order = self.identity.order
         for epoch in range(-(-position // self.identity.n_samples)):
             count = min(self.identity.n_samples, position - epoch * self.identity.n_samples)
             self._book(order.places(epoch, np.arange(count, dtype=np.int64)), slot=0)
 
     def violations_of(self, line: LedgerLine) -> list[str]:
-        """Everything wrong with one committed step; also books its samples as used."""
+        """Return everything that is wrong with one committed step, and book its samples as used."""
         identity = self.identity
         if line.slots != identity.slots or line.lanes != identity.lanes:
             return [
@@ -294,7 +295,7 @@ class _Replay:
         return found
 
     def slot_places(self, step: int) -> list[SamplePlaces]:
-        """What every slot of a step has to read, by arithmetic alone."""
+        """Return the samples that every slot of a step has to read, by arithmetic alone."""
         identity, span = self.identity, self.schedule.at(step)
         ranges = [span.slot_range(slot, identity.micro_batch_samples) for slot in range(identity.slots)]
         positions = np.arange(span.first, span.first + span.count, dtype=np.int64)
@@ -303,7 +304,7 @@ class _Replay:
         return [SamplePlaces(*(column[low:high] for column in step_places)) for low, high in offsets]
 
     def gaps(self, until: int | None = None) -> list[str]:
-        """Steps between the first and the last one (or `until`) that no line covers."""
+        """Return the steps between the first and the last one (or `until`) that no line covers."""
         first, end = self.identity.first_step, until if until is not None else max(self.lines, default=-1) + 1
         missing = sorted(set(range(first, end)) - set(self.lines))
         if not self.lines:
@@ -323,7 +324,8 @@ class _Replay:
         ]
 
     def incomplete_epochs(self) -> list[str]:
-        """Passes through a source, in one source epochs, that are over but left a sample out."""
+        """Return the passes through a source that are over but left a sample out. For a single source these are
+        epochs."""
         found = []
         last = max(self.lines, default=-1)
         if last < 0:
@@ -346,7 +348,7 @@ class _Replay:
         return found
 
     def sources(self) -> tuple[tuple[str, int, int], ...]:
-        """Of a mixture: name, samples, and how many were used, of each source."""
+        """Return name, number of samples, and how many were used, for each source of a mixture."""
         order, used = self.identity.order, Counter[int]()
         for (source, _), samples in self._used.items():
             used[source] += int(samples.sum())
@@ -369,7 +371,7 @@ class _Replay:
         return found
 
     def _misread(self, step: int, slot: int, digest: str, ids: np.ndarray) -> str:
-        """What a wrong hash means, as far as the ledger tells: whose samples were read instead."""
+        """Return the meaning of a wrong hash, as far as the ledger tells: whose samples were read instead."""
         if self._owner_of_digest is None:
             self._owner_of_digest = {
                 slot_digest(ids_of(self.identity.order, places)): (other, slot)
@@ -415,12 +417,12 @@ def _identity(run: str, events: list[Mapping[str, Any]]) -> tuple[RunIdentity, l
 
 
 def _order(numbers: Mapping[str, int], description: Mapping[str, Any] | None) -> Order:
-    """The order that a run describes; without a description, epochs shuffled by the run's seed."""
+    """Return the order that a run describes; without a description, epochs shuffled by the run's seed."""
     return EpochOrder(numbers["n_samples"], numbers["seed"]) if description is None else order_of(description)
 
 
 def _newest_ends(ends: list[Mapping[str, Any]], lines: Mapping[int, LedgerLine]) -> list[Mapping[str, Any]]:
-    """Of several nodes those that saw the end: one may have been away when the others trained on."""
+    """Return the end events of the nodes that saw the end. A node may have been away while the others trained on."""
     if len(ends) < 2:
         return ends
     newest = max(int(end["version"]) for end in ends)
@@ -428,9 +430,9 @@ def _newest_ends(ends: list[Mapping[str, Any]], lines: Mapping[int, LedgerLine])
 
 
 def _told_twice(ledger: Ledger) -> list[str]:
-    """A ledger has each step of a lineage once. Those of several nodes may tell of the same step, of the same outcome:
-    one may have told of a step whose data did not reach the others before it was lost, and they have computed it again,
-    in another generation."""
+    """Return what is wrong if a ledger has a step of a lineage twice. Ledgers of several nodes may have the same step,
+    with the same outcome. A node may have told of a step whose data did not reach the others before it was lost. Then
+    the others have computed it again, in another generation."""
     seen: dict[tuple[int, int], LedgerEntry] = {}
     for entry in ledger.entries:
         first = seen.setdefault(entry.key, entry)
@@ -448,9 +450,9 @@ def _told_twice(ledger: Ledger) -> list[str]:
 
 
 def _handovers(ledger: Ledger, events: Iterable[Mapping[str, Any]]) -> tuple[int, int, list[str]]:
-    """How often a member took over the whole state; of how many of these one side's hash is missing; and where the two
-    sides differ. What a later lineage has superseded does not count. A version that wrote no such lines is known from
-    its events."""
+    """Return how often a member took over the whole state, for how many of these one side's hash is missing, and where
+    the two sides differ. Hand-overs that a later lineage has superseded do not count. A version that wrote no such
+    lines is known from its events."""
     begins = {entry.lineage: entry.from_step for entry in ledger.entries}
 
     def counts(lineage: int, version: int) -> bool:
@@ -482,7 +484,7 @@ def _handovers(ledger: Ledger, events: Iterable[Mapping[str, Any]]) -> tuple[int
 
 
 def _finish(events: list[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The `run_finished` event of a run that reached its end, if that is the last thing it did."""
+    """Return the `run_finished` event if the run reached its end and did nothing after it."""
     for event in reversed(events):
         if event.get("event") == "run_started":
             return None
@@ -514,7 +516,7 @@ def _in_step_order(violations: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`elastic-harness verify RUN`: prints the verdict; 0 if the ledger is exact, 1 if not."""
+    """Run `elastic-harness verify RUN`: print the verdict, and return 0 if the ledger is exact, 1 if not."""
     parser = argparse.ArgumentParser(
         prog="elastic-harness verify", description="Prove that a run used every sample exactly once."
     )
