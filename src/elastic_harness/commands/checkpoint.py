@@ -27,7 +27,7 @@ EXIT_DAMAGED = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one of the subcommands; returns the exit code. Raises HarnessError."""
+    """Run one of the subcommands, and return the exit code. Raises HarnessError."""
     parser = argparse.ArgumentParser(
         prog="elastic-harness checkpoint",
         description=__doc__,
@@ -204,7 +204,7 @@ def prune(arguments: argparse.Namespace) -> int:
 
 
 def _contents(checkpoint: Checkpoint) -> dict[str, dict[Piece, str]]:
-    """Each tensor's pieces with their hashes."""
+    """Return each tensor's pieces with their hashes."""
     found: dict[str, dict[Piece, str]] = {}
     for piece, block in checkpoint.blocks.items():
         found.setdefault(piece.slice.tensor, {})[piece] = block.xxh3
@@ -212,7 +212,8 @@ def _contents(checkpoint: Checkpoint) -> dict[str, dict[Piece, str]]:
 
 
 def _folder_of(given: str) -> Path:
-    """A run's folder of checkpoints, or a folder of them; one that is not there yet as it was named."""
+    """Return a run's folder of checkpoints, or a folder of checkpoints. A folder that does not exist yet is returned as
+    named."""
     folder = next((path for path in places(given) if path.exists()), Path(given))
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 
@@ -222,7 +223,7 @@ def _one(where: str) -> Checkpoint:
 
 
 def _all(where: str) -> list[Checkpoint]:
-    """The valid checkpoints there, newest first; at least one. Says which folders are passed over."""
+    """Return the valid checkpoints there, the newest first, at least one. Say which folders are passed over."""
     path = next((p for p in places(where) if p.exists()), None)
     if path is None:
         raise ConfigError(f"{where} does not exist; give a run, a folder of checkpoints or a checkpoint.")

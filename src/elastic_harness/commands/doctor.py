@@ -1,11 +1,11 @@
-"""`elastic-harness doctor`: what a run needs of this machine, checked before it is needed, and how to mend it.
+"""`elastic-harness doctor`: checks what a run needs of this machine, before it is needed, and says how to mend it.
 
     elastic-harness doctor                                          this machine alone
     elastic-harness doctor --run-dir /nvme/runs --store etcd://10.0.0.1:2379,10.0.0.2:2379
     elastic-harness doctor --peer 10.0.0.2:29400                    can that be reached?
 
-Every line is fine (ok), worth a look (warn) or in the way of a run (FAIL), with what to do. It writes one temporary
-file below --run-dir, and removes it. Exit code 0 unless something is in the way, then 4.
+Every line is fine (ok), worth a look (warn) or in the way of a run (FAIL), and says what to do. The command writes one
+temporary file below --run-dir, and removes it. The exit code is 4 if something is in the way of a run, else 0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, how it is, and what to do if that is not well."""
+    """The outcome of one check, and what to do if it is not well."""
 
     name: str
     verdict: Verdict
@@ -58,7 +58,7 @@ def judged(name: str, fine: bool, what: str, fix: str, otherwise: Verdict = "war
 
 
 def check_torch() -> Iterator[Finding]:
-    """torch, and what moves tensors between workers."""
+    """Check torch, and the transport of tensors between workers."""
     try:
         import torch
         import torch.distributed as dist
@@ -79,7 +79,7 @@ def check_torch() -> Iterator[Finding]:
 
 
 def check_memory() -> Iterator[Finding]:
-    """Shared memory for snapshots and data loaders, and open files."""
+    """Check shared memory for snapshots and data loaders, and the limit of open files."""
     try:
         for descriptor in memory_slots.create():
             os.close(descriptor)
@@ -99,7 +99,7 @@ def check_memory() -> Iterator[Finding]:
 
 
 def check_disk(folder: Path) -> Iterator[Finding]:
-    """Where runs are kept: room, speed, and how long a sync takes."""
+    """Check the place where runs are kept: room, speed, and how long a sync takes."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
@@ -119,7 +119,7 @@ def check_disk(folder: Path) -> Iterator[Finding]:
 
 
 def disk_speed(folder: Path) -> tuple[float, float]:
-    """Bytes per second of one large file, sync included, and the median seconds of syncing a small one."""
+    """Return bytes per second of one large file, sync included, and the median seconds of syncing a small one."""
     block = os.urandom(1 << 20)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         begun = time.perf_counter()
@@ -137,7 +137,7 @@ def disk_speed(folder: Path) -> tuple[float, float]:
 
 
 def file_system(folder: Path) -> str:
-    """Its type, as the kernel names it; empty if that is unknown."""
+    """Return the type of the file system, as the kernel names it; empty if it is unknown."""
     best, kind = "", ""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mounts").read_text().splitlines():
@@ -149,7 +149,7 @@ def file_system(folder: Path) -> str:
 
 
 def check_network(peers: Sequence[str]) -> Iterator[Finding]:
-    """The address that other machines would use, and whether given ones can be reached."""
+    """Check the address that other machines would use, and whether the given addresses can be reached."""
     host, address = socket.gethostname(), "127.0.0.1"
     try:
         address = socket.gethostbyname(host)
@@ -184,7 +184,7 @@ def _peer(peer: str) -> Finding:
 
 
 def check_store(text: str) -> Iterator[Finding]:
-    """Each member of the store: whether it answers, how fast, and what time it has."""
+    """Check each member of the store: whether it answers, how fast, and what time it has."""
     from elastic_harness.etcd.address import Address
     from elastic_harness.etcd.gateway import Gateway
     from elastic_harness.etcd.store import EtcdStore
@@ -213,7 +213,7 @@ def check_store(text: str) -> Iterator[Finding]:
 
 
 def _clock(endpoint: str, ahead_s: float) -> Finding:
-    """Whether this machine's clock is that of the store, to the second."""
+    """Compare this machine's clock with the store's, to the second."""
     same = abs(ahead_s) <= SKEW_MAX_S
     what = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} {endpoint}"
     fix = (

@@ -18,7 +18,7 @@ from elastic_harness.errors import EXIT_INTERRUPTED, ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one of the subcommands; returns the exit code. Raises HarnessError."""
+    """Run one of the subcommands, and return the exit code. Raises HarnessError."""
     parser = argparse.ArgumentParser(prog="elastic-harness index", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     building = commands.add_parser(

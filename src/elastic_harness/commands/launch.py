@@ -1,8 +1,8 @@
 """`elastic-harness launch`: prepares the run folder, then stays as the small parent that keeps an agent running.
 
 The parent knows nothing of the training. It copies the agent's output to the terminal, passes signals on, starts a new
-agent if one dies by itself, and ends with the agent's exit code. Whatever a dead agent leaves behind becomes the
-parent's child and is ended before the next one starts (`orphans`).
+agent if one dies by itself, and ends with the agent's exit code. The processes that a dead agent leaves behind become
+the parent's children. The parent ends them before it starts the next agent (`orphans`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Launch a job and stay until it ends; returns its exit code."""
+    """Launch a job, stay until it ends, and return its exit code."""
     return launch(parse(argv), argv)
 
 
@@ -96,7 +96,7 @@ def _check_trainer(command: Sequence[str]) -> None:
 
 
 def _for_several_nodes(request: LaunchRequest) -> LaunchRequest:
-    """With what this machine knows of itself filled in. Raises ConfigError before anything is begun."""
+    """Return the request with what this machine knows of itself. Raises ConfigError before anything is begun."""
     options = request.options
     if options.store is None:
         return request
@@ -112,7 +112,7 @@ class _Parent:
     def __init__(self, path: Path, lock: int) -> None:
         self._path = path
         self._lock = lock
-        self._slots = memory_slots.create()  # here, so that they outlive an agent too
+        self._slots = memory_slots.create()  # made here, so that they outlive an agent
         self._agent: subprocess.Popen[bytes] | None = None
         self._orphans = Orphans()
         self._signalled = 0
@@ -189,7 +189,8 @@ class _Parent:
                 os.kill(agent.pid, number)
 
     def _reap_orphans(self, _number: int, _frame: FrameType | None) -> None:
-        """What ended workers had started becomes this process's child; let none stay behind as a zombie."""
+        """Reap the processes that ended workers had started. They become this process's children, and would stay as
+        zombies."""
         for pid in children():
             if self._agent is not None and pid != self._agent.pid:
                 with contextlib.suppress(ChildProcessError):

@@ -105,7 +105,7 @@ def logs(argv: Sequence[str]) -> int:
 
 
 def stop(argv: Sequence[str]) -> int:
-    """Stop a live run; returns when it has ended."""
+    """Stop a live run, and return when it has ended."""
     parser = _parser("stop", "Stop a run at the next step boundary, saving a checkpoint.")
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="how long to wait for its end")
@@ -122,7 +122,7 @@ def stop(argv: Sequence[str]) -> int:
 
 
 def resume(argv: Sequence[str]) -> int:
-    """Launch a run again as it was launched, in the folder it was launched from."""
+    """Launch a run again, with its command line and in the folder where it was launched."""
     parser = _parser("resume", "Launch a run again with the command line it was launched with.")
     parser.add_argument("run", metavar="RUN")
     parser.add_argument(
@@ -150,13 +150,14 @@ def resume(argv: Sequence[str]) -> int:
     argv = [*_recorded(record["argv"]), *given.overrides]
     again = replace(parse(argv), run_dir=str(path), run_id=record.get("run_id"), fresh=False, origin=None)
     code = launch(again, argv)
-    if code == EXIT_CONFIG and given.overrides:  # refused: the next resume is not to fail for them as well
+    if code == EXIT_CONFIG and given.overrides:  # they were refused: the next resume must not fail because of them
         folders.RunFolder(path).update(argv=record["argv"], options=record["options"])
     return code
 
 
 def _recorded(argv: Sequence[str]) -> list[str]:
-    """The command line that a run was launched with; the built-in trainer's settings where they belong now."""
+    """Return the command line that a run was launched with. The built-in trainer's settings stand where they belong
+    now."""
     from elastic_harness.agent.options import parse
 
     trains = tuple(parse(argv).options.command[1:3]) == ("-m", TRAINER)
@@ -164,7 +165,7 @@ def _recorded(argv: Sequence[str]) -> list[str]:
 
 
 def scale(argv: Sequence[str]) -> int:
-    """Change how many workers a live run should have."""
+    """Change the wanted number of workers of a live run."""
     parser = _parser("scale", "Change the number of workers of a live run; the others do not restart.")
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--workers", type=int, required=True, metavar="N")
@@ -198,7 +199,7 @@ def _control(path: Path) -> str:
 
 
 def _summary(path: Path, record: dict[str, Any], *events: str) -> dict[str, Any]:
-    """A run as its records have it, with the newest of each of these events."""
+    """Return a run as its records show it, with the newest of each of these events."""
     live = folders.locked(path)
     state = record.get("status", "unknown")
     if not live and state in ("starting", "running", "stopping"):
@@ -294,7 +295,7 @@ def _log_files(path: Path, worker: str | None) -> list[Path]:
 
 
 def _print_from(file: Path, position: int | None, lines: int, *, title: bool) -> int:
-    """Print what was added since `position`; returns the new position."""
+    """Print what was added since `position`, and return the new position."""
     with open(file, "rb") as source:
         if position is None:
             if title:

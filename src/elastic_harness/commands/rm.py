@@ -1,5 +1,5 @@
-"""`elastic-harness rm`: removes run folders that nobody needs any more. Only what a run wrote goes; what else lies in a
-folder stays, and so do checkpoints that are kept elsewhere."""
+"""`elastic-harness rm`: removes run folders that nobody needs any more. Only files that a run wrote are removed. Other
+files in a folder stay, and so do checkpoints that are kept elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from elastic_harness.runs.events import EVENTS
 from elastic_harness.runs.ledger import LEDGER
 from elastic_harness.runs.named import RUNS, places
 
-# In this order: from the first on it is no run any more, and until the last one is gone `rm` still knows the folder.
+# The order matters: without the first it is no run any more, and until the last is gone `rm` still knows the folder.
 WRITTEN = (
     folders.RECORD, "checkpoints", "logs", "weights.safetensors", LEDGER, "generation", "fingerprint.json",
     "origin.json", "imports.json", "config.yaml",
@@ -59,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def remove(path: Path) -> str:
-    """Remove what a run wrote, and its folder if nothing else is in it; return what was done. Raises ConfigError
-    for a live run: its locks are held meanwhile, so that it cannot be resumed half removed."""
+    """Remove what a run wrote, and its folder if nothing else is in it. Return what was done. Raises ConfigError for a
+    live run. The run's locks are held meanwhile, so that it cannot be resumed while it is half removed."""
     busy = f"the run in {path} is live: process {{holder}} holds it; stop it with `elastic-harness stop {path}` first"
     with contextlib.ExitStack() as held:
         for name in (folders.LOCK, "writer.lock"):
@@ -94,7 +94,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _run_at(name: str) -> Path:
-    """The folder of a run, with an agent or without one."""
+    """Return the folder of a run, with an agent or without one."""
     for path in places(name):
         if _is_run(path):
             return path
@@ -114,7 +114,7 @@ def _files(path: Path) -> Iterable[os.stat_result]:
 
 
 def _written_at(path: Path) -> float:
-    """When the run last wrote anything."""
+    """Return when the run last wrote anything."""
     return max((status.st_mtime for status in _files(path)), default=0.0)
 
 

@@ -5,11 +5,11 @@ die, hang, are cut off and come back, and the store goes away or forgets everyth
     elastic-harness simulate --seeds 1000 --workers 8 --json        one line of JSON
     elastic-harness simulate --seed 130 --only 0,3                  one run again, with some of its faults and a trace
 
-Each seed draws its own faults. After every event it is checked that no two members at the same step differ, that a step
-consumed each of its slots once, that no generation number is used twice, that nothing begins anew in silence, and at
-the end that the job got done. A seed that fails is run again with fewer and fewer faults, to find those that matter.
-Exit code 1 if something was violated. Ctrl-C or SIGTERM ends it with what was found so far; the exit code is 130 or 143
-then.
+Each seed draws its own faults. After every event the simulator checks that no two members at the same step differ, that
+a step consumed each of its slots once, that no generation number is used twice, and that nothing begins anew in
+silence. At the end it checks that the job got done. It runs a seed that fails again with fewer and fewer faults, to
+find those that matter. The exit code is 1 if something was violated. Ctrl-C or SIGTERM ends the command with what was
+found so far; the exit code is 130 or 143 then.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from elastic_harness.simulate.world import Violation
 
 FAULTS_FROM_S, FAULTS_TO_S = 0.0, 8.0
 TRACE_LINES = 400
-RUNS_AT_ONCE = 8  # by one process, before it tells of them
+RUNS_AT_ONCE = 8  # so many a process does before it tells of them
 
 
 @dataclass(frozen=True)
 class JobShape:
-    """How big the simulated job is. `faults`: at most so many in a run. `spare_nodes`: of the nodes, more than the job
-    has work for. `least_nodes`: with fewer it waits."""
+    """How big the simulated job is. `faults`: at most so many in a run. `spare_nodes`: so many of the nodes are more
+    than the job has work for. `least_nodes`: with fewer nodes the job waits."""
 
     workers: int = 8
     nodes: int = 4
@@ -68,7 +68,7 @@ class JobShape:
             raise ConfigError(f"--workers is {self.workers}; it must be a multiple of --nodes, which is {self.nodes}.")
 
     def drawn(self, seed: int) -> list[Fault]:
-        """The faults of this seed."""
+        """Return the faults of this seed."""
         rng = random.Random(seed)
         return draw(rng, rng.randint(0, self.faults), self.nodes, FAULTS_FROM_S, FAULTS_TO_S, self.kinds)
 
@@ -79,7 +79,7 @@ class JobShape:
 
 @dataclass(frozen=True)
 class Ended:
-    """How one run ended. violation: None if nothing was wrong. needed: the numbers of the faults that it takes."""
+    """How one run ended. violation: None if nothing was wrong. needed: the numbers of the faults that cause it."""
 
     seed: int
     kinds: list[str]
@@ -90,7 +90,7 @@ class Ended:
 
 
 def run_seed(shape: JobShape, seed: int) -> Ended:
-    """One run with all of its faults; if that fails, with as few as it takes."""
+    """Run a seed with all of its faults. If that fails, find as few faults as it takes."""
     faults = shape.drawn(seed)
     simulation = shape.simulation(seed, faults)
     kinds = [fault.kind for fault in faults]
@@ -103,7 +103,7 @@ def run_seed(shape: JobShape, seed: int) -> Ended:
 
 
 def minimised(shape: JobShape, seed: int, faults: list[Fault], kind: str) -> list[int]:
-    """The numbers of a set of faults none of which can be left out without the violation going away."""
+    """Return the numbers of faults that are enough for the violation. None of them can be left out."""
     needed = list(range(len(faults)))
     for number in list(needed):
         fewer = [n for n in needed if n != number]
@@ -116,7 +116,7 @@ def minimised(shape: JobShape, seed: int, faults: list[Fault], kind: str) -> lis
 
 
 def run_seeds(shape: JobShape, seeds: Sequence[int], processes: int) -> Iterator[Ended]:
-    """All runs, in the order of their seeds. Closed early, it waits for those that have begun."""
+    """Yield all runs, in the order of their seeds. When it is closed early, it waits for the runs that have begun."""
     if processes == 1:
         yield from map(partial(run_seed, shape), seeds)
         return
@@ -126,12 +126,12 @@ def run_seeds(shape: JobShape, seeds: Sequence[int], processes: int) -> Iterator
 
 
 def _leave_interrupts_alone() -> None:
-    """A terminal sends them to all processes: the first one sees to the others."""
+    """Ignore interrupts in this process. A terminal sends them to all processes, and the first process handles them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def replay(shape: JobShape, seed: int, only: list[int] | None) -> int:
-    """One run, with what its nodes were told and asked for."""
+    """Run a seed once more, and print what its nodes were told and asked for."""
     faults = shape.drawn(seed)
     unknown = [number for number in only or () if not 0 <= number < len(faults)]
     if unknown:
@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass
 class Total:
-    """What many runs came to."""
+    """The result of many runs."""
 
     wanted: int
     runs: int = 0
@@ -227,7 +227,7 @@ class Total:
 
 
 def total_of(shape: JobShape, seeds: Sequence[int], processes: int, asked: Sequence[int]) -> Total:
-    """Run all, or as many as can be until somebody has asked to stop; show how far it is."""
+    """Run all seeds, or as many as possible until the user asks to stop. Show the progress."""
     total, began = Total(len(seeds)), time.monotonic()
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[failed]} violations"))
     with ProgressBar("simulating", len(seeds), *columns, failed=0) as shown:
@@ -246,7 +246,7 @@ def total_of(shape: JobShape, seeds: Sequence[int], processes: int, asked: Seque
 
 @contextmanager
 def asked_to_stop() -> Iterator[list[int]]:
-    """Note SIGINT and SIGTERM, the first time; the second time they do what they always do."""
+    """Note SIGINT and SIGTERM the first time. The second time they do what they always do."""
     asked: list[int] = []
 
     def note(number: int, _: object) -> None:
