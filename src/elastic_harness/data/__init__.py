@@ -16,7 +16,7 @@ __all__ = ["Mixture", "ResumableDataset", "ResumableLoader", "TokenIndexFile", "
 
 
 def __getattr__(name: str) -> Any:
-    """Imported on first use: the dataset needs torch, which looking into a ledger or an index does not."""
+    """Import a name on first use. The dataset needs torch, and to look into a ledger or an index does not."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,9 +1,9 @@
 """Plain text, byte by byte: any file or folder as one memory-mapped array, read as a token index is.
 
-The text is copied once into a cache folder, under the hash of its content, so that a file edited during
-a run cannot change what the run reads. Rules for folders: all files below it in the order of their paths,
-without hidden ones, empty ones and binaries (a NUL in the first 8 KiB); a newline is added after a
-file that does not end in one. Its documents, which a split goes by, are pieces of the files. Does not import torch.
+The text is copied once into a cache folder, under the hash of its content, so that a file edited during a run cannot
+change what the run reads. A folder stands for all files below it in the order of their paths, without hidden files,
+empty files and binaries (a NUL in the first 8 KiB). A newline is added after a file that does not end in one. The
+documents of a text, by which it is split, are pieces of the files. Does not import torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DEFAULT_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "di
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as one read-only array of bytes, identified by its content's hash. It has what a data set reads of a
+    """A text as one read-only array of bytes, identified by its content's hash. A data set reads it as it reads a
     TokenIndexFile. documents: (P + 1,) the bounds of its pieces, each within a file. keys: (P,) their hashes."""
 
     name: str
@@ -65,19 +65,19 @@ class Corpus:
         return self.sha256
 
     def read(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.uint8]:
-        """(m, length) bytes from each of these (m,) positions on."""
+        """Return (m, length) bytes from each of these (m,) positions on."""
         windows = np.lib.stride_tricks.sliding_window_view(np.asarray(self.data), length)
         return np.asarray(windows[starts])
 
     def prefetch(self, starts: npt.NDArray[np.int64], length: int) -> None:
-        """Nothing: it is all here."""
+        """Do nothing, because everything is here."""
 
     @classmethod
     def open(cls, path: str | Path | None = None, cache: Path | None = None) -> Corpus:
-        """The text of a file, of a folder, or (None) of the Python standard library's source.
+        """Return the text of a file, of a folder, or (None) of the Python standard library's source.
 
-        The first call copies it into the cache folder; later ones only look at sizes and times of the files.
-        Raises ConfigError if there is no text there.
+        The first call copies the text into the cache folder. Later calls only look at sizes and times of the files.
+        Raises ConfigError if there is no text.
         """
         name, files = _default_source() if path is None else _given_source(Path(path))
         folder = cache if cache is not None else cache_folder("corpora")
@@ -90,8 +90,8 @@ class Corpus:
 
 
 def cache_folder(kind: str) -> Path:
-    """Where copies of texts ("corpora"), indexes built on the way and chunks of remote ones are kept: below
-    XDG_CACHE_HOME, or ~/.cache."""
+    """Return the folder for copies of texts ("corpora"), for indexes that are built when needed, and for chunks of
+    remote indexes. It is below XDG_CACHE_HOME, or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):  # the XDG specification has relative values ignored
         return Path(base) / "elastic_harness" / kind
@@ -113,7 +113,7 @@ def _given_source(path: Path) -> tuple[str, list[Path]]:
 
 
 def _default_source() -> tuple[str, list[Path]]:
-    """The standard library's own source, or torch's where the interpreter comes without it."""
+    """Return the standard library's own source, or torch's if the interpreter comes without it."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     torch_spec = importlib.util.find_spec("torch")  # locates a top-level package without importing it
     torch_folders = [Path(p) for p in torch_spec.submodule_search_locations or []] if torch_spec else []
@@ -125,7 +125,7 @@ def _default_source() -> tuple[str, list[Path]]:
 
 
 def _walk(folder: Path, excluded: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """The non-empty, non-hidden files below a folder, in the order of their relative paths."""
+    """Return the non-empty, non-hidden files below a folder, in the order of their relative paths."""
 
     def unreadable(error: OSError) -> None:
         raise ConfigError(f"The corpus folder {error.filename} cannot be read: {error.strerror}.")
@@ -150,7 +150,7 @@ def _is_text(file: Path) -> bool:
 
 
 def _cached(files: list[Path], folder: Path, name: str) -> tuple[str, int]:
-    """The content's hash and size, with the content lying in the cache folder under that hash."""
+    """Return the content's hash and size. The content then lies in the cache folder under that hash."""
     before = _listing_key(files)
     index = folder / f"{before}.json"
     known = _read_index(index, folder)
@@ -181,7 +181,7 @@ def _listing_key(files: list[Path]) -> str:
 
 
 def _read_index(index: Path, folder: Path) -> tuple[str, int] | None:
-    """What an earlier copy left, or None if it is missing, damaged or of another version."""
+    """Return what an earlier copy noted; None if that is missing, damaged or of another version."""
     try:
         entry = json.loads(index.read_bytes())
         sha256, size = entry["sha256"], entry["bytes"]
@@ -194,8 +194,8 @@ def _read_index(index: Path, folder: Path) -> tuple[str, int] | None:
 
 
 def _copy(files: Iterable[Path], folder: Path) -> tuple[str, int]:
-    """Writes the files one after another to ``<sha256>.u8``, and where their pieces begin and what is their hash to
-    ``<sha256>.pieces.npy``; several processes may do so at once."""
+    """Write the files one after another to ``<sha256>.u8``. Write the bounds of their pieces, and the pieces' hashes,
+    to ``<sha256>.pieces.npy``. Several processes may do so at once."""
     digest, ends = hashlib.sha256(), [0]
     descriptor, temporary = tempfile.mkstemp(prefix="copy-", suffix=".tmp", dir=folder)
     try:
@@ -223,7 +223,7 @@ def _copy(files: Iterable[Path], folder: Path) -> tuple[str, int]:
 
 
 def _pieces(text: Path, ends: list[int]) -> npt.NDArray[np.uint64]:
-    """(2, P + 1) uint64: the bounds of the pieces of all files, and the hash of each; a last one of 0."""
+    """Return (2, P + 1) uint64: the bounds of the pieces of all files, and the hash of each; a last one of 0."""
     step = PIECE_BYTES if ends[-1] >= 64 * PIECE_BYTES else max(LEAST_PIECE_BYTES, ends[-1] // 64)
     starts = [start for low, high in pairwise(ends) for start in range(low, high, step)]
     bounds = [*starts, ends[-1]]

@@ -1,9 +1,9 @@
 """`ResumableDataset`: windows of a token index in a computed order, each once an epoch, resumable in constant time.
 
 Under the harness it is read by sample number (`read`), and the run keeps the position. Alone it is an iterable for a
-`torch.utils.data.DataLoader`, sharded by rank: one pass over it is what is left of an epoch, the next pass the next
-epoch. Its position counts what was handed out. `ResumableLoader` is the DataLoader for it with worker processes, whose
-position is what the consumer was given, not what was read ahead.
+`torch.utils.data.DataLoader`, sharded by rank. One pass over it is the rest of an epoch, and the next pass is the next
+epoch. Its position counts the samples that were handed out. `ResumableLoader` is the DataLoader for it with worker
+processes. Its position counts what the consumer was given, not what was read ahead.
 """
 
 from __future__ import annotations
@@ -40,19 +40,24 @@ Uneven = Literal["exact", "pad", "drop"]
 class ResumableDataset(IterableDataset[dict[str, Any]]):
     """Samples of `seq_length` tokens and their labels, one token ahead, in an order that is new in each epoch.
 
-    index_file: a TokenIndexFile, its path or its address in object storage; or data_files (with tokenizer): files,
-    folders or patterns, from which an index is built once and kept in the cache folder (tokenizer: a name, or an object
-    of tiktoken, tokenizers or transformers: see tokenizers.chosen); or mixture: several indexes in
-    proportions. split: which side of the split by document, of which `validation_fraction` is held out. rank,
-    world_size: this process's share when it is iterated over; default: those of the process group, else alone. endless:
-    a pass never ends, but goes on with the next epoch. epochs: after so many, over all passes, a pass is empty.
+    The text comes from one of three arguments. index_file: a TokenIndexFile, its path or its address in object storage.
+    data_files (with tokenizer): files, folders or patterns, from which an index is built once and kept in the cache
+    folder (tokenizer: a name, or an object of tiktoken, tokenizers or transformers: see tokenizers.chosen). mixture:
+    several indexes in proportions.
+
+    split: which side of the split by document, of which `validation_fraction` is held out. rank, world_size: this
+    process's share when it is iterated over; default: those of the process group, else alone. endless: a pass never
+    ends, but goes on with the next epoch. epochs: after so many, over all passes, a pass is empty.
 
     A sample is {"input_ids": (S,) int64, "labels": (S,) int64, "sample_id": int}. documents: "join" cuts the text at
     every S tokens; "separate" does too and adds "document_ids" (S,) int64, with no label where the next token is of
-    another document; "pack" has whole documents and needs an index with a packing. uneven: what happens at the end of
-    an epoch when world_size does not divide what is left of it: "exact" gives some ranks one more, "pad" repeats
-    samples so that all have as many (as plain DDP needs), "drop" leaves the rest out; `uneven_samples` says how many in
-    a whole epoch. A mixture has no epochs: each source begins again when it is through, in a new order; a pass has as
+    another document; "pack" has whole documents and needs an index with a packing.
+
+    uneven: what happens at the end of an epoch if world_size does not divide the rest of it. "exact" gives some ranks
+    one sample more, "pad" repeats samples so that all have as many (as plain DDP needs), "drop" leaves the rest out.
+    `uneven_samples` says how many in a whole epoch.
+
+    A mixture has no epochs. Each source begins again, in a new order, when all of its samples were read. A pass has as
     many samples as the sources together. Raises ConfigError if there is not one window.
     """
 
@@ -122,13 +127,14 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
             )
 
     def __len__(self) -> int:
-        """The number of samples, over all ranks: an epoch has each of them once, and a whole pass is an epoch."""
+        """Return the number of samples, over all ranks. An epoch has each of them once, and a whole pass is an
+        epoch."""
         return len(self._sources)
 
     # ---- by number: what the harness uses
 
     def read(self, sample_ids: npt.ArrayLike) -> dict[str, torch.Tensor]:
-        """The batch of these samples: ``input_ids``, ``labels`` (m, S) and ``sample_id`` (m,), all int64."""
+        """Return the batch of these samples: ``input_ids``, ``labels`` (m, S) and ``sample_id`` (m,), all int64."""
         ids = np.asarray(sample_ids, dtype=np.int64)
         if ids.size and (ids.min() < 0 or ids.max() >= len(self)):
             raise IndexError(f"sample ids span {ids.min()} … {ids.max()}, but must lie in 0 … {len(self) - 1}.")
@@ -136,15 +142,16 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
 
     @property
     def remote(self) -> bool:
-        """Whether reading may have to wait for object storage: then `prefetch` is worth while."""
+        """Whether reading may have to wait for object storage. Then `prefetch` saves time."""
         return any(index.remote for index in self.indexes)
 
     def prefetch(self, sample_ids: npt.ArrayLike) -> None:
-        """Begin to fetch what these samples need from object storage; returns at once."""
+        """Begin to fetch from object storage what these samples need, and return at once."""
         self._sources.prefetch(np.asarray(sample_ids, dtype=np.int64))
 
     def validation_batch(self, index: int, batch: int) -> dict[str, torch.Tensor]:
-        """Held-out batch ``index`` of ``batch`` windows: the same in every run of this seed; wraps around."""
+        """Return the held-out batch ``index`` of ``batch`` windows. It is the same in every run of this seed. The
+        numbers wrap around at the end."""
         if self._held_out is None:
             self._held_out = self._cut("validation")
         windows = len(self._held_out)
@@ -157,7 +164,8 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
         return self._held_out.read(order((np.arange(batch) + index * batch) % windows))
 
     def fingerprint(self) -> dict[str, Any]:
-        """What decides the content of every sample and their order; equal fingerprints read equal tokens."""
+        """Return everything that decides the content of every sample and their order. Datasets with equal fingerprints
+        read equal tokens."""
         return {
             "kind": "token index",
             "content": self._corpus(),
@@ -179,7 +187,7 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
         return abs(self._handed_out(len(self)) - len(self))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """This rank's samples from the position to the end of the epoch, where the next pass begins the next epoch.
+        """Yield this rank's samples from the position to the end of the epoch. The next pass begins the next epoch.
         Raises ConfigError in a worker process of a plain DataLoader."""
         if get_worker_info() is not None:
             raise ConfigError(
@@ -196,8 +204,8 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
         self._position = end  # also of a rank that had no sample at the epoch's tail, where others had one
 
     def batches(self, size: int, read_ahead: int) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
-        """The samples of a pass in batches of `size`, fewer at the end of an epoch, each with the position after it.
-        `read_ahead` batches are read at once."""
+        """Yield the samples of a pass in batches of `size`, each with the position after it. The last batch of an epoch
+        may be smaller. `read_ahead` batches are read at once."""
         for ids, (before, after) in self.groups(size * read_ahead, first_size=size):
             low = 0
             for batch in self._sources.read_batches(ids, size):
@@ -206,8 +214,9 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
                 yield batch, min(before + low * self._world, after)
 
     def groups(self, size: int, first_size: int) -> Iterator[tuple[npt.NDArray[np.int64], tuple[int, int]]]:
-        """This rank's sample ids of a pass, at first `first_size`, so that resuming is quick, then `size` at a time,
-        fewer at the end of an epoch; and the position before each group and after it, in samples of all ranks."""
+        """Yield this rank's sample ids of a pass in groups, with the position before each group and after it, in
+        samples of all ranks. The first group has `first_size` ids, so that resuming is quick. Later groups have `size`,
+        and the last one of an epoch may have fewer."""
         samples, remote = self.order.n_samples, self.remote
         position, end, step = self._position, self.pass_end(), first_size
         while position < end:
@@ -228,14 +237,16 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
             position, end = end, end + samples if self._endless else end
 
     def pass_end(self) -> int:
-        """Where a pass that begins now ends: at the epoch's end, of a mixture after as many samples as it has; at the
-        position itself if there are no more epochs. An endless one goes on there."""
+        """Return the position where a pass that begins now ends. That is the epoch's end. For a mixture it is after as
+        many samples as the mixture has. If there are no more epochs, it is the position itself. An endless pass goes on
+        there."""
         samples = self.order.n_samples if self._endless else len(self)
         done = self._position // samples
         return self._position if self._epochs is not None and done >= self._epochs else (done + 1) * samples
 
     def _handed_out(self, left: int) -> int:
-        """How many of the samples that are left in an epoch all ranks get together, repeated ones included."""
+        """Return how many of the samples that are left in an epoch all ranks together are given, repeated ones
+        included."""
         match self._uneven:
             case "pad":
                 return -(-left // self._world) * self._world
@@ -247,12 +258,14 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
     # ---- resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """Where to go on: independent of rank and world size, under 300 bytes of JSON."""
+        """Return the state to go on from. It does not depend on rank and world size, and has under 300 bytes of
+        JSON."""
         identity = self._identity(self._position)
         return {"version": STATE_VERSION, "order": ORDER, "position": self._position, **identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken. Raises ConfigError if it is of another corpus, seed or sequence length."""
+        """Go on where a state was taken. Raises ConfigError if the state is of another corpus, seed or sequence
+        length."""
         if state.get("version") != STATE_VERSION:
             raise ConfigError(
                 f"The dataset's state has version {state.get('version')}, but this program reads {STATE_VERSION}."
@@ -272,7 +285,7 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
         return self._position
 
     def go_to(self, position: int) -> None:
-        """Go on after so many samples over all ranks and epochs."""
+        """Go on after so many samples, over all ranks and epochs."""
         if position < 0:
             raise ConfigError(f"The position is {position}, but must be at least 0.")
         self._position = position
@@ -283,7 +296,8 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
         return self.indexes[0]
 
     def _identity(self, position: int) -> dict[str, Any]:
-        """What must not have changed up to a position. The weights of a mixture may change after it."""
+        """Return everything that must not have changed up to a position. The weights of a mixture may change after
+        it."""
         identity = {
             "corpus": self._corpus(),
             "seed": self.seed,
@@ -310,8 +324,8 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
 
 class ResumableLoader(DataLoader[dict[str, Any]]):
     """A DataLoader that gives a ResumableDataset's samples in batches, in the same order with any number of worker
-    processes, and keeps the dataset's position at what it has handed out. One pass is what is left of an epoch, unless
-    the dataset is endless. The last batch of an epoch may be smaller."""
+    processes. It keeps the dataset's position at what it has handed out. One pass is the rest of an epoch, unless the
+    dataset is endless. The last batch of an epoch may be smaller."""
 
     def __init__(self, dataset: ResumableDataset, batch_size: int = 1, num_workers: int = 0, **more: Any) -> None:
         if batch_size < 1:
@@ -342,8 +356,8 @@ class ResumableLoader(DataLoader[dict[str, Any]]):
 
 
 class _Batches(IterableDataset[Any]):
-    """Whole batches of the pass that begins at `begin`, with the position after each. Worker processes take turns, as
-    their DataLoader does."""
+    """Whole batches of the pass that begins at `begin`, each with the position after it. Worker processes take turns,
+    as their DataLoader does."""
 
     def __init__(self, dataset: ResumableDataset, batch_size: int, begin: torch.Tensor) -> None:
         self._begin = begin
@@ -360,8 +374,8 @@ class _Batches(IterableDataset[Any]):
 
 
 def find_or_build(data_files: Sequence[str], tokenizer: object) -> TokenIndexFile:
-    """The index of these files: from the cache folder, or built into it. Known by names, sizes and times of the files
-    and by the tokenizer."""
+    """Return the index of these files, from the cache folder or built into it. It is known by names, sizes and times of
+    the files and by the tokenizer."""
     chosen = tokenizers.chosen(tokenizer)
     files = [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in find_inputs(data_files)]
     key = xxhash.xxh3_128_hexdigest(json.dumps([files, chosen.identity], sort_keys=True).encode())
@@ -386,7 +400,7 @@ def _opened(given: Index | str | Path | None) -> Index:
 
 
 def _check_alike(names: Sequence[str], indexes: Sequence[Index]) -> None:
-    """Raises ConfigError if the indexes of a mixture do not mean the same by their tokens."""
+    """Raise ConfigError if the tokens of a mixture's indexes do not mean the same."""
     for name, index in zip(names, indexes, strict=True):
         if index.tokenizer != indexes[0].tokenizer:
             raise ConfigError(

@@ -1,8 +1,8 @@
 """Builds a token index from text.
 
-Each unit of the input (readers.py) becomes one part file, in any order and by any number of processes; the parts are
-then put together in the order of the input. A part that is finished stays, so a build that was killed goes on where it
-was; the bytes of the index depend on the input and the tokenizer alone.
+Each unit of the input (readers.py) becomes one part file, in any order and by any number of processes. The parts are
+then put together in the order of the input. A finished part stays, so a build that was killed goes on where it was. The
+bytes of the index depend on the input and the tokenizer alone.
 """
 
 from __future__ import annotations
@@ -44,22 +44,21 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class IndexPart:
-    """What is known of one finished unit. lengths, keys, sources: per document, in tokens. lines: lines or rows of
-    each of its pieces. problems: piece, line and reason of the first bad documents, of `bad` in all."""
+    """The facts about one finished unit."""
 
-    lengths: npt.NDArray[np.uint64]
-    keys: npt.NDArray[np.uint64]
-    sources: npt.NDArray[np.uint32]
-    lines: list[int]
-    problems: list[tuple[int, int, str]]
-    bad: int
-    empty: int
-    sha: int
+    lengths: npt.NDArray[np.uint64]  # per document, in tokens
+    keys: npt.NDArray[np.uint64]  # per document, the hash of its text
+    sources: npt.NDArray[np.uint32]  # per document, the number of its file
+    lines: list[int]  # lines or rows of each of its pieces
+    problems: list[tuple[int, int, str]]  # piece, line and reason of the first bad documents
+    bad: int  # documents in all
+    empty: int  # documents
+    sha: int  # the hash of the part's tokens
 
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What a build did."""
+    """The outcome of a build."""
 
     path: Path
     documents: int
@@ -81,13 +80,13 @@ def build(
     max_bad_fraction: float = 0.0,
     progress: Progress | None = None,
 ) -> BuildReport:
-    """Write the index of these files and return what was done; an older one of that name is replaced.
+    """Write the index of these files and return what was done. An older index of that name is replaced.
 
-    Memory: per process, about ten times the longest JSONL line or 16 MiB of plain text, whichever is more; the corpus
+    Memory: per process, about ten times the longest JSONL line or 16 MiB of plain text, whichever is more. The corpus
     may be larger than memory.
 
-    Raises ConfigError for bad input, among it more than `max_bad_fraction` bad documents, and if another build of the
-    same output is at work; InfrastructureError if the disk refuses or a process of the build dies.
+    Raises ConfigError for bad input, for example for more than `max_bad_fraction` bad documents, and if another build
+    of the same output is running. Raises InfrastructureError if the disk refuses or a process of the build dies.
     """
     output = Path(output)
     chosen = tokenizers.chosen(tokenizer)
@@ -96,7 +95,7 @@ def build(
 
 
 def build_once(inputs: Sequence[str], output: Path, tokenizer: Tokenizer) -> None:
-    """Build an index that is not there yet; if another process is at it, wait for that."""
+    """Build an index that does not exist yet. If another process is building it, wait for that."""
     with _exclusive(output, wait=True):
         if not output.exists():
             _build(inputs, output, tokenizer, "text", 1, 0.0, None)
@@ -164,13 +163,13 @@ def _parts_folder(output: Path) -> Path:
 
 @contextlib.contextmanager
 def _exclusive(output: Path, *, wait: bool) -> Iterator[None]:
-    """Hold the folder of the parts, which is removed when nothing is in it."""
+    """Hold the folder of the parts for this process. Remove it at the end if nothing is in it."""
     folder = _parts_folder(output)
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:  # whoever had it has just removed it
+        except FileNotFoundError:  # the last holder has just removed it
             continue
         except OSError as error:
             raise InfrastructureError(f"The index {output} cannot be built: {error}; name another with -o.") from error
@@ -194,7 +193,7 @@ def _exclusive(output: Path, *, wait: bool) -> Iterator[None]:
 
 
 def _plan(paths: Sequence[Path], units: Sequence[Unit], tokenizer: Tokenizer, text_key: str) -> str:
-    """What the parts depend on, as text: parts of another plan are of no use."""
+    """Return everything that the parts depend on, as text. Parts of another plan cannot be used."""
     files = [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in paths]
     plan = {"files": files, "units": len(units), "tokenizer": tokenizer.identity, "text_key": text_key, "version": 1}
     return json.dumps(plan, sort_keys=True)
@@ -211,7 +210,7 @@ def _prepare(folder: Path, plan: str) -> None:
 
 
 def _remove_parts(folder: Path) -> None:
-    """Remove everything, the plan first: parts without one are never taken for whole, wherever this is interrupted."""
+    """Remove everything, the plan first. Parts without a plan are never used, wherever this is interrupted."""
     (folder / PLAN).unlink(missing_ok=True)
     durable_file.sync(folder)
     for entry in folder.iterdir():
@@ -261,7 +260,7 @@ _tokenizer: Tokenizer  # of a pool's process
 
 
 def _begin(identity: dict[str, Any], file: str, parent: int) -> None:
-    """In each process of the pool: it ends with its parent, and leaves Ctrl-C to it."""
+    """Prepare a process of the pool. It ends with its parent, and leaves Ctrl-C to the parent."""
     global _tokenizer
     die_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -273,13 +272,13 @@ def _part(folder: Path, number: int, unit: Unit, text_key: str) -> None:
 
 
 def _make_part(folder: Path, number: int, unit: Unit, tokenizer: Tokenizer, text_key: str) -> None:
-    """Write `NUMBER.tokens`, then `NUMBER.npz`, whose existence says that both are whole."""
+    """Write `NUMBER.tokens`, then `NUMBER.npz`. The second file says that both are whole."""
     maker = _PartMaker(tokenizer)
     tokens = folder / f"{number}.tokens"
     with open(tokens, "wb") as file:
         for index, piece in enumerate(unit.pieces):
             maker.read(index, piece, text_key, file.write)
-    durable_file.sync(tokens)  # a power cut must not leave the one name and not what it vouches for
+    durable_file.sync(tokens)  # before the other file: after a power cut that one must not stand for missing tokens
     with durable_file.replacing(folder / f"{number}.npz") as temporary, open(temporary, "wb") as file:
         np.savez(
             file,
@@ -291,7 +290,7 @@ def _make_part(folder: Path, number: int, unit: Unit, tokenizer: Tokenizer, text
 
 
 class _PartMaker:
-    """Collects the documents of a unit in batches, and what is to be known of them."""
+    """Collects the documents of a unit in batches, and what has to be known of them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -319,7 +318,7 @@ class _PartMaker:
                 self._bad += 1
                 if len(self._problems) < KEPT_PROBLEMS:
                     self._problems.append((index, document.number, problem))
-                document = Document(b"", document.number, ends=document.ends)  # what it is a piece of still ends
+                document = Document(b"", document.number, ends=document.ends)  # its document still ends
             elif alone and not document.text:
                 self._empty += 1
             if document.text or not alone:
@@ -350,7 +349,7 @@ class _PartMaker:
         return ""
 
     def _flush(self, source: int, write: Callable[[memoryview], Any]) -> None:
-        """Encode the batch and write its tokens, an end-of-text after each document."""
+        """Encode the batch and write its tokens, with an end-of-text after each document."""
         encoded = self._tokenizer.encode([d.text for d in self._batch])
         out = np.empty(sum(len(ids) for ids in encoded) + sum(d.ends for d in self._batch), self._dtype)
         at = 0
@@ -389,7 +388,7 @@ def _load(folder: Path, number: int) -> IndexPart:
 
 
 def _problems(units: Sequence[Unit], parts: Sequence[IndexPart]) -> list[str]:
-    """Each bad document as `file, line N: reason`, its line counted from the start of the file."""
+    """Return each bad document as `file, line N: reason`, its line counted from the start of the file."""
     found, before = [], dict[str, int]()
     for unit, part in zip(units, parts, strict=True):
         for piece, line, reason in part.problems:
@@ -412,7 +411,7 @@ def _token_bytes(folder: Path, parts: Sequence[IndexPart]) -> Iterator[bytes]:
 
 
 def first_texts(paths: Sequence[Path], text_key: str) -> Iterator[str]:
-    """Yield as many texts as a tokenizer is trained on. Bad ones are met again, and reported, by the build."""
+    """Yield the first texts, as many as a tokenizer is trained on. The build meets bad ones again and reports them."""
     left = TRAIN_BYTES
     for unit in plan_units(paths):
         for piece in unit.pieces:

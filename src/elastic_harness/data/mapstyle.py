@@ -14,8 +14,8 @@ from elastic_harness.errors import ConfigError
 class MapStyle:
     """Gives any object with ``__len__`` and ``__getitem__`` the ``read`` and ``fingerprint`` of a dataset.
 
-    Its items must depend on the index alone: an item that draws random numbers must take them from torch's
-    default generator, which is seeded for every slot.
+    An item must depend on its index alone. An item that draws random numbers must take them from torch's default
+    generator, which is seeded for every slot.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
@@ -34,7 +34,7 @@ class MapStyle:
         return len(self.dataset)
 
     def read(self, sample_ids: npt.ArrayLike) -> Any:
-        """The collated batch of these samples, in this order."""
+        """Return the collated batch of these samples, in this order."""
         if self._collate is None:
             from torch.utils.data import default_collate
 
@@ -42,7 +42,7 @@ class MapStyle:
         return self._collate([self.dataset[int(i)] for i in np.asarray(sample_ids, dtype=np.int64)])
 
     def fingerprint(self) -> dict[str, Any]:
-        """The dataset's own fingerprint if it has one, and its class and length."""
+        """Return the dataset's own fingerprint if it has one, with its class and length."""
         own = getattr(self.dataset, "fingerprint", None)
         return {
             "kind": f"{type(self.dataset).__module__}.{type(self.dataset).__qualname__}",

@@ -1,9 +1,9 @@
-"""Several sources in fixed proportions: which of them gives the sample at a position, by arithmetic alone.
+"""Several sources in fixed proportions: arithmetic alone says which of them gives the sample at a position.
 
-Position n goes to whoever wins the n-th seat of Webster's apportionment to the weights (the highest averages with
-divisors 1, 3, 5, …): at every moment each source has given what is due to it, rounded. With whole weights of sum A this
-repeats every A positions, so one table of A entries answers for any position. Within a source the samples come in its
-own order, new in each pass.
+Position n goes to the source that wins the n-th seat of Webster's apportionment to the weights (the highest averages
+with divisors 1, 3, 5, …). So at every moment each source has given its share, rounded. With whole weights of sum A this
+repeats every A positions, so one table of A entries answers for any position. Within a source the samples come in the
+source's own order, new in each pass.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ENDLESS = 1 << 62  # a mixture has no epoch: its sources begin again one by one
 @dataclass(frozen=True)
 class Mixture:
     """Sources by name, each an index or where it lies, and their weights: 0.7 and 0.3, or 7 and 3. changes: other
-    weights from a position on, counted in samples from the start; under the harness that is step times global batch. A
-    source that a change does not name has weight 0 from there on."""
+    weights from a position on, counted in samples from the start. Under the harness a position is step times global
+    batch. A source that a change does not name has weight 0 from there on."""
 
     sources: Mapping[str, Index | str | Path]
     weights: Mapping[str, float]
@@ -53,7 +53,8 @@ class Stage:
 
     @cached_property
     def _seats(self) -> tuple[Int64s, Int64s]:
-        """Of each position of a period: the source, and how many it has given within the period before."""
+        """For each position of a period: the source, and how many samples that source has given before it within the
+        period."""
         counts = np.array(self.weights)
         sources = np.repeat(np.arange(len(counts)), counts)
         before = np.arange(len(sources)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -63,14 +64,15 @@ class Stage:
         return sources[order].astype(np.int64), before[order].astype(np.int64)
 
     def seats(self, offsets: Int64s) -> tuple[Int64s, Int64s]:
-        """Of positions counted from the stage's first: the source, and how many it has given in this stage before."""
+        """Return for each position, counted from the stage's first: the source, and how many samples that source has
+        given before in this stage."""
         sources, before = self._seats
         periods, within = np.divmod(offsets, self.period)
         chosen = sources[within]
         return chosen, periods * np.array(self.weights, np.int64)[chosen] + before[within]
 
     def given(self, count: int) -> Int64s:
-        """(K,) how many of the stage's first `count` positions went to each source."""
+        """Return (K,) how many of the stage's first `count` positions went to each source."""
         periods, within = divmod(count, self.period)
         weights = np.array(self.weights, np.int64)
         return periods * weights + np.bincount(self._seats[0][:within], minlength=len(weights))
@@ -126,8 +128,9 @@ class MixtureOrder:
 def make_stages(
     names: Sequence[str], weights: Mapping[str, float], changes: Mapping[int, Mapping[str, float]]
 ) -> list[Stage]:
-    """The stages of a mixture: `weights` from the start on, others from the positions in `changes` on. A source that is
-    not named in a change has weight 0 from there on. Raises ConfigError for what cannot be weighted so."""
+    """Return the stages of a mixture: `weights` from the start on, other weights from the positions in `changes` on. A
+    source that a change does not name has weight 0 from there on. Raises ConfigError for weights that are not
+    possible."""
     stages = [Stage(0, whole_weights(names, weights, "weights"))]
     for first in sorted(changes):
         if first < 1:
@@ -137,8 +140,9 @@ def make_stages(
 
 
 def whole_weights(names: Sequence[str], weights: Mapping[str, float], what: str) -> tuple[int, ...]:
-    """The smallest whole numbers in these proportions, if their sum is at most 65,536; else the nearest of that sum,
-    none of them 0 that was not. 0.7 counts as 7/10, not as the float that is a little less."""
+    """Return the smallest whole numbers in these proportions, if their sum is at most 65,536. Else return the nearest
+    ones with that sum; a weight that is not 0 does not become 0. 0.7 counts as 7/10, not as the float that is a little
+    less."""
     unknown = sorted(set(weights) - set(names))
     if unknown:
         raise ConfigError(f"The {what} name {unknown[0]!r}, which is no source; the sources are {', '.join(names)}.")
@@ -162,7 +166,7 @@ def whole_weights(names: Sequence[str], weights: Mapping[str, float], what: str)
 
 
 def order_of(description: Mapping[str, Any]) -> Order:
-    """The order that `describe()` gave, from its JSON. Raises ConfigError for a kind that is not known."""
+    """Return the order that `describe()` gave, from its JSON. Raises ConfigError for an unknown kind."""
     match description.get("kind"):
         case "epochs":
             return EpochOrder(int(description["n_samples"]), int(description["seed"]))

@@ -1,8 +1,8 @@
 """Which sample comes at which position: a computed permutation, a pure function of (seed, epoch).
 
-Large ranges use a generalised Feistel network on a rectangle a x b that just covers the range: constant
-memory, any position in constant time, so resuming costs nothing. Small ranges get a true shuffle, because
-a Feistel network on a handful of values reaches only part of their permutations.
+Large ranges use a generalised Feistel network on a rectangle a x b that just covers the range. It needs constant
+memory, and any position takes constant time, so resuming costs nothing. Small ranges get a true shuffle, because a
+Feistel network on a handful of values reaches only part of their permutations.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ UInt64s = npt.NDArray[np.uint64]
 
 
 def order_key(seed: int, epoch: int, purpose: str = "order") -> int:
-    """The key of one epoch's order: a hash, so that neighbouring seeds and epochs share nothing."""
+    """Return the key of one epoch's order. It is a hash, so that neighbouring seeds and epochs share nothing."""
     text = f"elastic_harness/{purpose}/{seed}/{epoch}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:16], "little")
 
 
 class SamplePlaces(NamedTuple):
-    """What positions stand for, each (m,) int64: the source, how often it was gone through before (its pass), and the
-    sample's number within the source."""
+    """The samples at some positions, each field (m,) int64: the source, how often the source was gone through before
+    (its pass), and the sample's number within the source."""
 
     sources: Int64s
     passes: Int64s
@@ -45,8 +45,8 @@ class SamplePlaces(NamedTuple):
 
 
 class Order(Protocol):
-    """All of a run's sample order. n_samples: positions in an epoch. names, sizes: of a mixture's sources; a single one
-    has no name. `verify` makes it again from `describe()`, so it must need nothing else."""
+    """The whole sample order of a run. n_samples: positions in an epoch. names, sizes: of a mixture's sources; a single
+    source has no name. `verify` makes the order again from `describe()`, so it must need nothing else."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -59,26 +59,27 @@ class Order(Protocol):
     def places(self, epoch: int, positions: Int64s) -> SamplePlaces: ...
 
     def drawn(self, epoch: int, position: int) -> tuple[int, ...]:
-        """How many samples each source has given before this position, since the start of the run."""
+        """Return how many samples each source has given before this position, since the start of the run."""
         ...
 
     def describe(self) -> dict[str, Any]: ...
 
 
 def sample_ids(order: Order, epoch: int, positions: Int64s) -> Int64s:
-    """The (m,) ids at these positions."""
+    """Return the (m,) ids at these positions."""
     return ids_of(order, order.places(epoch, positions))
 
 
 def ids_of(order: Order, places: SamplePlaces) -> Int64s:
-    """The (m,) ids of what is at these places; the sources' samples are numbered one source after another."""
+    """Return the (m,) ids of the samples at these places. The sources' samples are numbered one source after
+    another."""
     if len(order.sizes) == 1:
         return places.numbers
     return places.numbers + offsets(order.sizes)[places.sources]
 
 
 def offsets(sizes: tuple[int, ...]) -> Int64s:
-    """(K,) the id of each source's first sample."""
+    """Return (K,) the id of each source's first sample."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)[:-1]])
 
 
@@ -105,7 +106,7 @@ class EpochOrder:
 
 @lru_cache(maxsize=64)
 def epoch_order(n: int, seed: int, epoch: int, purpose: str = "order") -> Permutation:
-    """The permutation of ``range(n)`` that epoch ``epoch`` of a run with seed ``seed`` follows."""
+    """Return the permutation of ``range(n)`` that epoch ``epoch`` of a run with seed ``seed`` follows."""
     return Permutation(n, order_key(seed, epoch, purpose))
 
 
@@ -123,7 +124,7 @@ class Permutation:
         self._table = _shuffle(n, self._round_keys[0]) if n <= TINY else None
 
     def __call__(self, positions: npt.ArrayLike) -> Int64s:
-        """The ids at these positions, an int64 array of the same shape. Positions must lie in range(n)."""
+        """Return the ids at these positions, an int64 array of the same shape. Positions must lie in range(n)."""
         given = np.asarray(positions, dtype=np.int64)
         if given.size and (given.min() < 0 or given.max() >= self.n):
             raise IndexError(f"positions span {given.min()} … {given.max()}, but must lie in 0 … {self.n - 1}.")
@@ -151,7 +152,7 @@ class Permutation:
 
 
 def _add(values: UInt64s, hashes: UInt64s, modulus: np.uint64) -> UInt64s:
-    """(values + hash scaled to the modulus) mod modulus, in place; values and modulus are below 2^32."""
+    """Return (values + hash scaled to the modulus) mod modulus, in place; values and modulus are below 2^32."""
     hashes >>= _32
     hashes *= modulus
     hashes >>= _32
@@ -166,7 +167,7 @@ def _derive(key: int, index: int) -> np.uint64:
 
 
 def _mix(values: UInt64s) -> UInt64s:
-    """splitmix64's finalizer (Steele, Lea, Flood 2014) after its additive constant; wraps modulo 2^64."""
+    """Return splitmix64's finalizer (Steele, Lea, Flood 2014) after its additive constant; it wraps modulo 2^64."""
     z = values + _GAMMA
     for shift, factor in _ROUNDS_OF_MIX:
         z ^= z >> shift
@@ -176,5 +177,5 @@ def _mix(values: UInt64s) -> UInt64s:
 
 
 def _shuffle(n: int, key: np.uint64) -> Int64s:
-    """Sorting by a hash: every order is as likely as any other, and no generator's version matters."""
+    """Return an order sorted by a hash. Every order is as likely as any other, and no generator's version matters."""
     return np.argsort(_mix(_mix(np.arange(n, dtype=np.uint64) ^ key)), kind="stable").astype(np.int64)

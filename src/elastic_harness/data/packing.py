@@ -1,8 +1,8 @@
 """Best-fit packing: whole documents into windows of S tokens, so that few are cut and little room is left.
 
-Documents longer than a window are cut into windows of their own and a rest; the rests are placed by decreasing
-length, each into the fullest window that still has room (best-fit decreasing, as in Ding et al. 2024, "Fewer
-truncations improve language modeling", arXiv 2404.10830). Done once, offline; the outcome is a section of the index.
+A document longer than a window is cut into windows of its own and a rest. The rests are placed by decreasing length,
+each into the fullest window that still has room (best-fit decreasing, as in Ding et al. 2024, "Fewer truncations
+improve language modeling", arXiv 2404.10830). This is done once, offline. The outcome is a section of the index.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ REPORT_EVERY = 1 << 16
 
 @dataclass(frozen=True)
 class Packing:
-    """bins: (B + 1,) window b has the pieces bins[b] … bins[b + 1]. starts, lengths: (P,) where each piece begins in
-    the tokens, and how many labels it has; it reads one token more. The first `n_train` windows are for training."""
+    """Which pieces of documents each window has."""
 
     seq_length: int
     validation_fraction: float
-    n_train: int
-    bins: npt.NDArray[Any]
-    starts: npt.NDArray[Any]
-    lengths: npt.NDArray[Any]
+    n_train: int  # the first so many windows are for training
+    bins: npt.NDArray[Any]  # (B + 1,) window b has the pieces bins[b] … bins[b + 1]
+    starts: npt.NDArray[Any]  # (P,) where each piece begins in the tokens
+    lengths: npt.NDArray[Any]  # (P,) how many labels each piece has; it reads one token more
 
     @property
     def n_bins(self) -> int:
@@ -50,8 +49,8 @@ def pack(
     validation_fraction: float = 0.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Packing:
-    """The packing of documents with these bounds and keys; a pure function. `progress(done, of)` is called as it goes.
-    Raises ConfigError if there is nothing to pack."""
+    """Return the packing of documents with these bounds and keys. Pure, except that it calls `progress(done, of)` now
+    and then. Raises ConfigError if there is nothing to pack."""
     if seq_length < 1:
         raise ConfigError(f"--seq-length is {seq_length}, but must be at least 1.")
     validation = held_out(keys, validation_fraction)
@@ -75,7 +74,8 @@ def pack(
 
 
 def best_fit(lengths: Int64s, capacity: int, progress: Callable[[int, int], None] | None = None) -> Int64s:
-    """(P,) the bin of each piece, of at most `capacity`, by best-fit decreasing; bins count from 0 as they open."""
+    """Return (P,) the bin of each piece, of at most `capacity`, by best-fit decreasing. Bins count from 0 as they
+    open."""
     bins = np.empty(len(lengths), np.int64)
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # the open bins by the room they have left
     rooms = 0  # bit r is set where with_room[r] has any
@@ -101,7 +101,8 @@ def best_fit(lengths: Int64s, capacity: int, progress: Callable[[int, int], None
 
 
 def _pieces(documents: Int64s, mine: npt.NDArray[np.bool_], seq_length: int) -> tuple[Int64s, Int64s]:
-    """Where the pieces of these documents begin, and their labels: all but a document's first token is one."""
+    """Return where the pieces of these documents begin, and how many labels each has. All tokens of a document but the
+    first are labels."""
     firsts, labels = documents[:-1][mine], np.diff(documents)[mine] - 1
     counts = -(-labels // seq_length)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,7 +1,7 @@
-"""Documents from files: JSONL, plain text and Parquet, the first two also compressed; in units that can be read alone.
+"""Documents from files: JSONL, plain text and Parquet, each also compressed, in units that can be read alone.
 
-A unit is a byte range of an uncompressed JSONL file, or some whole files. Units depend on the files alone, so what is
-built from them does not depend on how many processes do it.
+A unit is a byte range of an uncompressed JSONL file, or some whole files. Units depend on the files alone. So the index
+that is built from them does not depend on how many processes build it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
 
 @dataclass(frozen=True)
 class TextPiece:
-    """The lines of a file that begin within low:high, or all of the file (high -1). source: its number among all."""
+    """The lines of a file that begin within low:high, or all of the file (high -1). source: the file's number among all
+    files."""
 
     path: str
     source: int
@@ -44,7 +45,7 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class Unit:
-    """What one process reads at a time. nbytes: of input, for progress."""
+    """The input that one process reads at a time. nbytes: its size, for progress."""
 
     pieces: tuple[TextPiece, ...]
     nbytes: int
@@ -53,7 +54,7 @@ class Unit:
 @dataclass(frozen=True)
 class Document:
     """A document's text, or why there is none. number: its line or row in the piece, from 1. A plain text file of more
-    than 16 MiB comes as several texts, cut at line ends, of which only the last `ends` the document."""
+    than 16 MiB comes as several texts, cut at line ends. Only the last one `ends` the document."""
 
     text: bytes
     number: int
@@ -62,8 +63,9 @@ class Document:
 
 
 def find_inputs(given: Sequence[str]) -> list[Path]:
-    """The files that files, folders and patterns name: those of a folder or a pattern in the order of their names,
-    hidden ones left out. Raises ConfigError for what names nothing, or something twice."""
+    """Return the files that files, folders and patterns name. Those of a folder or a pattern come in the order of their
+    names, without hidden files. Raises ConfigError for a name that matches nothing, and for a file that is named
+    twice."""
     found: list[Path] = []
     for name in given:
         path = Path(name).expanduser()
@@ -91,7 +93,7 @@ def find_inputs(given: Sequence[str]) -> list[Path]:
 
 
 def plan_units(paths: Sequence[Path]) -> list[Unit]:
-    """The units of these files, in order."""
+    """Return the units of these files, in order."""
     units: list[Unit] = []
     waiting: list[TextPiece] = []
     nbytes = 0
@@ -120,8 +122,8 @@ def plan_units(paths: Sequence[Path]) -> list[Unit]:
 
 
 def documents(piece: TextPiece, text_key: str) -> Iterator[Document]:
-    """The documents of a piece, bad ones included: a JSONL line is one, a row of a Parquet file, or a plain text file.
-    Raises ConfigError for a file that cannot be read at all."""
+    """Yield the documents of a piece, bad ones included. A document is a JSONL line, a row of a Parquet file, or a
+    plain text file. Raises ConfigError for a file that cannot be read at all."""
     name = piece.path.removesuffix(".gz").removesuffix(".zst")
     try:
         if name.endswith(".parquet"):
@@ -159,7 +161,7 @@ def _whole(file: BinaryIO) -> Iterator[Document]:
 
 
 def _lines(file: BinaryIO, piece: TextPiece, text_key: str) -> Iterator[Document]:
-    """The lines that begin in the piece. One that began before it belongs to the piece before."""
+    """Yield the lines that begin in the piece. A line that began before it belongs to the piece before."""
     position = 0
     if piece.low:
         file.seek(piece.low - 1)

@@ -1,7 +1,7 @@
 """An index in object storage or behind HTTP, read in verified chunks that are kept in a bounded folder on local disk.
 
-A chunk is a file of its own in that folder, written under a temporary name and renamed, so that any number of processes
-can share it. Its hash is checked whenever a process takes it up; one that is wrong is fetched again, and reported if it
+A chunk is a file in that folder. It is written under a temporary name and renamed, so that any number of processes can
+share it. Each process checks its hash when it first uses the chunk. A wrong chunk is fetched again, and reported if it
 is still wrong then.
 """
 
@@ -25,15 +25,15 @@ from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.object_store import ObjectStore
 
 FETCHES_AT_ONCE = 16
-READ_AHEAD_CHUNKS = 64  # at most so many are asked for before they are needed
-HELD_CHUNKS = 256  # mapped into this process
+READ_AHEAD_CHUNKS = 64  # at most so many are fetched before they are needed
+HELD_CHUNKS = 256  # at most so many are mapped into this process
 TRIES = 3
-SWEEP_PART = 16  # the folder is looked through after each 1/16 of what it may hold was added
+SWEEP_PART = 16  # the folder is swept each time that 1/16 of its limit was added
 Int64s = npt.NDArray[np.int64]
 
 
 class RemoteFile:
-    """One object, read by byte ranges. Raises what ObjectStore raises."""
+    """One object, read by byte ranges. Raises the errors of ObjectStore."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -49,14 +49,14 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """How the file is cut into chunks: chunk i is bytes low + i·size to low + (i + 1)·size, and not beyond high."""
+    """How the file is cut into chunks. Chunk i is bytes low + i·size to low + (i + 1)·size, and not beyond high."""
 
     low: int
     high: int
     size: int
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """The bounds of all chunks."""
+        """Return the bounds of all chunks."""
         return map(self.bounds, range(-(-(self.high - self.low) // self.size)))
 
     def bounds(self, chunk: int) -> tuple[int, int]:
@@ -66,7 +66,7 @@ class ChunkLayout:
 
 class ChunkCache:
     """The verified chunks of one file. folder: on local disk, shared by all processes that read this file. limit_bytes:
-    of the folder; the chunks that were not taken up for longest go first."""
+    of the folder. The chunks that were not used for longest are removed first."""
 
     def __init__(
         self, file: RemoteFile, layout: ChunkLayout, hashes: npt.NDArray[np.uint64], folder: Path, limit_bytes: int
@@ -90,7 +90,7 @@ class ChunkCache:
             ) from error
 
     def read(self, low: int, high: int) -> npt.NDArray[np.uint8]:
-        """The bytes of the file from low to high, as an array that may be a view of the cache."""
+        """Return the bytes of the file from low to high, as an array that may be a view of the cache."""
         self._check_fork()
         first, last = self._chunk_of(low), self._chunk_of(high - 1)
         if first == last:
@@ -103,7 +103,7 @@ class ChunkCache:
         return np.concatenate(pieces)
 
     def prefetch(self, ranges: list[tuple[int, int]]) -> None:
-        """Begin to fetch what these byte ranges need, as far as not too much is on its way already."""
+        """Begin to fetch the chunks of these byte ranges, unless too many are on their way already."""
         self._check_fork()
         wanted = dict.fromkeys(
             chunk for low, high in ranges for chunk in range(self._chunk_of(low), self._chunk_of(high - 1) + 1)
@@ -133,7 +133,8 @@ class ChunkCache:
         return content
 
     def _arrived(self, chunk: int, done: Future[npt.NDArray[np.uint8]]) -> None:
-        """What was fetched ahead is here; what could not be is asked for again, and reported, when it is needed."""
+        """Keep a chunk that was fetched ahead. A chunk that could not be fetched is asked for again, and reported, when
+        it is needed."""
         if done.exception() is None:
             self._hold(chunk, done.result())
         with self._lock:
@@ -146,7 +147,7 @@ class ChunkCache:
                 self._held.popitem(last=False)
 
     def _take_up(self, chunk: int) -> npt.NDArray[np.uint8]:
-        """A chunk from the folder if it is there and right, else from the storage. Runs in any thread."""
+        """Return a chunk from the folder if it is there and right, else from the storage. Runs in any thread."""
         low, high = self._layout.bounds(chunk)
         path = self._folder / str(chunk // 1000) / f"{chunk}.chunk"
         with contextlib.suppress(OSError, ValueError):
@@ -168,7 +169,7 @@ class ChunkCache:
         return xxhash.xxh3_64_intdigest(content) == int(self._hashes[chunk])
 
     def _keep(self, path: Path, content: bytes) -> npt.NDArray[np.uint8]:
-        """Write a chunk into the folder; without room there it is used all the same."""
+        """Write a chunk into the folder, and return it. If there is no room, the chunk is used all the same."""
         temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
         try:
             path.parent.mkdir(exist_ok=True)
@@ -188,7 +189,7 @@ class ChunkCache:
         return kept
 
     def _sweep(self) -> None:
-        """Remove the chunks that were not taken up for longest, and leave room for what comes until the next sweep."""
+        """Remove the chunks that were not used for longest, and leave room for those that come until the next sweep."""
         found = []
         for path in self._folder.glob("*/*"):
             with contextlib.suppress(OSError):

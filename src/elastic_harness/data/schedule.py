@@ -21,7 +21,8 @@ class Span:
     position: int  # of ``first``, counted from the start of the run over all epochs
 
     def slot_range(self, slot: int, micro_batch: int) -> tuple[int, int]:
-        """Half-open positions within the epoch that slot ``slot`` takes; empty beyond a short epoch's end."""
+        """Return the half-open range of positions within the epoch that slot ``slot`` takes. It is empty beyond a short
+        epoch's end."""
         end = self.first + self.count
         low = min(self.first + slot * micro_batch, end)
         return low, min(low + micro_batch, end)
@@ -29,7 +30,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Cuts every epoch into steps of ``global_batch`` samples; an epoch's last step may be shorter. A run that goes on
+    """Cuts every epoch into steps of ``global_batch`` samples. An epoch's last step may be shorter. A run that goes on
     from another begins at ``first_step`` with ``first_position``, which may lie within an epoch."""
 
     n_samples: int
@@ -50,13 +51,13 @@ class Schedule:
         return -(-self.n_samples // self.global_batch)
 
     def last_step_of(self, epoch: int) -> int:
-        """The step that ends an epoch, which is not over before the first step."""
+        """Return the step that ends an epoch. The epoch must not end before the first step."""
         begun_in, begun = divmod(self.first_position, self.n_samples)
         left = -(-(self.n_samples - begun) // self.global_batch)
         return self.first_step + left - 1 + (epoch - begun_in) * self.steps_per_epoch
 
     def at(self, step: int) -> Span:
-        """The positions that step ``step`` (from 0) consumes."""
+        """Return the positions that step ``step`` (from 0) consumes."""
         if step < self.first_step:
             raise ValueError(f"step is {step}, but steps count from {self.first_step}.")
         epoch, begun = divmod(self.first_position, self.n_samples)
@@ -71,7 +72,7 @@ class Schedule:
 
 
 def slot_sample_ids(schedule: Schedule, order: Order, step: int, slot: int, micro_batch: int) -> npt.NDArray[np.int64]:
-    """The sample ids that slot ``slot`` of step ``step`` reads, in order; may be short or empty."""
+    """Return the sample ids that slot ``slot`` of step ``step`` reads, in order. They may be few or none."""
     span = schedule.at(step)
     low, high = span.slot_range(slot, micro_batch)
     return _step_sample_ids(schedule, order, step)[low - span.first : high - span.first]
@@ -79,7 +80,7 @@ def slot_sample_ids(schedule: Schedule, order: Order, step: int, slot: int, micr
 
 @lru_cache(maxsize=2)
 def _step_sample_ids(schedule: Schedule, order: Order, step: int) -> npt.NDArray[np.int64]:
-    """All ids of a step at once: the order costs as much for one position as for a hundred."""
+    """Return all ids of a step at once. The order takes as long for one position as for a hundred."""
     span = schedule.at(step)
     ids = sample_ids(order, span.epoch, np.arange(span.first, span.first + span.count, dtype=np.int64))
     ids.setflags(write=False)

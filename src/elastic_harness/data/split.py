@@ -1,4 +1,4 @@
-"""Which documents are held out: a matter of their content alone, so that it stays when data is added."""
+"""Which documents are held out. That depends on their content alone, so it stays the same when data is added."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ Split = Literal["train", "validation"]
 
 
 def held_out(keys: npt.NDArray[Any], fraction: float) -> npt.NDArray[np.bool_]:
-    """(D,) whether each document, by the hash of its content, is in the validation part."""
+    """Return (D,) whether each document, by the hash of its content, is in the validation part."""
     return np.asarray(keys) < np.uint64(int(fraction * 2.0**64))

@@ -64,8 +64,9 @@ class IndexSection:
 
 
 class TokenIndexFile:
-    """A token index, read-only: a local file, memory-mapped, or an address (s3://, gs://, az://, https://), of which
-    what is read is kept on local disk, `cache_bytes` at most. Opening reads the header alone; `verify` reads all.
+    """A token index, read-only. It is a local file, which is memory-mapped, or an address (s3://, gs://, az://,
+    https://). Bytes that were read from an address are kept on local disk, at most `cache_bytes`. Opening reads the
+    header alone; `verify` reads everything.
 
     documents: (D + 1,) their bounds. keys: (D,) content hashes. sources: (D,) indexes into `names`. Raises ConfigError
     if the file is missing, is no index, is truncated or comes from a newer version.
@@ -87,12 +88,12 @@ class TokenIndexFile:
             self.verify()
 
     def __len__(self) -> int:
-        """The number of tokens."""
+        """Return the number of tokens."""
         section = self.sections["tokens"]
         return section.nbytes // np.dtype(section.dtype).itemsize
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Sent to another process by its address alone."""
+        """Send the index to another process by its address alone."""
         return _open, self._opened_with
 
     @property
@@ -102,7 +103,7 @@ class TokenIndexFile:
 
     @cached_property
     def tokens(self) -> Tokens:
-        """(T,) uint16 or uint32: all tokens of a local file. Of a remote one use `read`."""
+        """(T,) uint16 or uint32: all tokens of a local file. For a remote file use `read`."""
         if self.remote:
             raise ConfigError(f"{self.path} is not here as a whole; use read(), or copy the index to local disk.")
         return self._map("tokens")
@@ -141,14 +142,14 @@ class TokenIndexFile:
         return Packing(int(seq_length), float(fraction), int(n_train), bins, starts, lengths)
 
     def document(self, number: int) -> Tokens:
-        """The tokens of one document, its end-of-text included."""
+        """Return the tokens of one document, its end-of-text included."""
         if not 0 <= number < self.n_documents:
             raise IndexError(f"document {number} of {self.path}: it has documents 0 … {self.n_documents - 1}.")
         low, high = int(self.documents[number]), int(self.documents[number + 1])
         return self.read(np.array([low]), high - low)[0]
 
     def read(self, starts: npt.NDArray[np.int64], length: int) -> Tokens:
-        """(m, length) tokens from each of these (m,) positions on."""
+        """Return (m, length) tokens from each of these (m,) positions on."""
         if starts.size and (starts.min() < 0 or starts.max() + length > len(self)):
             raise IndexError(
                 f"{length} tokens from {starts.min()} … {starts.max()} of {self.path}: it has {len(self)} tokens."
@@ -162,7 +163,7 @@ class TokenIndexFile:
         return windows[starts]
 
     def prefetch(self, starts: npt.NDArray[np.int64], length: int) -> None:
-        """Begin to fetch what reading these would need; nothing for a file that is here."""
+        """Begin to fetch the bytes that reading these would need. Do nothing for a local file."""
         if self._cache is not None:
             self._cache.prefetch(self._byte_ranges(starts, length))
 
@@ -172,12 +173,12 @@ class TokenIndexFile:
         return [(low, low + length * size) for low in (section.offset + starts * size).tolist()]
 
     def tokenizer_file(self) -> str:
-        """The tokenizer's own file, as text; empty for one that needs none."""
+        """Return the tokenizer's own file, as text; empty for one that needs none."""
         return self._map("tokenizer").tobytes().decode()
 
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Read the whole file and check every chunk. `progress(bytes)` is called as it goes. Raises ConfigError that
-        names the first damaged section and where it is."""
+        """Read the whole file and check every chunk. `progress(bytes)` is called after each chunk. Raises ConfigError
+        that names the first damaged section and where it is."""
         if self._cache is not None:
             for low, high in self._layout:
                 self._cache.read(low, high)
@@ -200,11 +201,12 @@ class TokenIndexFile:
 
     @property
     def _layout(self) -> ChunkLayout:
-        """The chunks that have a hash: all behind the header, up to the hashes themselves."""
+        """The chunks that have a hash: everything after the header, up to the hashes themselves."""
         return ChunkLayout(PAGE, self.sections["chunks"].offset, CHUNK_BYTES)
 
     def _open_cache(self, file: RemoteFile, cache_bytes: int) -> ChunkCache:
-        """The cache, under the content's own name, with the hashes of all chunks, which the header's hash covers."""
+        """Return the cache, named after the content, with the hashes of all chunks. The fingerprint in the header
+        covers the hashes."""
         section = self.sections["chunks"]
         hashes = file.read(section.offset, section.offset + section.nbytes)
         if _fingerprint(self.header, hashes) != self.fingerprint:
@@ -228,7 +230,7 @@ def _open(path: str, cache_bytes: int) -> TokenIndexFile:
 
 
 def is_token_index(path: str | Path) -> bool:
-    """Whether a file begins as an index does; an address is taken to be one."""
+    """Return whether a file begins as an index does. An address is assumed to be an index."""
     if is_remote(path):
         return True
     try:
@@ -239,7 +241,7 @@ def is_token_index(path: str | Path) -> bool:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest of uint16 and uint32 that holds every id. Raises ConfigError if neither does."""
+    """Return the smallest of uint16 and uint32 that holds every id. Raises ConfigError if neither does."""
     if vocab_size <= 1 << 16:
         return np.dtype("<u2")
     if vocab_size <= 1 << 32:
@@ -261,7 +263,7 @@ def write_index(
     tokenizer_file: str = "",
     packing: Packing | None = None,
 ) -> None:
-    """Write an index and return once it is durable under its name; nothing is left behind if that fails.
+    """Write an index and return once it is durable under its name. Nothing is left behind if that fails.
 
     tokens: their bytes in `token_dtype(vocab_size)`, in pieces of any size. lengths, keys, sources: per document, in
     tokens. The bytes of the file depend on these arguments alone. Raises InfrastructureError if the disk refuses.
@@ -333,7 +335,7 @@ def copy_with_packing(index: TokenIndexFile, path: Path, packing: Packing) -> No
 
 
 def _fingerprint(header: Mapping[str, Any], hashes: bytes) -> str:
-    """Of the content: the hash over what the tokens mean and the hashes of all chunks."""
+    """Return the hash over what the tokens mean and the hashes of all chunks. It identifies the content."""
     identity = {key: header[key] for key in ("vocab_size", "eot_id", "tokenizer", "packing") if key in header}
     return xxhash.xxh3_128_hexdigest(json.dumps(identity, sort_keys=True).encode() + hashes)
 
@@ -385,7 +387,7 @@ def _header_bytes(header: Mapping[str, Any]) -> bytes:
 
 
 def _read_header(path: Path | str, remote: RemoteFile | None) -> tuple[dict[str, Any], dict[str, IndexSection]]:
-    """The header, checked against its own hash and the file's size."""
+    """Return the header, checked against its own hash and the file's size."""
     again = "build it again with: elastic-harness index build"
     try:
         if remote is not None:

@@ -1,6 +1,7 @@
-"""Text to token ids. Byte-level needs nothing; tiktoken and Hugging Face's tokenizers are used where installed.
+"""Text to token ids. Byte-level needs nothing; tiktoken and Hugging Face's tokenizers are used where they are
+installed.
 
-A special token's literal text inside a document is encoded as the text it is: it never becomes the special token.
+If a document contains the text of a special token, that is encoded as text. It never becomes the special token.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ BYTES = 256
 
 
 class Tokenizer(Protocol):
-    """identity: what an index remembers of it, equal only for tokenizers that give equal ids. file: what is needed to
-    load it again, as text (empty: its identity is enough). raw: takes any bytes, not UTF-8 alone."""
+    """identity: what an index remembers of the tokenizer; equal only for tokenizers that give equal ids. file: what is
+    needed to load it again, as text (empty: its identity is enough). raw: it takes any bytes, not only UTF-8."""
 
     vocab_size: int
     eot_id: int
@@ -31,7 +32,7 @@ class Tokenizer(Protocol):
     raw: bool
 
     def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[Any]]:
-        """The ids of each text, without an end-of-text."""
+        """Return the ids of each text, without an end-of-text."""
         ...
 
     def decode(self, ids: npt.NDArray[Any]) -> str: ...
@@ -60,7 +61,7 @@ class TiktokenTokenizer:
     raw = False
 
     def __init__(self, name: str, same_as: Any = None) -> None:
-        """`same_as`: an encoding that has to be the one of this name, for only its name is remembered."""
+        """`same_as`: an encoding that must be tiktoken's of this name, because the index remembers only the name."""
         tiktoken = _import("tiktoken")
         try:
             self._encoding = tiktoken.get_encoding(name)
@@ -125,8 +126,8 @@ class HuggingFaceTokenizer:
 
 
 def load(spec: str, eot: str | None = None) -> Tokenizer:
-    """`bytes`, `tiktoken:NAME`, a tokenizer.json, a folder with one, or a name on the Hugging Face hub. Raises
-    ConfigError if there is no such tokenizer."""
+    """Return the tokenizer that is named: `bytes`, `tiktoken:NAME`, a tokenizer.json, a folder with one, or a name on
+    the Hugging Face hub. Raises ConfigError if there is no such tokenizer."""
     if spec == "bytes":
         return ByteTokenizer()
     if spec.startswith("tiktoken:"):
@@ -149,8 +150,8 @@ def load(spec: str, eot: str | None = None) -> Tokenizer:
 
 
 def chosen(given: object) -> Tokenizer:
-    """The tokenizer that is given by name or as an object: one of ours, of tiktoken's, of tokenizers', or a fast one of
-    transformers. Raises ConfigError for anything else: an index has to be able to say what made its ids."""
+    """Return the tokenizer that is given by name or as an object: one of ours, of tiktoken's, of tokenizers', or a fast
+    one of transformers. Raises ConfigError for anything else, because an index has to say how its ids were made."""
     if isinstance(given, (str, Path)):
         return load(str(given))
     if all(hasattr(given, name) for name in ("identity", "vocab_size", "eot_id", "file", "raw", "encode", "decode")):
@@ -167,7 +168,7 @@ def chosen(given: object) -> Tokenizer:
 
 
 def restore(identity: dict[str, Any], file: str) -> Tokenizer:
-    """The tokenizer that an index was built with. Raises ConfigError if it cannot be had."""
+    """Return the tokenizer that an index was built with. Raises ConfigError if it is not available."""
     match identity.get("kind"):
         case "bytes":
             return ByteTokenizer()
@@ -182,7 +183,7 @@ def restore(identity: dict[str, Any], file: str) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
-    """A byte-level BPE of `vocab_size` entries learned from these texts: every text can be encoded by it."""
+    """Return a byte-level BPE of `vocab_size` entries learned from these texts. It can encode every text."""
     if vocab_size <= BYTES:
         raise ConfigError(f"--train-bpe is {vocab_size}; it must be more than {BYTES}, which the bytes alone take.")
     library = _import("tokenizers")
@@ -200,7 +201,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
 
 
 def _short(error: BaseException) -> str:
-    """The innermost reason of an error that wraps others."""
+    """Return the innermost reason of an error that wraps others."""
     inner = getattr(error.args[0], "reason", None) if error.args else None
     text = str(inner if inner is not None else error)
     return text.rsplit(": ", 1)[-1]

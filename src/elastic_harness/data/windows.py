@@ -1,7 +1,7 @@
-"""What a sample is: S tokens of an index and, one ahead, their labels.
+"""The content of a sample: S tokens of an index and, one token ahead, their labels.
 
-`Windows` cuts the text at every S tokens, whatever documents lie there. `SeparateWindows` cuts at the same places and
-says which tokens belong together. `PackedWindows` has whole documents, as the index's packing has put them together.
+`Windows` cuts the text at every S tokens, also within documents. `SeparateWindows` cuts at the same places and says
+which tokens belong together. `PackedWindows` has whole documents, as the index's packing has put them together.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ NO_LABEL = -100  # what torch's cross entropy leaves out
 
 
 class Index(Protocol):
-    """What is read of a token index: `TokenIndexFile`, `Corpus`, or something of that shape. documents: (D + 1,) their
-    bounds. keys: (D,) hashes of their content."""
+    """The part of a token index that is read: `TokenIndexFile`, `Corpus`, or something of that shape. documents: (D +
+    1,) their bounds. keys: (D,) hashes of their content."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -39,7 +39,7 @@ class Index(Protocol):
     def tokenizer(self) -> dict[str, Any]: ...
     @property
     def remote(self) -> bool:
-        """What is read from it may be far away."""
+        """Whether its bytes may be far away."""
         ...
 
     @property
@@ -58,8 +58,7 @@ class Index(Protocol):
 
 class Windows:
     """Window i is the tokens from i·S to i·S + S, and one more for the last label, of those documents that belong to
-    one side of the split. Which side depends on a document's content alone, so it stays where it is when data is
-    added."""
+    one side of the split. The side depends on a document's content alone, so it stays the same when data is added."""
 
     def __init__(self, index: Index, seq_length: int, split: Split, validation_fraction: float) -> None:
         self.index = index
@@ -73,15 +72,15 @@ class Windows:
         return max(0, (self.tokens - 1) // self.seq_length)
 
     def read(self, numbers: Int64s) -> Batch:
-        """``input_ids`` and ``labels``, (m, S) int64, of these (m,) windows."""
+        """Return ``input_ids`` and ``labels``, (m, S) int64, of these (m,) windows."""
         starts, left = self._places(numbers)
         if (left > self.seq_length).all():
             return _shifted(self.index.read(starts, self.seq_length + 1))
         return _shifted(self._across_runs(self._stretches(numbers)))
 
     def read_batches(self, numbers: Int64s, size: int) -> Iterator[Batch]:
-        """The same, `size` windows at a time. All tokens are gathered at once and widened batch by batch, which the
-        caches like better."""
+        """Yield the same, `size` windows at a time. All tokens are gathered at once and widened batch by batch, which
+        suits the processor's caches better."""
         starts, left = self._places(numbers)
         if (left > self.seq_length).all():
             tokens = self.index.read(starts, self.seq_length + 1)
@@ -91,12 +90,12 @@ class Windows:
             yield from _batches(self, numbers, size)
 
     def prefetch(self, numbers: Int64s) -> None:
-        """Begin to fetch what these windows need, if it is far away."""
+        """Begin to fetch what these windows need, if the index is far away."""
         starts, _ = self._places(numbers)
         self.index.prefetch(np.minimum(starts, len(self.index) - self.seq_length - 1), self.seq_length + 1)
 
     def _places(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
-        """Where these windows begin in the file, and how many tokens are left in their runs from there on."""
+        """Return where these windows begin in the file, and how many tokens are left in their runs from there on."""
         firsts = numbers * self.seq_length
         if len(self._starts) == 1:
             return firsts + self._starts[0], self.tokens - firsts
@@ -104,7 +103,7 @@ class Windows:
         return self._starts[runs] + firsts - self._before[runs], self._before[runs + 1] - firsts
 
     def _stretches(self, numbers: Int64s) -> list[list[tuple[int, int]]]:
-        """Of each window the stretches of the file that it consists of, as where they begin and their length."""
+        """Return for each window the stretches of the file that it consists of: where each begins, and its length."""
         length = self.seq_length + 1
         found = []
         for first in (numbers * self.seq_length).tolist():
@@ -118,7 +117,7 @@ class Windows:
         return found
 
     def _across_runs(self, windows: list[list[tuple[int, int]]]) -> npt.NDArray[Any]:
-        """(m, S + 1) tokens."""
+        """Return (m, S + 1) tokens."""
         return np.stack(
             [np.concatenate([self.index.read(np.array([at]), size)[0] for at, size in parts]) for parts in windows]
         )
@@ -151,7 +150,7 @@ class SeparateWindows(Windows):
 
 
 class PackedWindows:
-    """Whole documents, put together so that little room is left; those longer than a window are cut. What is left of a
+    """Whole documents, put together so that little room is left. Documents longer than a window are cut. The rest of a
     window is end-of-text without labels, a document of its own."""
 
     def __init__(self, index: Index, seq_length: int, split: Split, validation_fraction: float) -> None:
@@ -207,7 +206,7 @@ class PackedWindows:
                 self.index.prefetch(np.array([start]), length + 1)
 
     def _pieces(self, numbers: Int64s) -> list[list[tuple[int, int]]]:
-        """Of each window its pieces: where they begin in the file, and their labels."""
+        """Return for each window its pieces: where each begins in the file, and how many labels it has."""
         bins, starts, lengths = self._packing.bins, self._packing.starts, self._packing.lengths
         found = []
         for number in (numbers + self._first).tolist():
@@ -239,7 +238,7 @@ class Sources:
         return batch
 
     def read_batches(self, ids: Int64s, size: int) -> Iterator[Batch]:
-        """The same, `size` samples at a time."""
+        """Return the same, `size` samples at a time."""
         return self.parts[0].read_batches(ids, size) if len(self.parts) == 1 else _batches(self, ids, size)
 
     def prefetch(self, ids: Int64s) -> None:
@@ -247,7 +246,7 @@ class Sources:
             part.prefetch(ids[here] - offset)
 
     def _by_part(self, ids: Int64s) -> list[tuple[Windows | PackedWindows, int, Int64s]]:
-        """Each part that has some of these ids, its first id, and where among them its own are."""
+        """Return each part that has some of these ids, with its first id, and where among them its own ids are."""
         owners = np.searchsorted(self._offsets, ids, side="right") - 1
         return [
             (self.parts[owner], int(self._offsets[owner]), np.flatnonzero(owners == owner))
@@ -256,8 +255,9 @@ class Sources:
 
 
 def cu_seqlens(document_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Of (m, S) document ids the bounds of the documents in the flattened batch, (n + 1,) int32, and the longest of
-    them: what attention kernels for sequences of varying length take. A row begins a document."""
+    """Return the bounds of the documents in the flattened batch, (n + 1,) int32, and the length of the longest
+    document, from (m, S) document ids. Attention kernels for sequences of varying length take these. Each row begins a
+    document."""
     begins = torch.ones_like(document_ids, dtype=torch.bool)
     begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     bounds = torch.nonzero(begins.flatten()).flatten()
@@ -266,7 +266,7 @@ def cu_seqlens(document_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def cut(index: Index, seq_length: int, documents: Documents, split: Split, fraction: float) -> Windows | PackedWindows:
-    """The windows of an index. Raises ConfigError for a packing that it does not have."""
+    """Return the windows of an index. Raises ConfigError for a packing that it does not have."""
     if documents == "pack":
         return PackedWindows(index, seq_length, split, fraction)
     kind = SeparateWindows if documents == "separate" else Windows
@@ -274,7 +274,7 @@ def cut(index: Index, seq_length: int, documents: Documents, split: Split, fract
 
 
 def _runs(index: Index, split: Split, fraction: float) -> tuple[Int64s, Int64s]:
-    """Where the runs of consecutive documents of one side begin and end."""
+    """Return where the runs of consecutive documents of one side begin and end."""
     if fraction == 0:
         return np.array([0 if split == "train" else len(index)], np.int64), np.array([len(index)], np.int64)
     validation = held_out(index.keys, fraction)
@@ -285,7 +285,7 @@ def _runs(index: Index, split: Split, fraction: float) -> tuple[Int64s, Int64s]:
 
 
 def _shifted(tokens: npt.NDArray[Any]) -> Batch:
-    """Of (m, S + 1) tokens the inputs and, one token ahead, the labels."""
+    """Return the inputs and, one token ahead, the labels, from (m, S + 1) tokens."""
     return {
         "input_ids": torch.from_numpy(tokens[:, :-1].astype(np.int64)),
         "labels": torch.from_numpy(tokens[:, 1:].astype(np.int64)),
