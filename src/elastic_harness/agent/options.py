@@ -24,8 +24,8 @@ A worker is restarted up to {API_RESTARTS} times at its place while the others g
 steps the count begins anew. A script that does not use elastic_harness.start() is restarted as a whole, up to
 {PLAIN_RESTARTS} times; --max-restarts sets both.
 The same --run-dir again resumes the run.
-What follows a script is the script's. Without one of your own (--config FILE, or -m elastic_harness.train) options may
-stand anywhere.
+Arguments after a script are the script's. Without one of your own (--config FILE, or -m elastic_harness.train) options
+may stand anywhere.
 
 several machines: the same command on each, in any order and at any time, with an etcd that all of them reach
   elastic-harness launch --nnodes 2:8 --store etcd://10.0.0.1:2379 --run-id my-job --nproc-per-node 8 train.py
@@ -39,7 +39,7 @@ exit codes: 0 success, 1 user code failed, 2 wrong configuration, 3 too few work
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What a launch was asked for, with every default resolved. It is kept in the run folder."""
+    """The options of a launch, with every default resolved. They are kept in the run folder."""
 
     workers: int  # of this node
     min_workers: int  # of the whole job, as is max_workers

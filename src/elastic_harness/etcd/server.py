@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"etcd runs on {record.endpoint} (process {record.pid}); give it to a launch with")
         print(f"  --store {record.address}")
         if not given.listen.startswith("127."):
-            print("Whoever reaches this port may change everything: only in a network that you trust.")
+            print("Everybody who can reach this port may change everything: only in a network that you trust.")
         return 0
     if given.command == "status":
         running = read(folder)

@@ -163,7 +163,7 @@ class Together:
                     self._agent.records.event("store_damaged", key=key, error=why)
                     self._agent.console.notice(
                         f"the store's value {key} was not written by a node of this run ({why}); it is ignored, and "
-                        "written anew by the node whose it is"
+                        "the node that owns it writes it anew"
                     )
                 case _:
                     self._link.ask(output)

@@ -74,7 +74,7 @@ def build(facts: Evidence, done: str, advice: str = "") -> Incident:
         what = f"worker {facts.member} {'was ended' if facts.overdue else 'hung'}: {facts.hang}"
         evidence.append("the agent ended it with SIGKILL after its progress deadline")
         if facts.overdue:
-            evidence.append("whoever does this step now has longer, elastic.progress_timeout_factor times as long")
+            evidence.append("the next worker at this step has longer, elastic.progress_timeout_factor times as long")
             advice = advice or "if such work is to be expected, raise elastic.progress_timeout_min_s"
         advice = advice or "if this repeats at the same place, look for a deadlock or slow storage in the log"
     elif facts.garbled:
