@@ -266,8 +266,8 @@ class Agent:
     # ---- workers
 
     def _start_fork_server(self) -> None:
-        """Start the fork server, for workers that speak our protocol. What other scripts import, and need of a process,
-        is not known."""
+        """Start the fork server, for workers that speak our protocol. It is not known what other scripts import, and
+        what they need of a process."""
         if self.options.fork_server and uses_our_api(self.options.command, self.folder.record.get("mode")):
             become_child_subreaper()  # of whom the fork server forks
             environment = {**base_environment(), variables.RUN_DIR: str(self.folder.path)}  # as /proc shows it

@@ -1,4 +1,5 @@
-"""A writer for a process that has no agent. The process starts it, and ends it only after everything is on disk."""
+"""A writer for a process that has no agent. The process starts it. The writer ends only after everything is on disk,
+even if the process dies earlier."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What happens to a snapshot: how long checkpoints stay, where they are uploaded, and what a failure means. The policy
-travels with the snapshot to the writer, as JSON."""
+"""The policy for a snapshot: how long checkpoints stay, where they are uploaded, and what a failure means. It travels
+with the snapshot to the writer, as JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Policy:
         return {"step": version, "error": f"{error}{reason}", "final": final, "fatal": fatal}
 
     def uploading_next(self) -> Policy:
-        """Return the same policy, but with it the next checkpoint is uploaded, whatever the interval says."""
+        """Return the same policy, but with it the next checkpoint is uploaded at any interval."""
         return self if self.upload is None else replace(self, upload=replace(self.upload, interval=1))
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a checkpoint of a training script holds."""
+"""The content of a training script's checkpoint, and loading it to the bit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Between torch's tensors and the bytes that are stored. Of the modules for checkpoints this one, and those for
-DTensors and for conversion, need torch."""
+"""Between torch's tensors and the bytes that are stored. For checkpoints only this module, and those for DTensors and
+for conversion, need torch."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ A sum takes four stages, the first and the last inside a node, the others betwee
     gather  each owner sends the finished sum to the one member of every other node that carries its blocks
     spread  that member passes it on to the other members of its node
 
-On a node of k members each carries about a k-th of the gradient, its *column*, for all owners on other nodes. So a byte
+On a node of k members each carries about a k-th of the gradient, its *column*, for the owners on all nodes. So a byte
 crosses the network once per node and not once per member. On its own node an owner carries its own blocks. One node has
 only `join` and `spread`, and one member per node only `reduce` and `gather`. Either is the flat plan: every holder
 sends to every owner, and every owner to everyone.
@@ -42,16 +42,15 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Plan:
-    """cover: the partial sums that together make up the step, ascending, with their holder's rank. owned: per rank, the
-    elements lo:hi that it reduces. columns: per rank, the elements lo:hi that it carries on its node, which include
-    those that it owns (in a plan for one rank: of the ranks on its node). If the sender of a `reduce` does not hold the
-    span, it joins it first."""
+    """The sends and receives of one step."""
 
-    cover: tuple[tuple[Span, int], ...]
-    owned: tuple[tuple[int, int], ...]
+    cover: tuple[tuple[Span, int], ...]  # the partial sums that make up the step, ascending, with their holder's rank
+    owned: tuple[tuple[int, int], ...]  # per rank, the elements lo:hi that it reduces
+    # Per rank, the elements lo:hi that it carries on its node, which include those that it owns. A plan for one
+    # rank has that for the ranks on its node alone.
     columns: tuple[tuple[int, int], ...]
     join: tuple[Transfer, ...]
-    reduce: tuple[Transfer, ...]
+    reduce: tuple[Transfer, ...]  # a span that the sender does not hold is joined first
     gather: tuple[Transfer, ...]
     spread: tuple[Transfer, ...]
 

@@ -1,4 +1,4 @@
-"""What the control socket offers: status, stop, scale, kill."""
+"""The commands of the control socket: status, stop, scale, kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the store knows of a run of several nodes. It can be read, or forgotten, from any machine."""
+"""The store's knowledge of a run of several nodes. It can be read, or forgotten, from any machine."""
 
 from __future__ import annotations
 

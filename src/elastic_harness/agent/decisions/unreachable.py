@@ -1,4 +1,4 @@
-"""What the user is told when the network is cut between this node and another one."""
+"""The message to the user when the network is cut between this node and another one."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What people and later readers are told: the console, incidents, the run's records."""
+"""Everything that people and later readers are told: the console, incidents, the run's records."""

@@ -1,4 +1,4 @@
-"""What the user sees while a job runs: worker lines with their prefix, and the agent's own notices.
+"""The user's view while a job runs: worker lines with their prefix, and the agent's own notices.
 
 A write never blocks the agent. If the reader is slower than the workers, lines are dropped and the reader is told how
 many. They stay in the log files.

@@ -1,4 +1,5 @@
-"""What the agent writes down: events and ledger, of which it is the only writer, and what a relaunch has to know."""
+"""The agent's records: events and ledger, of which it is the only writer, and the counters that a relaunch has to
+know."""
 
 from __future__ import annotations
 

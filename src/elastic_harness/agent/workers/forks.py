@@ -37,7 +37,7 @@ from elastic_harness.contract.forking import (
 from elastic_harness.errors import InfrastructureError
 
 BASE = ("torch", "torch._dynamo", "elastic_harness.train.run", "elastic_harness.gpt.trainer")
-"""What every worker imports, the second one with its first optimizer."""
+"""The modules that every worker imports, the second one with its first optimizer."""
 IMPORTS = "imports.json"
 READY_LIMIT_S = 60.0
 FORK_LIMIT_S = 10.0

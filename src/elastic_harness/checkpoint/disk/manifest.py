@@ -1,7 +1,7 @@
-"""What is known of a checkpoint without reading its tensors: the folder's name and its `manifest.json`.
+"""A checkpoint as far as it is known without reading its tensors: the folder's name and its `manifest.json`.
 
     format_version  2
-    step, lineage   the version, and which lineage of the run it is of
+    step, lineage   the version, and the lineage of the run that it is of
     meta, skeleton  plain JSON: what else belongs to it; the state's structure, in which tensors stand by name
     tensors         name → dtype, shape, slices; each with offset, sizes, blocks: bytes, xxh3, file, begin
     files           name → bytes, header_bytes, header_xxh3

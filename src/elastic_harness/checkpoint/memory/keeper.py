@@ -54,7 +54,7 @@ def start(listening: socket.socket, frames: Sequence[int]) -> None:
 
 
 class Kept:
-    """What the keeper of one dead rank has given. `descriptors` of frames belong to this process."""
+    """The memory that the keeper of one dead rank has given. `descriptors` of frames belong to this process."""
 
     def __init__(self, connection: socket.socket, descriptors: Sequence[int]) -> None:
         self._connection = connection

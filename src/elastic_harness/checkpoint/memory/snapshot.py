@@ -50,7 +50,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class SnapshotOutcome(IntEnum):
-    """What became of a snapshot on the local disk."""
+    """The outcome of writing a snapshot to the local disk."""
 
     OPEN = 0
     DURABLE = 1
@@ -175,7 +175,7 @@ class Frames:
 
 
 class Snapshot:
-    """One attempt in a frame. What it says is only true while the frame holds this attempt; `here` tells that."""
+    """One attempt in a frame. Its properties are only true while the frame holds this attempt; `here` tells that."""
 
     def __init__(self, frame: _Frame, control: Control, positions: Mapping[Piece, int] | None = None) -> None:
         self._frame = frame
