@@ -8,6 +8,8 @@ from typing import Literal
 
 LaneRanges = tuple[tuple[int, int], ...]
 """Half-open ranges of lanes, ascending and disjoint."""
+Replica = tuple[str, ...]
+"""A row: the members that hold the whole state together. The i-th one holds shard i."""
 
 
 def node_of(member: str) -> str:

@@ -1,0 +1,60 @@
+"""Replicas: which members hold the state together, and compute together. Pure.
+
+A member holds one *shard* of the state. The members that hold the same shard are a *column*: their states are equal, so
+any of them can take another's place. A *row* is one member of each column: a replica. It is whole, or does not compute.
+A member that is in no row is *left over*. It stays in its column without lanes: it applies every step, stays current,
+and fills the next hole at once. With one shard every member is a row of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from elastic_harness.membership.types import Replica, node_of
+
+Columns = tuple[tuple[str, ...], ...]
+"""The members of each column, in the order of the shards."""
+
+
+def deal_columns(members: Sequence[str], held: Mapping[str, int], shards: int) -> Columns:
+    """Return the members of each column, each in the given order.
+
+    A member that holds a shard stays in its column. A newcomer is given the shortest column, of equals the first. If
+    nobody holds one of the shards, the state is lost, and all members are dealt as if they were newcomers.
+    """
+    if not set(range(shards)) <= {held[m] for m in members if m in held}:
+        held = {}
+    shard_of = {m: held[m] for m in members if m in held}
+    sizes = [sum(shard == each for each in shard_of.values()) for shard in range(shards)]
+    for member in members:
+        if member not in shard_of:
+            shard_of[member] = sizes.index(min(sizes))
+            sizes[shard_of[member]] += 1
+    return tuple(tuple(m for m in members if shard_of[m] == shard) for shard in range(shards))
+
+
+def zip_rows(
+    columns: Sequence[Sequence[str]], old_rows: Sequence[Replica]
+) -> tuple[tuple[Replica, ...], tuple[str, ...]]:
+    """Return the rows, and the members that are left over.
+
+    An old row whose members are all still in their columns stays, so that the lanes it has finished stay finished. The
+    others are zipped anew: first those on the same node, then in order. There are as many rows as the shortest column
+    has members.
+    """
+    rows = [row for row in old_rows if len(row) == len(columns) and all(map(_is_in, row, columns))]
+    rest = _without(columns, rows)
+    for node in dict.fromkeys(node_of(member) for member in rest[0]):
+        rows += zip(*([m for m in column if node_of(m) == node] for column in rest), strict=False)
+    rest = _without(columns, rows)
+    rows += zip(*rest, strict=False)
+    return tuple(rows), tuple(member for column in _without(columns, rows) for member in column)
+
+
+def _is_in(member: str, column: Sequence[str]) -> bool:
+    return member in column
+
+
+def _without(columns: Sequence[Sequence[str]], rows: Sequence[Replica]) -> list[list[str]]:
+    taken = {member for row in rows for member in row}
+    return [[member for member in column if member not in taken] for column in columns]
