@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 Shape = Mapping[str, Any]
 WHOLE_MAX = 1 << 63
+UNTOLD = {"untold": True}  # metadata of a field that is left out of what is written while it holds its default
 _Built = TypeVar("_Built")
 _SHOWN_CHARS = 80
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "an object", None: "null"}
@@ -79,6 +80,20 @@ def defaults(cls: Any) -> dict[str, Any]:
     missing = dataclasses.MISSING
     fixed = {f.name: f.default for f in dataclasses.fields(cls) if f.default is not missing}
     return fixed | {f.name: f.default_factory() for f in dataclasses.fields(cls) if f.default_factory is not missing}
+
+
+def told(value: Any) -> dict[str, Any]:
+    """Return a dataclass's fields by name, as they are written."""
+    told = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    for name, default in _untold(type(value)).items():  # type: ignore[arg-type]
+        if told[name] == default:
+            del told[name]
+    return told
+
+
+@cache
+def _untold(cls: Any) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(cls) if field.metadata == UNTOLD}
 
 
 @cache

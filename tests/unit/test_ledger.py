@@ -341,6 +341,26 @@ def test_line_that_lacks_a_field_is_refused_and_leaves_no_trace(tmp_path: Path) 
     assert path.read_bytes() == b""
 
 
+def in_rows(line: Line) -> Line:
+    """As two replicas of two shards compute it: each of their members takes part in all lanes of its row."""
+    rows = [["m0", "n0"], ["m1", "n1"]]
+    both = [[member, lo, hi] for row, (_, lo, hi) in zip(rows, line["computed_by"], strict=True) for member in row]
+    return line | {"computed_by": both, "replicas": rows, "world_size": 4}
+
+
+def test_of_several_shards_each_has_all_lanes(tmp_path: Path) -> None:
+    lines = [in_rows(ledger_line(step)) for step in range(2)]
+    verdict = verification.verify(write_run(tmp_path / "whole", lines))
+    assert verdict.ok and verdict.members == 4, verdict.violations
+    del lines[1]["computed_by"][3]  # the second shard of the second row
+    (violation,) = verification.verify(write_run(tmp_path / "torn", lines)).violations
+    assert "lane 2 was computed by nobody" in violation
+    line = LedgerLine.from_json(LedgerLine.from_json(in_rows(ledger_line(0))).to_json())
+    assert line.replicas == (("m0", "n0"), ("m1", "n1"))
+    with pytest.raises(LedgerError):
+        LedgerLine.from_json(in_rows(ledger_line(0)) | {"replicas": [["m0", "n0"], ["m1"]]})
+
+
 def test_line_survives_the_round_trip() -> None:
     line = LedgerLine.from_json(ledger_line(3))
     assert LedgerLine.from_json(json.loads(json.dumps(line.to_json()))) == line

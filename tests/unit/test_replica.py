@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_harness.membership.replica import Columns, deal_columns, zip_rows
-from elastic_harness.membership.types import Replica, node_of
+from elastic_harness.membership.types import Generation, Replica, node_of
 
 NAMES = [f"{node}/w{i}" for node in ("a", "b", "c") for i in range(4)]
 
@@ -80,6 +80,14 @@ def test_with_one_shard_every_member_is_a_row() -> None:
     columns = deal_columns(["b", "a"], {}, 1)
     assert columns == (("b", "a"),)
     assert zip_rows(columns, ()) == ((("b",), ("a",)), ())
+
+
+def test_a_generation_knows_who_holds_which_shard() -> None:
+    generation = Generation(1, ("a", "b", "c"), True, "test", (1, 0, 1), (("b", "a"),))
+    assert generation.shard_of == {"a": 1, "b": 0, "c": 1}
+    assert generation.columns == (("b",), ("a", "c")) and generation.rows == (("b", "a"),)
+    alone = Generation(1, ("a", "b"), True, "test")
+    assert alone.columns == (("a", "b"),) and alone.rows == (("a",), ("b",))
 
 
 def test_two_broken_rows_become_one() -> None:

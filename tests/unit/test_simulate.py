@@ -138,8 +138,16 @@ def test_when_it_is_stopped_it_says_how_far_it_came(number: signal.Signals, proc
         leader.Publish(Digest(1, 2, 0, 0, {"a": Source("state", "b")}, {"a": ((0, 1),)}, ("b",), ((2, 8.5),)), "why"),
         leader.Announce(Generation(3, ("a", "b"), True, "why")),
         leader.Trouble("a", 3, ("b",), cut=True),
+        leader.State(Limits(2, 4, 4, shards=2)),
+        leader.Announce(Generation(3, ("a", "b", "c"), True, "why", (1, 0, 1), (("b", "a"),))),
+        leader.Reported("a", Report(1, 2, 1, shard=1, sealed=True)),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_values_come_back_from_json(value: object) -> None:
     assert decode(json.loads(json.dumps(encode(value)))) == value
+
+
+def test_of_one_shard_nothing_is_told() -> None:
+    values = [Generation(3, ("a", "b"), True, "why"), Report(1, 2, 1), Limits()]
+    assert not {"shards", "replicas", "shard", "sealed"} & {name for value in values for name in encode(value)}

@@ -369,7 +369,7 @@ class ElasticRun:
         self._notice(reason)
 
     def _announce(self, generation: Generation) -> None:
-        number, members, urgent, reason = generation.number, generation.members, generation.urgent, generation.reason
+        number, members, reason = generation.number, generation.members, generation.reason
         self.agent.records.use_number(number)
         self._values.forget_before(number)
         for stood_by in self.agent.workers.values():
@@ -390,9 +390,7 @@ class ElasticRun:
             worker = self.agent.workers.get(member)
             if worker and not worker.lost:
                 worker.release(Why.LEFT_OUT, f"left out of generation {number}")
-        self.agent.records.event(
-            "generation", number=number, members=list(members), urgent=urgent, reason=reason, world_size=len(members)
-        )
+        self.agent.records.event("generation", **as_fields(generation), world_size=len(members))
         self._notice(f"generation {number}: {plural(len(members))} ({reason})")
 
     def _notice(self, text: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from dataclasses import fields
 from typing import Any
 
 from elastic_harness import shape
@@ -33,7 +32,7 @@ def encode(message: Message) -> bytes:
 
 def as_fields(value: Any) -> dict[str, Any]:
     """Return a dataclass as JSON has it: its fields by name. What these hold stays as it is."""
-    return {f.name: getattr(value, f.name) for f in fields(value)}
+    return shape.told(value)
 
 
 def decode(body: bytes) -> Message:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 from elastic_harness import shape
@@ -51,7 +51,7 @@ def from_text(text: str) -> Any:
 def encode(value: Any) -> Any:
     """As JSON has it."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {"is": type(value).__name__, **{f.name: encode(getattr(value, f.name)) for f in fields(value)}}
+        return {"is": type(value).__name__, **{name: encode(each) for name, each in shape.told(value).items()}}
     if isinstance(value, dict):
         return {key: encode(each) for key, each in value.items()}
     if isinstance(value, (tuple, list)):

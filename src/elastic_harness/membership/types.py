@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from elastic_harness.shape import UNTOLD
+
 LaneRanges = tuple[tuple[int, int], ...]
 """Half-open ranges of lanes, ascending and disjoint."""
 Replica = tuple[str, ...]
@@ -23,16 +25,37 @@ SourceKind = Literal["keep", "replay", "state", "init", "restore"]
 @dataclass(frozen=True)
 class Generation:
     """An agreed membership. `members` are in rank order; `urgent` means: abort what you do, now. Otherwise the
-    change happens at a step boundary that the members of the previous generation agree on among themselves."""
+    change happens at a step boundary that the members of the previous generation agree on among themselves. With one
+    shard nothing is said of shards and rows: each member holds the whole state, and is a row of its own."""
 
     number: int
     members: tuple[str, ...]
     urgent: bool
     reason: str
+    shards: tuple[int, ...] = field(default=(), metadata=UNTOLD)  # the one that each member holds, in rank order
+    replicas: tuple[Replica, ...] = field(default=(), metadata=UNTOLD)  # whole rows; others have no lanes
 
     @cached_property
     def member_set(self) -> frozenset[str]:
         return frozenset(self.members)
+
+    @cached_property
+    def shard_of(self) -> dict[str, int]:
+        """The shard that each member holds."""
+        return dict(zip(self.members, self.shards or (0,) * len(self.members), strict=True))
+
+    @cached_property
+    def rows(self) -> tuple[Replica, ...]:
+        """The replicas, with one shard as well."""
+        return self.replicas if self.shards else tuple((member,) for member in self.members)
+
+    @cached_property
+    def columns(self) -> tuple[tuple[str, ...], ...]:
+        """The members that hold each shard, in rank order."""
+        return tuple(
+            tuple(member for member in self.members if self.shard_of[member] == shard)
+            for shard in range(max(self.shards, default=0) + 1)
+        )
 
 
 @dataclass(frozen=True)
@@ -42,7 +65,9 @@ class Report:
     version: committed steps, -1 without (verified) state. record: the step whose reduced gradient is still held,
     or None. lanes: finished lanes of step `version`. checkpoints: versions that could be restored, newest first
     (only looked up when version is -1). verified: this member's canary hash has already been compared. lineages: of the
-    checkpoints, if known. lineage: in which the state was reached, -1 if that is not known.
+    checkpoints, if known. lineage: in which the state was reached, -1 if that is not known. shard: which one the state
+    is. sealed: the member holds the record of step `version` too, and has perhaps told the others so, of whom some may
+    have committed that step since.
     """
 
     generation: int
@@ -53,6 +78,8 @@ class Report:
     verified: bool = False
     lineages: tuple[int, ...] = ()
     lineage: int = -1
+    shard: int = field(default=0, metadata=UNTOLD)
+    sealed: bool = field(default=False, metadata=UNTOLD)
 
 
 @dataclass(frozen=True)
@@ -85,7 +112,7 @@ class Limits:
     """Policy. target: how many workers the job should have when machines allow. The job waits, alive, below
     `min_workers`, and below `min_nodes`. A first generation forms when `target` are ready, or after `join_timeout_s`
     with at least the minimum. A broken link without a death is waited out for `trouble_grace_s` in case the death is
-    still on its way."""
+    still on its way. A replica takes `shards` workers; the minimum counts those in whole replicas."""
 
     min_workers: int = 1
     max_workers: int = 8
@@ -93,6 +120,7 @@ class Limits:
     join_timeout_s: float = 600.0
     trouble_grace_s: float = 0.25
     min_nodes: int = 1
+    shards: int = field(default=1, metadata=UNTOLD)
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.target <= self.max_workers:
@@ -100,3 +128,5 @@ class Limits:
                 f"need 1 <= min_workers <= target <= max_workers, got {self.min_workers}, {self.target}, "
                 f"{self.max_workers}"
             )
+        if not 1 <= self.shards <= self.target:
+            raise ValueError(f"need 1 <= shards <= target, got {self.shards}, {self.target}")

@@ -54,6 +54,13 @@ class LedgerLine:
     loss: float
     skipped: str = ""  # why the update was not applied; empty, and left out of the file, if it was
     decisions: tuple[dict[str, Any], ...] = ()  # of policies that changed the update; left out if empty
+    replicas: tuple[tuple[str, ...], ...] = ()  # rows of members, the i-th on shard i; left out with one shard
+
+    @property
+    def computed_by_shard(self) -> list[tuple[tuple[str, int, int], ...]]:
+        """Who computed which lanes of each shard."""
+        columns = zip(*self.replicas, strict=True)
+        return [tuple(p for p in self.computed_by if p[0] in column) for column in columns] or [self.computed_by]
 
     @property
     def key(self) -> tuple[int, int]:
@@ -75,10 +82,12 @@ class LedgerLine:
                 loss=float("nan") if record["loss"] is None else float(record["loss"]),
                 skipped=str(record.get("skipped") or ""),
                 decisions=tuple(dict(decision) for decision in record.get("decisions", ())),
+                replicas=_rows(record.get("replicas", ())),
             )
         except (TypeError, ValueError, OverflowError) as error:
             raise LedgerError(
-                f"{where}: computed_by, slot_samples, slot_weight, loss or decisions has the wrong shape ({error})"
+                f"{where}: computed_by, slot_samples, slot_weight, loss, decisions or replicas has the wrong shape "
+                f"({error})"
             ) from error
 
     def to_json(self) -> dict[str, Any]:
@@ -90,9 +99,16 @@ class LedgerLine:
         return {name: value for name, value in line.items() if name not in _OPTIONAL or value}
 
 
-_OPTIONAL = ("skipped", "decisions")
+_OPTIONAL = ("skipped", "decisions", "replicas")
 _FIELD_NAMES = tuple(field.name for field in fields(LedgerLine) if field.name not in _OPTIONAL)
 _INTEGERS = tuple(field.name for field in fields(LedgerLine) if field.type in (int, "int"))
+
+
+def _rows(replicas: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    rows = tuple(tuple(map(str, row)) for row in replicas)
+    if len(set(map(len, rows))) > 1:
+        raise ValueError(f"rows of {sorted(map(len, rows))} members")
+    return rows
 
 
 @dataclass(frozen=True)

@@ -276,9 +276,8 @@ class _Replay:
                 f"consumed {line.count} samples from position {line.position} (epoch {line.epoch}); "
                 f"the schedule says {span.count} from position {span.position} (epoch {span.epoch})"
             )
-        coverage = lanes_covered_once(line.computed_by, line.lanes)
-        if coverage:
-            found.append(coverage)
+        coverage = [lanes_covered_once(computed_by, line.lanes) for computed_by in line.computed_by_shard]
+        found += filter(None, coverage)
         if len(line.slot_samples) != line.slots or len(line.slot_weight) != line.slots:
             found.append(
                 f"has {len(line.slot_samples)} sample hashes and {len(line.slot_weight)} weights for {line.slots} slots"
@@ -441,7 +440,7 @@ def _told_twice(ledger: Ledger) -> list[str]:
         lines = [ledger.line(first), ledger.line(entry)]
         several = first.file != entry.file
         if several:
-            lines = [replace(line, generation=0, world_size=0, computed_by=()) for line in lines]
+            lines = [replace(line, generation=0, world_size=0, computed_by=(), replicas=()) for line in lines]
         one, other = (json.dumps(line.to_json()) for line in lines)
         if not several or one != other:
             how = "" if one == other else ", with different content"

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from elastic_harness.contract.messages import PolicyDecision
 from elastic_harness.errors import EXIT_USER_CODE, UserCodeError
 from elastic_harness.failpoints import failpoint
+from elastic_harness.membership.types import Replica
 from elastic_harness.policies import StepFacts
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import SlotTable
@@ -38,7 +39,8 @@ ComputedBy = tuple[tuple[str, int, int], ...]
 @dataclass(frozen=True)
 class Record:
     """The outcome of one step: the summed gradient before unscaling and clipping, (E,) on the host, never written
-    to; the table of all slots; who computed which lanes. ends: the script asked for this step to be the last one."""
+    to; the table of all slots; who computed which lanes. ends: the script asked for this step to be the last one.
+    replicas: the rows in which they did, if there are several shards."""
 
     step: int
     generation: int
@@ -46,6 +48,7 @@ class Record:
     table: SlotTable
     computed_by: ComputedBy
     ends: bool = False
+    replicas: tuple[Replica, ...] = ()
 
     def payload(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """As it travels to a laggard."""
@@ -54,6 +57,7 @@ class Record:
             "generation": self.generation,
             "computed_by": self.computed_by,
             "ends": self.ends,
+            **({"replicas": self.replicas} if self.replicas else {}),
         }
         return meta, {"flat": self.flat, "table": torch.from_numpy(self.table.words)}
 
@@ -62,7 +66,8 @@ class Record:
         meta, tensors = payload
         table = SlotTable(like.slots, like.lanes, like.entries, tensors["table"].numpy())
         computed_by = tuple((member, lo, hi) for member, lo, hi in meta["computed_by"])
-        return Record(meta["step"], meta["generation"], tensors["flat"], table, computed_by, meta["ends"])
+        rows = tuple(map(tuple, meta.get("replicas", ())))
+        return Record(meta["step"], meta["generation"], tensors["flat"], table, computed_by, meta["ends"], rows)
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,10 @@ def record_of(parts: Parts, formed: Formed, attempt: Attempt, headers: list[Head
     """The outcome of the completed exchange."""
     computed_by = tuple((member, lo, hi) for member in formed.generation.members for lo, hi in attempt.placed[member])
     last, flat = any(header.ends for header in headers), attempt.exchange.result
-    return Record(headers[0].version, formed.generation.number, flat, combine(headers), computed_by, last)
+    generation = formed.generation
+    return Record(
+        headers[0].version, generation.number, flat, combine(headers), computed_by, last, generation.replicas
+    )
 
 
 class Adder:

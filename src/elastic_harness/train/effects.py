@@ -139,6 +139,7 @@ def tell_commit(parts: Parts, progress: Progress, step_s: float | None) -> None:
         slot_samples=tuple(f"{int(h):016x}" for h in record.table.ids_hash_N),
         slot_weight=tuple(record.table.weight_N.tolist()),
         loss=metrics.loss,
+        replicas=record.replicas,
         **decided(metrics.decisions),
     )
     parts.link.send(
