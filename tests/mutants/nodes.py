@@ -53,7 +53,7 @@ PATCHES = [
     ),
     Planted(
         "who finished outside of the generation stays outside",
-        "(view.finished if bereft else frozenset()) if ending",
+        "(finished if bereft else frozenset()) if ending",
         "frozenset() if ending",
         shape=JobShape(8, 4, 20, 8, spare_nodes=2),
         first=30099270,

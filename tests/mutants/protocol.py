@@ -386,8 +386,8 @@ MUTANTS = [
         "the minimum applies at the end",
         small(2, 1, min_workers=2, steps=1, lanes=1),
         "stuck",
-        "if len(wanted) < limits.min_workers and not view.finished:",
-        "if len(wanted) < limits.min_workers:",
+        "if _in_rows(columns) < least:",
+        "if _in_rows(columns) < limits.min_workers:",
     ),
     # ---- of reconciling
     patched(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness.membership.decide import Form, View, decide, mutually_connected
+from elastic_harness.membership.decide import Form, Hold, Keep, View, decide, mutually_connected
+from elastic_harness.membership.replica import deal_columns, zip_rows
 from elastic_harness.membership.types import Generation, Limits
 
 NAMES = [f"w{i}" for i in range(7)]
@@ -149,3 +151,109 @@ def test_those_who_finished_are_let_in_again_when_nobody_knows_the_generation_an
     alone = View(current=None, ready=("a",), finished=frozenset("a"))
     decision, _ = chosen(1000.0, alone, Limits(min_workers=2, max_workers=3, target=2))
     assert decision is not None and decision.urgent and decision.members == ("a",), "the minimum no longer applies"
+
+
+# ---- several shards
+
+
+def in_shards(number: int, members: str, shards: tuple[int, ...], rows: tuple[str, ...]) -> Generation:
+    """A generation whose members are single letters."""
+    return Generation(number, tuple(members), True, "test", shards, tuple(map(tuple, rows)))
+
+
+@st.composite
+def sharded_views(draw: st.DrawFn) -> tuple[View, Limits]:
+    """A generation in which some are lost and others have joined."""
+    shards = draw(st.integers(2, 3))
+    columns = deal_columns(draw(st.permutations(NAMES))[: draw(st.integers(shards, 6))], {}, shards)
+    rows, _ = zip_rows(columns, ())
+    shard_of = {member: shard for shard, column in enumerate(columns) for member in column}
+    current = Generation(1, tuple(shard_of), True, "test", tuple(shard_of.values()), rows)
+    ready = tuple(draw(st.permutations(NAMES))[: draw(st.integers(0, 7))])
+    low, target = sorted(draw(st.tuples(st.integers(1, 6), st.integers(shards, 6))))
+    leaving = draw(st.frozensets(st.sampled_from(ready), max_size=2)) if ready else frozenset()
+    view = View(current, ready, reform=draw(st.booleans()), leaving=leaving, held=shard_of)
+    return view, Limits(min(low, target // shards * shards), 6, target, shards=shards)
+
+
+@given(sharded_views())
+def test_a_generation_has_whole_rows(situation: tuple[View, Limits]) -> None:
+    view, limits = situation
+    shards, every_shard = limits.shards, set(range(limits.shards))
+    outcome = decide(0.0, view, limits)
+    held = {m: view.held[m] for m in view.ready if m in view.held}
+    staying = [m for m in view.ready if m not in view.leaving]
+    rows_of_all = min(map(len, deal_columns(staying, held, shards)))
+    if isinstance(outcome, Keep):
+        return
+    if isinstance(outcome, Hold):
+        assert shards * rows_of_all < limits.least
+        return
+    generation = Generation(2, outcome.members, True, "", outcome.shards, outcome.replicas)
+    assert set(generation.members) <= set(view.ready) and len(generation.members) <= limits.target
+    assert len(generation.rows) * shards >= max(limits.min_workers, shards)
+    assert len(generation.rows) == min(map(len, generation.columns)) >= min(rows_of_all, limits.target // shards)
+    assert all(m in column for row in generation.rows for m, column in zip(row, generation.columns, strict=True))
+    if set(held.values()) == every_shard:
+        assert {held[m] for m in generation.members if m in held} == every_shard, "no shard is given up"
+        assert all(generation.shard_of[m] == held[m] for m in generation.members if m in held)
+    whole = [row for row in view.current.rows if set(row) <= set(generation.members)] if view.current else []
+    if set(held.values()) == every_shard:
+        assert [row for row in generation.rows if row in whole] == whole, "whole rows stay"
+
+
+TWO_ROWS = in_shards(4, "abcd", (0, 1, 0, 1), ("ab", "cd"))
+HELD = TWO_ROWS.shard_of
+OF_TWO = Limits(1, 8, 4, shards=2)
+
+
+def test_who_loses_its_mate_is_left_over_and_stays() -> None:
+    decision, reason = chosen(0.0, View(TWO_ROWS, tuple("abc"), held=HELD), OF_TWO)
+    assert decision is not None and decision.urgent and reason == "1 lost"
+    assert (decision.members, decision.shards, decision.replicas) == (tuple("abc"), (0, 1, 0), (("a", "b"),))
+
+
+def test_a_spare_fills_the_hole_in_the_column() -> None:
+    decision, _ = chosen(0.0, View(TWO_ROWS, tuple("acdx"), held=HELD), OF_TWO)
+    assert decision is not None and decision.replicas == (("c", "d"), ("a", "x"))
+    assert decision.shards == (0, 0, 1, 1)
+
+
+def test_without_a_whole_row_the_members_wait() -> None:
+    outcome = decide(0.0, View(TWO_ROWS, ("b",), held=HELD), OF_TWO)
+    assert outcome == Hold("waiting: 0 of at least 2 workers are ready in whole replicas of 2")
+    outcome = decide(0.0, View(TWO_ROWS, tuple("abc"), held=HELD), Limits(3, 8, 4, shards=2))
+    assert outcome == Hold("waiting: 2 of at least 4 workers are ready in whole replicas of 2")
+    with pytest.raises(ValueError, match="at least 4 workers"):
+        Limits(3, 8, 3, shards=2)
+
+
+def test_a_lost_shard_makes_newcomers_of_all() -> None:
+    decision, _ = chosen(0.0, View(TWO_ROWS, tuple("ac"), held=HELD), OF_TWO)
+    assert decision is not None and decision.replicas == (("a", "c"),) and decision.shards == (0, 1)
+
+
+def test_of_too_many_the_left_over_go_first() -> None:
+    current = in_shards(4, "acbde", (0, 0, 1, 1, 0), ("ab", "cd"))
+    decision, _ = chosen(0.0, View(current, tuple("acbde"), held=current.shard_of), Limits(1, 8, 4, shards=2))
+    assert decision is not None and decision.members == tuple("acbd") and decision.replicas == current.rows
+
+
+def test_who_alone_holds_a_shard_leaves_when_another_has_it() -> None:
+    one_row = in_shards(4, "ab", (0, 1), ("ab",))
+    leaving = frozenset("b")
+    decision, _ = chosen(0.0, View(one_row, tuple("abx"), leaving=leaving, held=one_row.shard_of), OF_TWO)
+    assert decision is not None and decision.members == tuple("abx") and decision.shards == (0, 1, 1)
+    grown = in_shards(5, "abx", (0, 1, 1), ("ab",))
+    decision, _ = chosen(0.0, View(grown, tuple("abx"), leaving=leaving, held=grown.shard_of), OF_TWO)
+    assert decision is not None and decision.members == tuple("ax") and not decision.urgent
+
+
+def test_nobody_has_finished_if_a_shard_is_lost_then() -> None:
+    """The newcomers are let in, restore a checkpoint with the others, and the run goes on from there."""
+    view = View(TWO_ROWS, tuple("acxy"), finished=frozenset("ac"), held=HELD)
+    decision, _ = chosen(0.0, view, OF_TWO)
+    assert decision is not None and set(decision.members) == set("acxy") and len(decision.replicas) == 2
+    view = View(TWO_ROWS, tuple("abx"), finished=frozenset("a"), held=HELD)
+    decision, _ = chosen(0.0, view, OF_TWO)
+    assert decision is not None and decision.members == tuple("ab"), "nobody is admitted while the others catch up"

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_harness.comm import plan as planning
-from elastic_harness.comm.placement import Ranges, balanced_cuts, deal, merge_ranges
+from elastic_harness.comm.placement import Ranges, balanced_cuts, deal, deal_to_rows, merge_ranges
 from elastic_harness.comm.plan import Plan, Transfer, make_plan
 from elastic_harness.comm.tree import Span, key, maximal_spans, parent_and_sibling, split
 from elastic_harness.membership.types import node_of
@@ -131,6 +131,21 @@ def assert_dealt_once(
     first_free = min(size + busy[member] for member, size in sizes.items())
     last = max((size + busy[member] for member, size in sizes.items() if size), default=0)
     assert last <= first_free + 1, "nobody waits for an overloaded member"
+
+
+@given(histories(), st.integers(1, 3))
+def test_a_row_is_dealt_what_a_member_would_be(
+    history: tuple[int, tuple[str, ...], dict[str, Ranges]], mates: int
+) -> None:
+    lanes, members, everything = history
+    held = {member: everything[member] for member in members[::2]}
+    busy = {member: rank for rank, member in enumerate(members)}
+    rows = [tuple(f"{member}.{mate}" for mate in range(mates)) for member in members]
+    mates_held = {mate: held.get(member, ()) for member, row in zip(members, rows, strict=True) for mate in row}
+    slowest = {row[-1]: busy[member] for member, row in zip(members, rows, strict=True)}
+    alone = deal(lanes, members, held, busy)
+    dealt = deal_to_rows(lanes, rows, mates_held, slowest)
+    assert dealt == {mate: alone[member] for member, row in zip(members, rows, strict=True) for mate in row}
 
 
 @given(histories(), st.integers(1, 40), st.integers(0, 2**32 - 1), st.data())
@@ -260,7 +275,8 @@ def test_each_byte_of_a_node_crosses_once(machines: int, workers: int, interleav
         members.sort(key=lambda member: member.split("/")[1])
     nodes = [node_of(member) for member in members]
     elements = len(members) * 6 * BLOCK
-    placed, plan = plan_step(tuple(members), 64, (), (0,) * len(members), elements)
+    rows = tuple((member,) for member in members)
+    placed, plan = plan_step(tuple(members), rows, 64, (), (0,) * len(members), elements)
     share = 2 * elements * (machines - 1) // machines
     for node in set(nodes):
         out = [t for t in crossing(plan, nodes) if nodes[t.source] == node]

@@ -43,6 +43,19 @@ def deal(
     return {m: _ranges(missing[cuts[i] : cuts[i + 1]]) for i, m in enumerate(order)}
 
 
+def deal_to_rows(
+    lanes: int,
+    rows: Sequence[Sequence[str]],
+    held: Mapping[str, Ranges],
+    handicap: Mapping[str, int] | None = None,
+) -> dict[str, Ranges]:
+    """Deal the lanes to rows of members that compute together: all members of a row hold the same, and are dealt the
+    same. The longest handicap in a row is the row's. A member in no row is dealt nothing."""
+    busy = {row[0]: max(handicap.get(member, 0) for member in row) for row in rows} if handicap else None
+    dealt = deal(lanes, [row[0] for row in rows], {row[0]: held.get(row[0], ()) for row in rows}, busy)
+    return {member: dealt[row[0]] for row in rows for member in row}
+
+
 def levelled_cuts(lanes: int, loads: Sequence[int]) -> tuple[int, ...]:
     """Return cut points of contiguous ranges that level unequal loads. One lane after the other goes to the part with
     the least load, and of equals to the earliest."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import product, zip_longest
 
-from elastic_harness.membership.types import Generation, Limits, node_of
+from elastic_harness.membership.replica import Columns, deal_columns, zip_rows
+from elastic_harness.membership.types import Generation, Limits, Replica, node_of
 
 CUTS_NAMED = 3
 EXACT_MAX = 12
@@ -29,6 +30,7 @@ class View:
     heard_out: bool = True  # the unheard nodes had the time to say something
     stateless: frozenset[str] = frozenset()  # members without state and checkpoint, while one with them may still come
     waited: bool = False  # the members of the current generation waited for others
+    held: Mapping[str, int] = field(default_factory=dict)  # the shard that each member holds, if there are several
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,13 @@ class Hold:
 
 @dataclass(frozen=True)
 class Form:
-    """These members are the next generation, in rank order."""
+    """These members are the next generation, in rank order. `shards`, `replicas`: as the generation has them."""
 
     members: tuple[str, ...]
     urgent: bool
     reason: str
+    shards: tuple[int, ...] = ()
+    replicas: tuple[Replica, ...] = ()
 
 
 def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Form:
@@ -64,23 +68,32 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Form:
     talk to each other are separated, unless too few would remain: then they try again, the link may have healed. Nodes
     whose network is known to be cut are kept apart in any case. Members without anything to go on from make room for
     others, and wait for them.
+
+    With several shards a generation needs one whole row at least, and only members in whole rows count for the minimum.
+    Of too many, each column keeps its first. Whoever is left over is a member all the same.
     """
     ready = set(view.ready)
     survivors = [m for m in view.current.members if m in ready] if view.current else []
     surviving = set(survivors)
     lost = len(view.current.members) - len(survivors) if view.current else 0
 
-    # Once a member has finished, the others only catch up. Nobody is admitted then, with one exception: if no survivor
-    # holds the state, the members that finished outside of the generation bring it back.
-    ending = bool(view.finished) and view.current is not None  # without one, the leader has forgotten who was in it
-    bereft = surviving.isdisjoint(view.veterans | view.finished)
-    admitted = (view.finished if bereft else frozenset()) if ending else ready
+    # Once a member has finished, the others only catch up. Nobody is admitted then, with one exception: if survivors do
+    # not hold the state, the members that finished outside of the generation bring it back. If nobody holds one of the
+    # shards any more, a checkpoint is restored, and nobody has finished.
+    finished = view.finished if _hold_all(surviving | view.finished, view, limits) else frozenset()
+    ending = bool(finished) and view.current is not None  # without one, the leader has forgotten who was in it
+    bereft = not _hold_all(surviving & (view.veterans | finished), view, limits)
+    admitted = (finished if bereft else frozenset()) if ending else ready
     newcomers = sorted((m for m in view.ready if m in admitted - surviving), key=lambda m: m not in view.veterans)
 
     # Members that wanted to leave go at a boundary. Near the end they stay: there will be no boundary any more.
-    least = 1 if view.finished else limits.min_workers
+    least = limits.shards if finished else limits.least
     most = max(limits.target, len(survivors)) if ending else limits.target
-    candidates = [m for m in survivors + newcomers if ending or m not in view.leaving]
+    # With several shards they stay until somebody else holds what they hold.
+    staying = ready - view.leaving
+    kept = {shard for m, shard in view.held.items() if m in staying}
+    needed = {m for m in view.leaving if m in view.held and view.held[m] not in kept}
+    candidates = [m for m in survivors + newcomers if ending or m not in view.leaving or m in needed]
 
     # Nodes that a cut separates do not go on together. A silent node may be the one that everybody else can reach, so
     # the leader first gives it the time to speak; after that it goes on without the node.
@@ -93,21 +106,26 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Form:
 
     # Members with a broken link are separated, unless too few would remain: the link may heal, and they try again.
     connected = mutually_connected(together, view.broken) if view.broken else together
-    able = connected if len(connected) >= least else together
+    able = connected if _in_rows(_columns(connected, view, limits)) >= least else together
 
-    # Of too many, those with nothing to go on from make room.
-    chosen = set(sorted(able, key=lambda m: m in view.stateless)[:most])
+    # Of too many, those with nothing to go on from make room. The columns take turns, so that as few as can be are left
+    # over, and each column keeps those who have been in it for longest.
+    columns = _columns(sorted(able, key=lambda m: m in view.stateless), view, limits)
+    in_turn = [m for each in zip_longest(*columns) for m in each if m is not None]
+    chosen = set(in_turn[:most])
+    columns = tuple(tuple(m for m in column if m in chosen) for column in columns)
     wanted = [m for m in able if m in chosen]
 
     cuts = sorted(" and ".join(sorted(pair)) for pair in view.apart if pair <= {node_of(m) for m in candidates})
     why = f"; the network is cut between {', '.join(cuts[:CUTS_NAMED])}" if cuts else ""
-    # The minima hold until a member has finished.
+    # The minima hold until a member has finished; without a whole row nothing can be computed.
     if not wanted:
         return Hold(f"waiting: no worker is ready{why}")
-    if len(wanted) < limits.min_workers and not view.finished:
-        return Hold(f"waiting: {len(wanted)} of at least {limits.min_workers} workers are ready{why}")
+    if _in_rows(columns) < least:
+        rest = f" in whole replicas of {limits.shards}" if limits.shards > 1 else ""
+        return Hold(f"waiting: {_in_rows(columns)} of at least {least} workers are ready{rest}{why}")
     nodes = len({node_of(m) for m in wanted})
-    if nodes < limits.min_nodes and not view.finished:
+    if nodes < limits.min_nodes and not finished:
         return Hold(f"waiting: workers of {nodes} of at least {limits.min_nodes} nodes are ready{why}")
     # A first generation that has no state waits for latecomers: to begin with all is cheaper than to grow.
     if view.current is None and len(wanted) < limits.target and view.veterans.isdisjoint(wanted):
@@ -137,7 +155,31 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Form:
     )
     if view.reform and not lost:
         parts.append("after a wait" if view.waited else "the exchange broke")
-    return Form(members, urgent, ", ".join(parts) or "first generation")
+    reason = ", ".join(parts) or "first generation"
+    if limits.shards == 1:
+        return Form(members, urgent, reason)
+    shard_of = {member: shard for shard, column in enumerate(columns) for member in column}
+    rows, _ = zip_rows(columns, view.current.rows if view.current is not None else ())
+    return Form(members, urgent, reason, tuple(shard_of[m] for m in members), rows)
+
+
+def _hold_all(members: Collection[str], view: View, limits: Limits) -> bool:
+    """Whether these members hold every shard, as far as is known."""
+    if limits.shards == 1:
+        return bool(members)
+    return set(range(limits.shards)) <= {view.held.get(member) for member in members}
+
+
+def _columns(members: list[str], view: View, limits: Limits) -> Columns:
+    """The members of each column. With one shard it costs no more than a list."""
+    if limits.shards == 1:
+        return (tuple(members),)
+    return deal_columns(members, view.held, limits.shards, view.leaving)
+
+
+def _in_rows(columns: Columns) -> int:
+    """How many members have a place in a row."""
+    return len(columns) * min(map(len, columns))
 
 
 def on_connected_nodes(members: list[str], view: View) -> list[str]:

@@ -386,8 +386,9 @@ def _take(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
         case StopAsked(reason):
             return (Stop(reason),)
         case Scaled(target):
-            limits = replace(state.limits, target=max(state.limits.min_workers, min(target, state.limits.max_workers)))
-            draft.state = replace(state, limits=limits)
+            limits = state.limits
+            target = max(limits.least, min(target, limits.max_workers))
+            draft.state = replace(state, limits=replace(limits, target=target))
         case Tick():
             pass
     return ()
@@ -485,6 +486,7 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         heard_out=state.trouble_at is None or now >= state.trouble_at + HEARING_S,
         stateless=frozenset(state.stateless if _others_may_come(state, now) else ()),
         waited=bool(state.paused or state.stateless),
+        held=_held(state) if state.limits.shards > 1 else {},
     )
     outcome = decide(now, view, state.limits)
     if not isinstance(outcome, Form):
@@ -493,7 +495,7 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         if isinstance(outcome, Hold) and outcome.reason != state.paused and not stands:
             return replace(state, paused=outcome.reason), (Pause(outcome.reason),)
         return state, ()
-    generation = Generation(state.number + 1, outcome.members, outcome.urgent, outcome.reason)
+    generation = Generation(state.number + 1, **vars(outcome))
     state = replace(
         state,
         number=generation.number,
@@ -508,6 +510,12 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         trouble_in=0,
     )
     return state, (Announce(generation),)
+
+
+def _held(state: State) -> dict[str, int]:
+    """The shard that each member holds: as it reports, or else as its generation gave it."""
+    given = state.generation.shard_of if state.generation is not None else {}
+    return given | {member: report.shard for member, report in state.reports if report.version >= 0}
 
 
 def _unheard(state: State, apart: frozenset[frozenset[str]]) -> frozenset[str]:

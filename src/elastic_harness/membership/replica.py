@@ -8,7 +8,7 @@ and fills the next hole at once. With one shard every member is a row of its own
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from elastic_harness.membership.types import Replica, node_of
 
@@ -16,16 +16,19 @@ Columns = tuple[tuple[str, ...], ...]
 """The members of each column, in the order of the shards."""
 
 
-def deal_columns(members: Sequence[str], held: Mapping[str, int], shards: int) -> Columns:
+def deal_columns(
+    members: Sequence[str], held: Mapping[str, int], shards: int, leaving: Collection[str] = ()
+) -> Columns:
     """Return the members of each column, each in the given order.
 
-    A member that holds a shard stays in its column. A newcomer is given the shortest column, of equals the first. If
-    nobody holds one of the shards, the state is lost, and all members are dealt as if they were newcomers.
+    A member that holds a shard stays in its column. A newcomer is given the shortest column, of equals the first; those
+    that are leaving do not count. If nobody holds one of the shards, the state is lost, and all members are dealt as if
+    they were newcomers.
     """
     if not set(range(shards)) <= {held[m] for m in members if m in held}:
         held = {}
     shard_of = {m: held[m] for m in members if m in held}
-    sizes = [sum(shard == each for each in shard_of.values()) for shard in range(shards)]
+    sizes = [sum(each == shard and m not in leaving for m, each in shard_of.items()) for shard in range(shards)]
     for member in members:
         if member not in shard_of:
             shard_of[member] = sizes.index(min(sizes))
@@ -42,17 +45,20 @@ def zip_rows(
     others are zipped anew: first those on the same node, then in order. There are as many rows as the shortest column
     has members.
     """
-    rows = [row for row in old_rows if len(row) == len(columns) and all(map(_is_in, row, columns))]
-    rest = _without(columns, rows)
-    for node in dict.fromkeys(node_of(member) for member in rest[0]):
-        rows += zip(*([m for m in column if node_of(m) == node] for column in rest), strict=False)
-    rest = _without(columns, rows)
-    rows += zip(*rest, strict=False)
+    known = [(shard, member) for shard, column in enumerate(columns) for member in column]
+    rows = [row for row in old_rows if len(row) == len(columns) and set(known).issuperset(enumerate(row))]
+    by_node = [_by_node(column) for column in _without(columns, rows)]
+    for node in by_node[0]:
+        rows += zip(*(column.get(node, ()) for column in by_node), strict=False)
+    rows += zip(*_without(columns, rows), strict=False)
     return tuple(rows), tuple(member for column in _without(columns, rows) for member in column)
 
 
-def _is_in(member: str, column: Sequence[str]) -> bool:
-    return member in column
+def _by_node(column: Sequence[str]) -> dict[str, list[str]]:
+    members: dict[str, list[str]] = {}
+    for member in column:
+        members.setdefault(node_of(member), []).append(member)
+    return members
 
 
 def _without(columns: Sequence[Sequence[str]], rows: Sequence[Replica]) -> list[list[str]]:

@@ -128,5 +128,13 @@ class Limits:
                 f"need 1 <= min_workers <= target <= max_workers, got {self.min_workers}, {self.target}, "
                 f"{self.max_workers}"
             )
-        if not 1 <= self.shards <= self.target:
-            raise ValueError(f"need 1 <= shards <= target, got {self.shards}, {self.target}")
+        if not 1 <= self.shards <= self.least <= self.target:
+            raise ValueError(
+                f"need whole replicas of shards workers, at least {self.least} workers of them within the target, got "
+                f"shards {self.shards}, target {self.target}"
+            )
+
+    @property
+    def least(self) -> int:
+        """The minimum of workers, in whole replicas."""
+        return -(-self.min_workers // self.shards) * self.shards

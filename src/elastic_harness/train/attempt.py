@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from elastic_harness.comm.exchange import Add, Exchange
-from elastic_harness.comm.placement import Ranges, deal, merge_ranges
+from elastic_harness.comm.placement import Ranges, deal_to_rows, merge_ranges
 from elastic_harness.comm.plan import Plan, make_plan
 from elastic_harness.comm.tree import Span
 from elastic_harness.contract.board import Phase
 from elastic_harness.errors import PeerFailed, Unreachable
-from elastic_harness.membership.types import node_of
+from elastic_harness.membership.types import Replica, node_of
 from elastic_harness.train.apply import Record
 from elastic_harness.train.ending import ends
 from elastic_harness.train.gate import canaries_due
@@ -61,7 +61,8 @@ def place(parts: Parts, progress: Progress) -> Attempt:
     canaries, reference = canaries_due(unverified, formed.world)
     held = formed.digest.lanes if partials.step == formed.digest.version else {}
     fewer = handicap(PlacementFacts(lanes, formed.world, canaries, formed.late(partials.step)))
-    placed, plan = plan_step(members, lanes, tuple(sorted(held.items())), fewer, parts.layout.elements, formed.rank)
+    finished, rows = tuple(sorted(held.items())), formed.generation.rows
+    placed, plan = plan_step(members, rows, lanes, finished, fewer, parts.layout.elements, formed.rank)
     exchange = Exchange(
         formed.group,
         plan,
@@ -86,6 +87,7 @@ def place(parts: Parts, progress: Progress) -> Attempt:
 @lru_cache(maxsize=4)
 def plan_step(
     members: tuple[str, ...],
+    rows: tuple[Replica, ...],
     lanes: int,
     held: tuple[tuple[str, Ranges], ...],
     handicap: tuple[int, ...],
@@ -93,12 +95,12 @@ def plan_step(
     rank: int | None = None,
 ) -> tuple[dict[str, Ranges], Plan]:
     """Who holds which lanes in the end, and the exchange that follows, for this rank. The same in every undisturbed
-    step. Members of a node are dealt neighbouring lanes, whatever their ranks: so few sums have to leave it."""
+    step. Rows of a node are dealt neighbouring lanes, whatever their ranks: so few sums have to leave it."""
     finished = dict(held)
     nodes = tuple(map(node_of, members))
-    together = [member for node in dict.fromkeys(nodes) for member in members if node_of(member) == node]
-    dealt = deal(lanes, together, finished, dict(zip(members, handicap, strict=True)))
-    placed = {m: merge_ranges(finished.get(m, ()), dealt[m]) for m in members}
+    together = [row for node in dict.fromkeys(nodes) for row in rows if node_of(row[0]) == node]
+    dealt = deal_to_rows(lanes, together, finished, dict(zip(members, handicap, strict=True)))
+    placed = {m: merge_ranges(finished.get(m, ()), dealt.get(m, ())) for m in members}
     return placed, make_plan(members, nodes, lanes, placed, elements, rank)
 
 
