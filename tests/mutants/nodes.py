@@ -98,8 +98,8 @@ PATCHES = [
     ),
     Planted(
         "the first member restores, whoever has the checkpoint",
-        "source_member = next(m for m in members if offers.get(m) == version)",
-        "source_member = members[0]",
+        "first = [next(m for m in column if version in offers[m]) for column in generation.columns]",
+        "first = [column[0] for column in generation.columns]",
         shape=with_faults("kill all", "kill half", "kill node"),
         first=290,
     ),

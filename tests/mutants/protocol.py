@@ -401,8 +401,8 @@ MUTANTS = [
         "laggards keep their lanes",
         small(3, 1),
         "lane missing",
-        "lanes=_finished(ahead, reports),",
-        "lanes=_finished(list(members), reports),",
+        "lanes=_finished(generation.rows, set(ahead), reports),",
+        "lanes=_finished(generation.rows, set(members), reports),",
     ),
     patched(
         "a restore in the same lineage",
@@ -422,8 +422,8 @@ MUTANTS = [
         "newcomers are taken to be verified",
         small(2, bad=(1,), lanes=3, steps=1),
         "lane missing",
-        "lanes=_finished(ahead, reports),\n        unverified=tuple(m for m in members if not reports[m].verified),",
-        "lanes=_finished(ahead, reports),\n        unverified=(),",
+        "set(ahead), reports),\n        unverified=tuple(m for m in members if not reports[m].verified),",
+        "set(ahead), reports),\n        unverified=(),",
     ),
     # ---- of the gate, and of what is heard
     patched(

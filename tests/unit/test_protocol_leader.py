@@ -324,3 +324,39 @@ def test_one_machine_waits_for_nobody() -> None:
     state, _ = run(formed(1), Committed(0), Saved(1), Lost("w0"), Ready("w1"))
     _, actions = run(state, Reported("w1", Report(2, -1)))
     assert any(isinstance(action, Publish) for action in actions)
+
+
+def test_who_holds_which_shard_is_learned_from_reports() -> None:
+    """A leader that has forgotten the generations deals the columns anew. Nobody gives a state up for that."""
+    state, actions = run(State(Limits(1, 2, 2, shards=2)), Ready("a"), Ready("b"))
+    (announce,) = [each for each in actions if isinstance(each, Announce)]
+    assert announce.generation.shard_of == {"a": 0, "b": 1}
+    state, actions = run(state, Reported("a", Report(1, 5, shard=1)), Reported("b", Report(1, 5, shard=0)))
+    (announce,) = actions
+    assert isinstance(announce, Announce) and announce.generation.urgent
+    assert announce.generation.shard_of == {"a": 1, "b": 0} and announce.generation.rows == (("b", "a"),)
+    _, actions = run(state, Reported("a", Report(2, 5, shard=1)), Reported("b", Report(2, 5, shard=0)))
+    (publish,) = actions
+    assert isinstance(publish, Publish) and publish.digest.version == 5
+    assert {source.kind for source in publish.digest.sources.values()} == {"keep"}
+
+
+def test_a_shard_lost_in_the_last_step_begins_again_before_it() -> None:
+    """The word of those who had finished no longer counts: else nobody would be let in for the lost ones."""
+    limits = Limits(1, 4, 4, shards=2)
+    first = [Reported(m, Report(1, 5, checkpoints=(4,), shard=s)) for m, s in zip("abcd", (0, 1, 0, 1), strict=True)]
+    state, _ = run(State(limits), *map(Ready, "abcd"), *first)
+    state, announced = leader.steps(state, [Finished("a", 6), Lost("b"), Lost("d"), Ready("x")], 0.0)
+    (announce,) = announced
+    assert isinstance(announce, Announce) and announce.generation.members == ("a", "c", "x")
+    number = announce.generation.number
+    told = [Reported(m, Report(number, 5 + (m == "a"), checkpoints=(4,))) for m in "ac"]
+    state, actions = run(state, *told, Reported("x", Report(number, -1, checkpoints=(4,), shard=1)))
+    (publish,) = [each for each in actions if isinstance(each, Publish)]
+    assert publish.digest.version == 4 and publish.digest.lineage == 1
+    assert state.finished == ()
+
+
+def test_a_wanted_size_is_at_least_one_replica() -> None:
+    state, _ = run(State(Limits(1, 4, 4, shards=2)), Scaled(1))
+    assert state.limits.target == 2

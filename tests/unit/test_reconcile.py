@@ -11,7 +11,8 @@ from elastic_harness.contract import wire
 from elastic_harness.contract.messages import TO_AGENT, TO_WORKER
 from elastic_harness.membership.codec import encode, to_text
 from elastic_harness.membership.leader import State
-from elastic_harness.membership.reconcile import CHECKPOINTS_TOLD, reconcile, worth_telling
+from elastic_harness.membership.reconcile import CHECKPOINTS_TOLD, reconcile, scattered, worth_telling
+from elastic_harness.membership.replica import deal_columns, zip_rows
 from elastic_harness.membership.types import Digest, Generation, Limits, Report
 
 LANES = 6
@@ -201,3 +202,111 @@ def test_state_of_a_superseded_lineage_does_not_count() -> None:
     reports |= {"b": Report(7, -1, checkpoints=(9,), lineages=(0,)), "c": Report(7, -1)}
     digest, _ = reconcile(generation, reports, born=True, lineage=1, from_step=9)
     assert (digest.version, digest.lineage, digest.sources["b"].kind) == (9, 2, "restore")
+
+
+# ---- several shards
+
+
+def in_shards(members: str, shards: int, held: dict[str, int] | None = None) -> Generation:
+    """A generation whose members are single letters, dealt to columns as `decide` does."""
+    columns = deal_columns(members, held or {}, shards)
+    shard_of = {member: shard for shard, column in enumerate(columns) for member in column}
+    rows, _ = zip_rows(columns, ())
+    return Generation(7, tuple(members), True, "test", tuple(shard_of[m] for m in members), rows)
+
+
+@st.composite
+def sharded_situations(draw: st.DrawFn) -> tuple[Generation, dict[str, Report], int]:
+    """Reports as the seal allows them, and the farthest version: who is not there has sealed the step before it, or has
+    nothing. Some columns have lost their shard."""
+    shards = draw(st.integers(2, 3))
+    generation = in_shards("abcdefgh"[: draw(st.integers(shards, 8))], shards)
+    version = draw(st.integers(1, 4))
+    reports = {}
+    for member in generation.members:
+        state = draw(st.sampled_from(["ahead", "sealed", "nothing"]))
+        own = {"ahead": version, "sealed": version - 1, "nothing": -1}[state]
+        lanes = draw(st.sets(st.integers(0, LANES - 1), max_size=3)) if own >= 0 else set[int]()
+        reports[member] = Report(
+            generation=7,
+            version=own,
+            record=own - 1 if own > 0 else None,
+            lanes=tuple((lane, lane + 1) for lane in sorted(lanes)),
+            checkpoints=draw(checkpoints),
+            shard=generation.shard_of[member],
+            sealed=state == "sealed",
+        )
+    return generation, reports, version
+
+
+@given(sharded_situations())
+def test_every_column_comes_to_the_same_version(situation: tuple[Generation, dict[str, Report], int]) -> None:
+    generation, reports, version = situation
+    digest, reason = reconcile(generation, reports, born=True, lineage=2, from_step=1)
+    assert reason and list(digest.sources) == list(generation.members)
+    ahead = [m for m, r in reports.items() if r.version == version]
+    if not ahead:  # the farthest have sealed a step that nobody has committed: it is done again
+        version -= 1
+    reach = {version, version - 1} if ahead else {version}
+    whole = all(any(reports[m].version in reach for m in column) for column in generation.columns)
+    if version < 0 or not whole:
+        assert {source.kind for source in digest.sources.values()} <= {"restore", "init", "state"}
+        assert digest.lineage == 3 and digest.from_step == digest.version
+        offered = [{v for m in column for v in reports[m].checkpoints} for column in generation.columns]
+        assert digest.version == max(set.intersection(*offered), default=0), "the newest that all columns can read"
+        for column in generation.columns:
+            (first,) = [m for m in column if digest.sources[m].kind != "state"]
+            assert digest.version == 0 or digest.version in reports[first].checkpoints
+            assert all(digest.sources[m].donor == first for m in column if m != first)
+        return
+    assert digest.version == version and digest.lineage == 2
+    for member, source in digest.sources.items():
+        column = generation.columns[generation.shard_of[member]]
+        match source.kind:
+            case "keep":
+                assert reports[member].version == version
+            case "forward":
+                assert reports[member].version == version - 1 >= 0 and reports[member].sealed
+                assert source.donor in ahead
+            case "state":
+                assert source.donor in column and digest.sources[source.donor].kind in ("keep", "forward")
+                assert reports[member].version < version
+            case _:
+                raise AssertionError(source)
+
+
+@given(sharded_situations())
+def test_a_row_keeps_the_lanes_that_all_of_it_hold(situation: tuple[Generation, dict[str, Report], int]) -> None:
+    generation, reports, _ = situation
+    digest, _ = reconcile(generation, reports, born=True, lineage=2, from_step=1)
+    seen: list[int] = []
+    for row in generation.rows:
+        kept = [{lane for lo, hi in digest.lanes.get(m, ()) for lane in range(lo, hi)} for m in row]
+        held = [{lane for lo, hi in reports[m].lanes for lane in range(lo, hi)} for m in row]
+        assert all(each == kept[0] for each in kept)
+        assert kept[0] in (set(), set.intersection(*held))
+        assert not kept[0] or all(digest.sources[m].kind == "keep" for m in row)
+        seen += kept[0]
+    assert len(seen) == len(set(seen)), "every lane counts once"
+    assert digest.lanes.keys() <= {m for row in generation.rows for m in row}, "who is left over holds none"
+
+
+def test_who_has_sealed_goes_forward_and_then_serves() -> None:
+    """a has committed and d joins. b has sealed: it needs nobody's record, and only then has what d is to have."""
+    generation = in_shards("abd", 2, {"a": 0, "b": 1, "d": 1})
+    reports = {"a": Report(7, 5, 4), "b": Report(7, 4, 3, shard=1, sealed=True), "d": Report(7, -1, shard=1)}
+    digest, reason = reconcile(generation, reports, born=True, lineage=0, from_step=0)
+    assert reason == "resume at version 5: 1 keep, 1 go forward, 0 replay, 1 take the state"
+    kinds = {member: (source.kind, source.donor) for member, source in digest.sources.items()}
+    assert kinds == {"a": ("keep", None), "b": ("forward", "a"), "d": ("state", "b")}
+
+
+def test_the_state_of_another_shard_is_none() -> None:
+    generation = in_shards("abc", 2, {"a": 0, "b": 1, "c": 1})
+    reports = {"a": Report(7, 5, 4), "b": Report(7, 5, 4, shard=1), "c": Report(7, 5, 4, shard=0)}
+    digest, _ = reconcile(generation, reports, born=True, lineage=0, from_step=0)
+    assert digest.sources["c"].kind == "state" and digest.sources["c"].donor == "b"
+    assert not scattered(generation, reports, 0)
+    exchanged = {"a": Report(7, 5, 4, shard=1), "b": Report(7, 5, 4, shard=0), "c": Report(7, -1)}
+    assert scattered(generation, exchanged, 0)
+    assert not scattered(generation, {**exchanged, "b": Report(7, 5, 4, shard=1)}, 0), "shard 0 is lost in any case"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from elastic_harness.membership.decide import Form, Hold, View, decide
 from elastic_harness.membership.poison import Failure, How, blame
-from elastic_harness.membership.reconcile import reconcile
+from elastic_harness.membership.reconcile import reconcile, scattered
 from elastic_harness.membership.types import Digest, Generation, Limits, Report, node_of
 
 TROUBLE_PATIENCE = 2  # generations that may break on the same link before that pair is separated …
@@ -534,6 +534,8 @@ def _others_may_come(state: State, now: float) -> bool:
 
 
 def _form(state: State, generation: Generation, now: float) -> tuple[State, tuple[Action, ...]]:
+    if generation.shards and scattered(generation, dict(state.reports), state.lineage):
+        return _propose(state, now, True)
     digest, reason = reconcile(
         generation, dict(state.reports), born=state.born, lineage=state.lineage, from_step=state.from_step
     )
@@ -549,6 +551,7 @@ def _form(state: State, generation: Generation, now: float) -> tuple[State, tupl
         formed=True,
         ever_formed=True,
         veterans=tuple(m for m in generation.members if digest.sources[m].kind != "state"),
+        finished=tuple(each for each in state.finished if each[0] not in digest.sources or each[1] == digest.version),
         born=state.born or digest.version > 0,
         reports=(),
         # everyone reached the boundary, so whatever went wrong before it no longer matters

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from elastic_harness.errors import Inconsistent
-from elastic_harness.membership.types import Digest, Generation, LaneRanges, Report, Source, SourceKind
+from elastic_harness.membership.types import Digest, Generation, LaneRanges, Replica, Report, Source, SourceKind
 
 CHECKPOINTS_TOLD = 4
 
@@ -22,69 +22,115 @@ def reconcile(
     State of an older lineage does not count: the run has gone on from an earlier step without it, and its ledger too.
     If nobody has state, a run that was ever born restores its newest checkpoint (or, loudly, begins again at zero)
     and opens a new lineage; a new run is initialised by rank 0.
+
+    With several shards each column does so for itself, and all of them reach the version of the farthest member. A
+    column may be one step behind: whoever applied a step had the seals of all, so each member that is behind has sealed
+    the step, holds its record, and goes forward by itself. A column in which nobody can reach the version has lost its
+    shard: then nobody has state, and each column restores the same checkpoint.
     """
     members = generation.members
     if set(reports) != set(members):
         raise Inconsistent(f"there are reports of {sorted(reports)}, but the generation's members are {list(members)}")
-    reports = {m: _as_far_as_counts(report, lineage) for m, report in reports.items()}
+    shard_of = generation.shard_of
+    reports = {m: _as_far_as_counts(report, lineage, shard_of[m]) for m, report in reports.items()}
     version = max(reports[m].version for m in members)
-    if version < 0:
+    if version < 0 or not all(any(_reaches(reports[m], version) for m in column) for column in generation.columns):
         return _from_nothing(generation, reports, born=born, lineage=lineage, from_step=from_step)
 
     ahead = [m for m in members if reports[m].version == version]
-    loads = dict.fromkeys(ahead, 0)
-    donors = [(0, rank) for rank, m in enumerate(members) if m in loads]
-    recorders = [(load, rank) for load, rank in donors if reports[members[rank]].record == version - 1]
-    sources: dict[str, Source] = {}
-
-    def spread(candidates: list[tuple[int, int]]) -> str:
-        """The least loaded candidate, the earliest rank first: donors share the work. `candidates` is a heap of loads
-        and ranks; its loads are brought up to date where it matters."""
-        while candidates[0][0] != loads[members[candidates[0][1]]]:
-            rank = candidates[0][1]
-            heapq.heapreplace(candidates, (loads[members[rank]], rank))
-        donor = members[candidates[0][1]]
-        loads[donor] += 1
-        return donor
-
-    for member in members:
-        own = reports[member].version
-        if own == version:
-            sources[member] = Source("keep")
-        elif own == version - 1 and own >= 0 and recorders:
-            sources[member] = Source("replay", spread(recorders))
-        else:
-            sources[member] = Source("state", spread(donors))
+    by_column = [_sources(column, reports, version, ahead[0]) for column in generation.columns]
+    found = {member: source for sources in by_column for member, source in sources.items()}
+    sources = {member: found[member] for member in members}
     digest = Digest(
         generation=generation.number,
         version=version,
         lineage=lineage,
         from_step=from_step,
         sources=sources,
-        lanes=_finished(ahead, reports),
+        lanes=_finished(generation.rows, set(ahead), reports),
         unverified=tuple(m for m in members if not reports[m].verified),
     )
+    forward = sum(s.kind == "forward" for s in sources.values())
     replayed = sum(s.kind == "replay" for s in sources.values())
     received = sum(s.kind == "state" for s in sources.values())
-    return digest, f"resume at version {version}: {len(ahead)} keep, {replayed} replay, {received} take the state"
+    went = f"{forward} go forward, " if forward else ""
+    return digest, f"resume at version {version}: {len(ahead)} keep, {went}{replayed} replay, {received} take the state"
 
 
-def _as_far_as_counts(report: Report, lineage: int) -> Report:
-    if report.version < 0 or not 0 <= report.lineage < lineage:
+def scattered(generation: Generation, reports: Mapping[str, Report], lineage: int) -> bool:
+    """Whether every shard is held by some member, but one of them by none to which the generation gave it: the leader
+    did not know who holds what, and would give state up."""
+    shard_of = generation.shard_of
+    held = [m for m, report in reports.items() if _as_far_as_counts(report, lineage, report.shard).version >= 0]
+    in_place = {shard_of[m] for m in held if shard_of[m] == reports[m].shard}
+    return len(in_place) < len(generation.columns) == len({reports[m].shard for m in held})
+
+
+def _as_far_as_counts(report: Report, lineage: int, shard: int) -> Report:
+    """The report without a state that is of an older lineage or of another shard."""
+    if report.version < 0 or (not 0 <= report.lineage < lineage and report.shard == shard):
         return report
-    return replace(report, version=-1, record=None, lanes=())
+    return replace(report, version=-1, record=None, lanes=(), sealed=False)
 
 
-def _finished(ahead: list[str], reports: Mapping[str, Report]) -> dict[str, LaneRanges]:
-    """Finished lanes of the running step. A member whose lanes overlap an earlier holder's starts over: its
-    partial sums may already contain the duplicate."""
+def _reaches(report: Report, version: int) -> bool:
+    """Whether a member is at the version, or can come to it by itself."""
+    return report.version == version or (report.sealed and report.version == version - 1)
+
+
+def _sources(column: tuple[str, ...], reports: Mapping[str, Report], version: int, ahead: str) -> dict[str, Source]:
+    """Where the members of one column have their state from. `ahead`: a member of any column that is at the version."""
+    holders = [m for m in column if reports[m].version == version] or [
+        m
+        for m in column
+        if _reaches(reports[m], version)  # they serve when they have gone forward
+    ]
+    loads = dict.fromkeys(holders, 0)
+    donors = [(0, rank) for rank, m in enumerate(column) if m in loads]
+    recorders = [
+        (load, rank)
+        for load, rank in donors
+        if reports[column[rank]].version == version and reports[column[rank]].record == version - 1
+    ]
+    sources: dict[str, Source] = {}
+
+    def spread(candidates: list[tuple[int, int]]) -> str:
+        """The least loaded candidate, the earliest rank first: donors share the work. `candidates` is a heap of loads
+        and ranks; its loads are brought up to date where it matters."""
+        while candidates[0][0] != loads[column[candidates[0][1]]]:
+            rank = candidates[0][1]
+            heapq.heapreplace(candidates, (loads[column[rank]], rank))
+        donor = column[candidates[0][1]]
+        loads[donor] += 1
+        return donor
+
+    for member in column:
+        own = reports[member].version
+        if own == version:
+            sources[member] = Source("keep")
+        elif _reaches(reports[member], version):
+            sources[member] = Source("forward", ahead)
+        elif own == version - 1 and own >= 0 and recorders:
+            sources[member] = Source("replay", spread(recorders))
+        else:
+            sources[member] = Source("state", spread(donors))
+    return sources
+
+
+def _finished(rows: tuple[Replica, ...], ahead: set[str], reports: Mapping[str, Report]) -> dict[str, LaneRanges]:
+    """Finished lanes of the running step: those that all members of a row hold. A row whose lanes overlap an earlier
+    one's starts over: its partial sums may already contain the duplicate."""
     taken: set[int] = set()
     kept: dict[str, LaneRanges] = {}
-    for member in ahead:
-        lanes = {lane for lo, hi in reports[member].lanes for lane in range(lo, hi)}
+    for row in rows:
+        if not ahead.issuperset(row):
+            continue
+        held = [{lane for lo, hi in reports[m].lanes for lane in range(lo, hi)} for m in row]
+        lanes = set.intersection(*held)
         if lanes and not lanes & taken:
             taken |= lanes
-            kept[member] = reports[member].lanes
+            for member, own in zip(row, held, strict=True):
+                kept[member] = reports[member].lanes if own == lanes else tuple((x, x + 1) for x in sorted(lanes))
     return kept
 
 
@@ -109,11 +155,11 @@ def _is_on_history(version: int, of: int, lineage: int, from_step: int) -> bool:
     return of >= lineage or version <= from_step
 
 
-def _offer(report: Report, lineage: int, from_step: int) -> int | None:
-    """The newest checkpoint that lies on the run's history."""
+def _offers(report: Report, lineage: int, from_step: int) -> set[int]:
+    """The checkpoints that lie on the run's history."""
     lineages = report.lineages or (lineage,) * len(report.checkpoints)
     offered = zip(report.checkpoints, lineages, strict=True)
-    return next((version for version, of in offered if _is_on_history(version, of, lineage, from_step)), None)
+    return {version for version, of in offered if _is_on_history(version, of, lineage, from_step)}
 
 
 def _from_nothing(
@@ -121,18 +167,19 @@ def _from_nothing(
 ) -> tuple[Digest, str]:
     members = generation.members
     kind: SourceKind
-    offers = {m: offer for m in members if (offer := _offer(reports[m], lineage, from_step)) is not None}
-    if offers:
-        version = max(offers.values())
-        source_member = next(m for m in members if offers.get(m) == version)
+    offers = {m: _offers(reports[m], lineage, from_step) for m in members}
+    common = set.intersection(*(set[int]().union(*(offers[m] for m in column)) for column in generation.columns))
+    if common:
+        version = max(common)
+        first = [next(m for m in column if version in offers[m]) for column in generation.columns]
         kind, reason = "restore", f"nobody has state: restore the checkpoint of version {version}"
     else:
-        version, source_member, kind = 0, members[0], "init"
+        version, first, kind = 0, [column[0] for column in generation.columns], "init"
         reason = "nobody has state and no checkpoint exists: begin again at step 0" if born else "a new run"
     if born or version:  # a run that is not known to be born may find a checkpoint all the same
         lineage, from_step = lineage + 1, version
-    sources = {m: Source("state", source_member) for m in members}
-    sources[source_member] = Source(kind)
+    sources = {m: Source("state", first[shard]) for m, shard in generation.shard_of.items()}
+    sources |= dict.fromkeys(first, Source(kind))
     digest = Digest(
         generation=generation.number,
         version=version,

@@ -19,7 +19,7 @@ def node_of(member: str) -> str:
     return member.rpartition("/")[0]
 
 
-SourceKind = Literal["keep", "replay", "state", "init", "restore"]
+SourceKind = Literal["keep", "forward", "replay", "state", "init", "restore"]
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Report:
 
     version: committed steps, -1 without (verified) state. record: the step whose reduced gradient is still held,
     or None. lanes: finished lanes of step `version`. checkpoints: versions that could be restored, newest first
-    (only looked up when version is -1). verified: this member's canary hash has already been compared. lineages: of the
-    checkpoints, if known. lineage: in which the state was reached, -1 if that is not known. shard: which one the state
-    is. sealed: the member holds the record of step `version` too, and has perhaps told the others so, of whom some may
-    have committed that step since.
+    (looked up when version is -1, and always if there are several shards). verified: this member's canary hash has
+    already been compared. lineages: of the checkpoints, if known. lineage: in which the state was reached, -1 if that
+    is not known. shard: which one the state is. sealed: the member holds the record of step `version` too, and has
+    perhaps told the others so, of whom some may have committed that step since.
     """
 
     generation: int
@@ -84,8 +84,9 @@ class Report:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a member's state at the agreed version comes from: it keeps its own, replays `donor`'s record, takes
-    the whole state from `donor`, initialises itself, or restores a checkpoint."""
+    """Where a member's state at the agreed version comes from: it keeps its own, goes forward by the record that it has
+    sealed (what that needs of other shards comes from `donor`), replays `donor`'s record, takes the whole state from
+    `donor`, initialises itself, or restores a checkpoint."""
 
     kind: SourceKind
     donor: str | None = None

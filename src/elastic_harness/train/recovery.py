@@ -207,6 +207,8 @@ def _repair(parts: Parts, progress: Progress, report: Report) -> Progress:
             return progress.at(digest.version, record=record, metrics=parts.applier.apply(record))
         case "state":
             return _take_state(parts, progress, digest.version, *receive())
+        case "forward":
+            raise Inconsistent(f"{members[formed.rank]} is to go forward by a seal, and training has one shard")
         case "restore":
             try:
                 stored, held = parts.saver.restore(digest.version)
