@@ -16,7 +16,7 @@ from elastic_harness.membership import decide as deciding
 from elastic_harness.membership import leader as core
 from elastic_harness.membership.types import Digest, Generation, Report, Source
 from elastic_harness.simulate.model import Model, Size
-from elastic_harness.simulate.world import Faults, Gradient, Message, SimulatedWorker, World
+from elastic_harness.simulate.world import Faults, Gradient, Grid, Message, SimulatedWorker, World
 from elastic_harness.train.gate import GateVerdict, Signals
 from mutants.patch import Patch
 
@@ -37,7 +37,7 @@ class LaggardGoesOn(Model):
 class MeanOverSurvivors(Model):
     """The lanes of a dead member are nobody's: the step goes on without them."""
 
-    def dealt(self, members: tuple[int, ...], held: Any) -> dict[str, tuple[int, ...]]:
+    def dealt(self, members: tuple[int, ...], held: Any, grid: Grid | None = None) -> dict[str, tuple[int, ...]]:
         everyone = tuple(range(self.size.workers))
         return super().dealt(everyone if held else members, ()) if held else super().dealt(members, held)
 
@@ -169,6 +169,59 @@ class DigestBeforeAllReports(Model):
         return state, actions + more
 
 
+class SealSkipped(Model):
+    """A member applies a step as soon as it has the sum of its own shard."""
+
+    def sealable(self, world: World, who: int, w: SimulatedWorker) -> bool:
+        return False
+
+    def committable(self, world: World, who: int, w: SimulatedWorker) -> bool:
+        return self.complete(world, who, w)
+
+
+class SealAmongMates(Model):
+    """A member waits for the seals of its row only."""
+
+    def committable(self, world: World, who: int, w: SimulatedWorker) -> bool:
+        assert w.grid is not None
+        mates = next((row for row in w.grid.rows if who in row), (who,))
+        return bool(w.sealed) and set(mates) <= set(self.arrived(world, who, w, "S", 0))
+
+
+class SealForgotten(Model):
+    """What a member has sealed is given up with the exchange."""
+
+    def aborted(self, w: SimulatedWorker) -> SimulatedWorker:
+        return super().aborted(w._replace(sealed=()))
+
+
+class LeftOverDealtLanes(Model):
+    """A member that is in no row computes what the first row does."""
+
+    def dealt(self, members: tuple[int, ...], held: Any, grid: Grid | None = None) -> dict[str, tuple[int, ...]]:
+        dealt = super().dealt(members, held, grid)
+        assert grid is not None
+        placed = {member for row in grid.rows for member in row}
+        first = dealt[self.name(grid.rows[0][0])]
+        return {self.name(m): dealt[self.name(m)] if m in placed else first for m in members}
+
+
+class LeftOverStaysBehind(Model):
+    """A member that is in no row does not apply steps."""
+
+    def committable(self, world: World, who: int, w: SimulatedWorker) -> bool:
+        in_a_row = w.grid is not None and any(who in row for row in w.grid.rows)
+        return in_a_row and super().committable(world, who, w)
+
+
+def pairing_one_column(now: float, view: deciding.View, limits: Any) -> Any:
+    outcome = honest_decide(now, view, limits)
+    if not isinstance(outcome, deciding.Form) or view.current is None:
+        return outcome
+    alike = [m for m, shard in zip(outcome.members, outcome.shards, strict=True) if shard == 0]
+    return replace(outcome, replicas=(tuple(alike[:2]),)) if len(alike) > 1 else outcome
+
+
 def ignoring_finished(now: float, view: deciding.View, limits: Any) -> Any:
     return honest_decide(now, replace(view, finished=frozenset()), limits)
 
@@ -239,6 +292,11 @@ def small(workers: int, crashes: int = 0, joins: int = 0, zombies: int = 0, brea
     scales, stops = other.pop("scales", ()), other.pop("stops", 0)
     faults = Faults(crashes, joins, zombies, breaks, scales, stops)
     return Size(workers=workers, faults=faults, **{"steps": 2, "lanes": 2, **other})
+
+
+def in_pairs(workers: int, crashes: int = 0, joins: int = 0, **other: Any) -> Size:
+    """Replicas of two workers, in their first generation."""
+    return small(workers, crashes, joins, **{"shards": 2, "formed": True, "steps": 1, **other})
 
 
 CANNOT = "source unsatisfiable"
@@ -481,5 +539,53 @@ MUTANTS = [
         "stuck",
         "return Heard(generation, urgent_number)",
         "return Heard(generation, urgent_number, self.paused)",
+    ),
+    # ---- of replicas that hold the state in shards
+    Mutant("seal skipped", in_pairs(4, 1, lanes=1), ("state given up",), SealSkipped),
+    Mutant("seal among mates only", in_pairs(4, 1, lanes=1), ("state given up",), SealAmongMates),
+    Mutant("seal forgotten", in_pairs(4, 1, lanes=1), ("state given up",), SealForgotten),
+    Mutant("lanes for one who is left over", in_pairs(3), ("torn shards",), LeftOverDealtLanes),
+    Mutant("one who is left over stays behind", in_pairs(3), ("stuck",), LeftOverStaysBehind),
+    Mutant(
+        "a row with two holders of one shard",
+        in_pairs(4, 1),
+        ("no whole row",),
+        name="decide",
+        function=pairing_one_column,
+    ),
+    patched(
+        "whole rows are zipped anew",
+        in_pairs(4, 1),
+        "whole row broken",
+        "and set(known).issuperset(enumerate(row))]",
+        "and False]",
+    ),
+    patched(
+        "a newcomer is given the longest column",
+        in_pairs(1, joins=1, target=2, formed=False),
+        "stuck",
+        "sizes.index(min(sizes))",
+        "sizes.index(max(sizes))",
+    ),
+    patched(
+        "a sealed step does not go forward",
+        in_pairs(4, 1, lanes=1),
+        "state given up",
+        "return report.version == version or (report.sealed and report.version == version - 1)",
+        "return report.version == version",
+    ),
+    patched(
+        "the state of another column is taken",
+        in_pairs(4, formed=False),
+        CANNOT,
+        'Source("state", first[shard])',
+        'Source("state", first[0])',
+    ),
+    patched(
+        "what one of a row has finished counts for its mates",
+        in_pairs(4, 1),
+        "torn shards",
+        "lanes = set.intersection(*held)",
+        "lanes = set.union(*held)",
     ),
 ]

@@ -28,6 +28,13 @@ EXHAUSTED = {
     "all are asked to stop": Size(workers=2, faults=Faults(stops=1)),
     "a stop and a crash": Size(workers=2, faults=Faults(crashes=1, stops=1)),
 }
+SHARDED = {
+    "one row, and a checkpoint": Size(
+        workers=2, shards=2, lanes=1, checkpoint_every=1, faults=Faults(crashes=1, joins=1)
+    ),
+    "one row, and one left over": Size(workers=3, shards=2, formed=True, faults=Faults(crashes=1)),
+    "two rows": Size(workers=4, shards=2, steps=1, formed=True, faults=Faults(crashes=1)),
+}
 LARGE = {
     "one crash and its resets": Size(resets=True, faults=Faults(crashes=1)),
     "one of three computes wrongly": Size(lanes=3, bad=(2,)),
@@ -48,6 +55,14 @@ LARGE = {
     "two needed": Size(min_workers=2, faults=Faults(crashes=2, joins=1)),
     "a stop while growing": Size(workers=2, target=3, faults=Faults(joins=1, stops=1)),
 }
+LARGE_SHARDED = {
+    "two rows of two shards": Size(workers=4, shards=2, formed=True, faults=Faults(crashes=2)),
+    "two rows and one left over": Size(workers=5, shards=2, steps=1, formed=True, faults=Faults(crashes=1)),
+    "rows of two shards while growing": Size(workers=3, target=5, shards=2, faults=Faults(crashes=1, joins=2)),
+    "rows of two shards and a zombie": Size(workers=4, shards=2, formed=True, faults=Faults(crashes=1, zombies=1)),
+    "rows of two shards and a broken link": Size(workers=3, shards=2, formed=True, faults=Faults(breaks=3)),
+    "one row of three shards": Size(workers=4, shards=3, steps=1, formed=True, faults=Faults(crashes=1, joins=1)),
+}
 STORMS = {
     "everything": Size(
         workers=4,
@@ -61,11 +76,22 @@ STORMS = {
     ),
     "more workers than lanes": Size(workers=5, steps=4, lanes=2, faults=Faults(crashes=4, joins=2, breaks=1)),
 }
+PAIRS = Size(
+    workers=5,
+    steps=4,
+    lanes=4,
+    blocks=2,
+    min_workers=2,
+    checkpoint_every=2,
+    shards=2,
+    faults=Faults(crashes=4, joins=5, zombies=1, breaks=2, scales=(2, 4)),
+)
+SMALL = {**EXHAUSTED, **SHARDED}
 
 
-@pytest.mark.parametrize("size", EXHAUSTED.values(), ids=[k.replace(" ", "-") for k in EXHAUSTED])
+@pytest.mark.parametrize("size", SMALL.values(), ids=[k.replace(" ", "-") for k in SMALL])
 def test_every_state_of_a_small_world(size: Size) -> None:
-    result = explore(Model(size), 20_000)
+    result = explore(Model(size), 30_000)
     assert result.violation is None, "\n".join([result.detail, *result.trace])
     assert result.complete
     assert result.done > 0
@@ -95,6 +121,22 @@ def test_many_random_paths(size: Size, seed: int) -> None:
     assert result.violation is None, "\n".join([f"seed {seed}: {result.detail}", *result.trace])
 
 
+@pytest.mark.parametrize(
+    ("seed", "count"), [(20, 10), *(pytest.param(seed, 500, marks=pytest.mark.soak) for seed in range(10))]
+)
+def test_random_paths_of_replicas_of_two_workers(seed: int, count: int) -> None:
+    result = walks(Model(PAIRS), count, seed=seed)
+    assert result.violation is None, "\n".join([f"seed {seed}: {result.detail}", *result.trace])
+    assert result.done == count
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", LARGE_SHARDED.values(), ids=[k.replace(" ", "-") for k in LARGE_SHARDED])
+def test_a_large_world_of_shards_within_a_budget(size: Size) -> None:
+    result = explore(Model(size), 300_000)
+    assert result.violation is None, "\n".join([result.detail, *result.trace])
+
+
 def test_a_walk_is_reproduced_by_its_seed() -> None:
     size = STORMS["everything"]
     first, second = (walks(Model(size), 5, seed=3) for _ in range(2))
@@ -107,3 +149,6 @@ def test_the_command_reports_what_it_looked_at(capsys: pytest.CaptureFixture[str
     report = json.loads(capsys.readouterr().out)
     assert report["complete"] and report["violation"] is None
     assert report["states"] > 100 and report["size"]["faults"]["joins"] == 1
+    assert checker.main("--workers 2 --shards 2 --steps 1 --lanes 1 --json".split()) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["complete"] and report["done"] > 0 and report["size"]["shards"] == 2

@@ -32,6 +32,7 @@ def reconcile(
     if set(reports) != set(members):
         raise Inconsistent(f"there are reports of {sorted(reports)}, but the generation's members are {list(members)}")
     shard_of = generation.shard_of
+    born = born or any(report.version > 0 for report in reports.values())  # a shard may be lost before anybody told it
     reports = {m: _as_far_as_counts(report, lineage, shard_of[m]) for m, report in reports.items()}
     version = max(reports[m].version for m in members)
     if version < 0 or not all(any(_reaches(reports[m], version) for m in column) for column in generation.columns):

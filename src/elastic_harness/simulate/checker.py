@@ -165,6 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=1)
     parser.add_argument("--min-workers", type=int, default=1)
     parser.add_argument("--target", type=int, default=None, help="workers wanted; default: --workers")
+    parser.add_argument("--shards", type=int, default=1, help="so many workers are one replica")
     parser.add_argument("--crashes", type=int, default=1)
     parser.add_argument("--joins", type=int, default=0)
     parser.add_argument("--zombies", type=int, default=0, help="workers declared lost that run on")
@@ -185,6 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         target=args.target,
         checkpoint_every=args.checkpoint_every,
         faults=Faults(args.crashes, args.joins, args.zombies, args.breaks, tuple(args.scale)),
+        shards=args.shards,
     )
     model = Model(size)
     result = walks(model, args.walks, args.seed) if args.walks else explore(model, args.budget)

@@ -19,7 +19,8 @@ LATE = 1e9  # a time by which every timeout has passed; all other events happen 
 class Size:
     """How big a world to look at. `cut`: pairs of workers that can never talk to each other. `bad`: workers that
     compute something else than the others. `resets`: a death also breaks its connections, so that peers may notice
-    before their agent tells them; without, the agent's word alone must do."""
+    before their agent tells them; without, the agent's word alone must do. `shards`: so many workers are a replica.
+    `formed`: the first generation has formed already."""
 
     workers: int = 3
     steps: int = 2
@@ -32,6 +33,8 @@ class Size:
     bad: tuple[int, ...] = ()
     resets: bool = False
     faults: Faults = Faults()  # noqa: RUF009  (immutable)
+    shards: int = 1
+    formed: bool = False
 
 
 def index_of(member: str) -> int:
@@ -62,7 +65,7 @@ class Cluster:
         n = size.workers
         target = n if size.target is None else size.target
         most = max(n + size.faults.joins, target, *size.faults.scales, 1)
-        limits = Limits(size.min_workers, most, target)
+        limits = Limits(size.min_workers, most, target, shards=size.shards)
         world = World(
             leader=self._intern(core.State(limits)),
             workers=(SimulatedWorker(),) * n,
@@ -156,12 +159,30 @@ class Cluster:
     def check_announcement(self, world: World, before: core.State, generation: Generation) -> None:
         if generation.number <= before.number:
             raise Violation("generation number reused", f"{generation.number} after {before.number}")
-        old = before.generation.members if before.generation else ()
+        old = before.generation.shard_of if before.generation else {}
+        lost = self.size.shards > len({old[m] for m in generation.members if m in old})  # then nobody has finished
         finished = {m for m, _ in self.leaders[world.leader].finished}
-        if finished and not finished.issuperset(m for m in generation.members if m not in old):
+        if finished and not lost and not finished.issuperset(m for m in generation.members if m not in old):
             raise Violation("admitted while finishing", f"{generation}")
-        if len(generation.members) < self.size.min_workers and not finished:
+        if len(generation.rows) * self.size.shards < self.size.min_workers and (not finished or lost):
             raise Violation("below the minimum", f"{generation}")
+        if self.size.shards > 1:
+            self.check_rows(before.generation, generation)
+
+    def check_rows(self, before: Generation | None, generation: Generation) -> None:
+        """A row is whole or out, and stays while it is whole."""
+        shard_of = generation.shard_of
+        for row in generation.rows:
+            if [shard_of.get(member) for member in row] != list(range(self.size.shards)):
+                raise Violation("no whole row", f"{row} in {generation}")
+        placed = [member for row in generation.rows for member in row]
+        if len(placed) != len(set(placed)):
+            raise Violation("in two rows", f"{generation}")
+        if len(generation.rows) != min(map(len, generation.columns)):
+            raise Violation("no whole row", f"there could be more rows in {generation}")
+        for row in before.rows if before is not None else ():
+            if [shard_of.get(member) for member in row] == list(range(self.size.shards)) and row not in generation.rows:
+                raise Violation("whole row broken", f"{row} in {generation}")
 
     def check_digest(self, world: World, before: core.State, digest: Digest) -> None:
         kinds = {source.kind for source in digest.sources.values()}
@@ -170,13 +191,27 @@ class Cluster:
             raise Violation("silent restart", f"{digest} although {sorted(world.ledger)} were committed")
         if digest.from_step > 0 and digest.lineage == 0:
             raise Violation("restore without a lineage", f"{digest}")
+        if self.size.shards > 1:
+            self.check_shards(world, before, digest)
         for member in digest.sources:
             w = world.workers[index_of(member)]
             if w.up and not w.fenced and w.lineage == digest.lineage and w.version > digest.version:
                 raise Violation("state given up", f"{member} has version {w.version}: {digest}")
             stored = self.on_history(world, self.restorable(world, index_of(member)))
-            if "init" in kinds and stored and digest.lineage == newest + 1:
+            # of several shards some may commit and save while others have reported: that is not known yet
+            if "init" in kinds and stored and digest.lineage == newest + 1 and self.size.shards == 1:
                 raise Violation("checkpoint given up", f"{member} has {stored}: {digest}")
+
+    def check_shards(self, world: World, before: core.State, digest: Digest) -> None:
+        """While somebody holds each shard the run goes on from there. Who is in no row has no lanes."""
+        workers = [world.workers[index_of(member)] for member in digest.sources]
+        living = [w for w in workers if w.up and not w.fenced and w.version >= 0 and w.lineage == before.lineage]
+        begins = any(source.kind in ("init", "restore") for source in digest.sources.values())
+        if begins and len({w.shard for w in living}) == self.size.shards:
+            raise Violation("state given up", f"each shard has a holder: {digest}")
+        rows = before.generation.rows if before.generation is not None else ()
+        if not {member for row in rows for member in row}.issuperset(digest.lanes):
+            raise Violation("lanes without a row", f"{digest}")
 
     def on_history(self, world: World, checkpoints: tuple[tuple[int, int], ...]) -> list[int]:
         """The versions of those that the run has not gone on without."""
@@ -234,10 +269,20 @@ class Cluster:
             return
         healthy = [i for i, w in enumerate(world.workers) if w.up and not w.fenced and w.mode != "over"]
         finished = {index_of(m) for m, _ in state.finished} & set(healthy)
-        if not healthy or (len(healthy) < state.limits.min_workers and not finished):
+        if not healthy or not self.can_go_on(state, [self.name(i) for i in healthy], bool(finished)):
             return
         modes = {self.name(i): world.workers[i].mode for i in healthy}
         raise Violation("stuck", f"{modes}, leader in generation {state.generation}, paused: {state.paused!r}")
+
+    def can_go_on(self, state: core.State, members: list[str], finished: bool) -> bool:
+        """Whether these are enough, in whole rows. If they hold every shard, and one has finished, one row is."""
+        given = state.generation.shard_of if state.generation is not None else {}
+        holders = [sum(given.get(member) == shard for member in members) for shard in range(self.size.shards)]
+        whole = all(holders)
+        holders = holders if whole else [0] * self.size.shards
+        for _ in range(len(members) - sum(holders)):  # whoever holds no shard may take any
+            holders[holders.index(min(holders))] += 1
+        return self.size.shards * min(holders) >= (self.size.shards if finished and whole else state.limits.least)
 
     def restorable(self, world: World, who: int) -> tuple[tuple[int, int], ...]:
         """The checkpoints that this worker can read."""
@@ -283,7 +328,7 @@ class Cluster:
         """Messages are keyed by generation and step: older ones are never looked at."""
         if message.generation < max(w.gen, w.target):
             return True
-        return message.kind in "HPR" and w.gen == message.generation and message.step < w.version
+        return message.kind in "HPRS" and w.gen == message.generation and message.step < w.version
 
     def drop_mail(self, world: World, who: int) -> World:
         w = world.workers[who]

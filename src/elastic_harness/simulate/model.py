@@ -20,6 +20,17 @@ Outcome = tuple[Move, World | Violation, bool]
 class Model(Workers):
     """`moves(world)` yields everything that can happen next."""
 
+    def start(self) -> World:
+        """All workers said hello; if that is asked for, the first generation has formed, and all have the state."""
+        world = super().start()
+        while self.size.formed and any(w.mode != "step" or w.serve for w in world.workers):
+            forming = ("leader", "hears", "serves", "repaired")
+            after = next(after for (what, *_), after, _ in self.moves(world) if what in forming and after != world)
+            if isinstance(after, Violation):
+                raise after
+            world = after
+        return world
+
     def is_done(self, world: World) -> bool:
         return self.leaders[world.leader].done
 
@@ -117,14 +128,15 @@ class Model(Workers):
 
     def partial_sends(self, world: World, who: int, w: SimulatedWorker) -> Iterator[tuple[str, World]]:
         """The next broadcast, having reached only some of the peers."""
-        kinds: tuple[str, ...] = ()
         if self.may_send(w):
-            kinds = ("contribution",)
+            kind, send, reached = "contribution", self.send, w.members
         elif self.reducible(world, who, w) is not None:
-            kinds = ("reduced",)
-        others = [m for m in w.members if m != who]
-        for kind in kinds:
-            for count in range(1, len(others)):
-                for some in combinations(others, count):
-                    send = self.send if kind == "contribution" else self.reduce
-                    yield f"{kind} to {some}", send(world, who, some)
+            kind, send, reached = "reduced", self.reduce, self.column(w)
+        elif self.sealable(world, who, w):
+            kind, send, reached = "seal", self.seal, w.members
+        else:
+            return
+        others = [m for m in reached if m != who]
+        for count in range(1, len(others)):
+            for some in combinations(others, count):
+                yield f"{kind} to {some}", send(world, who, some)

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from elastic_harness.comm.placement import deal
+from elastic_harness.comm.placement import deal_to_rows
 from elastic_harness.membership import leader as core
 from elastic_harness.membership.types import Digest, Generation, LaneRanges, Report
 from elastic_harness.simulate.cluster import Cluster, Size, index_of
-from elastic_harness.simulate.world import Gradient, Message, SimulatedWorker, Violation, World, canonical
+from elastic_harness.simulate.world import Gradient, Grid, Message, SimulatedWorker, Violation, World, canonical
 from elastic_harness.train.gate import GateVerdict, Signals, canaries_due, gate
 
 CHECKPOINTS_KEPT = 3
@@ -23,6 +23,14 @@ def kept_with(checkpoints: tuple[tuple[int, int], ...], version: int, lineage: i
     """With one more, newest first: of equal versions the newest lineage's."""
     known = dict(checkpoints) | {version: lineage}
     return tuple(sorted(known.items(), reverse=True))[:CHECKPOINTS_KEPT]
+
+
+def grid_of(generation: Generation) -> Grid | None:
+    """The generation's rows and columns; None with one shard."""
+    if not generation.shards:
+        return None
+    rows, columns = (tuple(tuple(map(index_of, part)) for part in g) for g in (generation.rows, generation.columns))
+    return Grid(rows, columns)
 
 
 def as_ranges(lanes: Gradient) -> LaneRanges:
@@ -55,6 +63,8 @@ class Workers(Cluster):
                     yield "sends", self.send
                 elif self.reducible(world, who, w) is not None:
                     yield "reduces", self.reduce
+                elif self.sealable(world, who, w):
+                    yield "seals", self.seal
                 elif self.committable(world, who, w):
                     yield "commits", self.commit
         if w.mode in ("repair", "step") and not w.fenced:
@@ -76,10 +86,16 @@ class Workers(Cluster):
             return w.expect.endswith(f":{peer}") and self.repair_message(world, who, w) is None
         mail = {(m.kind, m.source) for m in world.mail[who] if (m.generation, m.step) == (w.gen, w.version)}
         owned = any(self.owner(w, b) == peer and ("R", peer) not in mail for b in range(self.size.blocks))
-        return ("H", peer) not in mail or owned
+        unsealed = bool(w.sealed) and ("S", peer) not in mail
+        return ("H", peer) not in mail or owned or unsealed
+
+    def column(self, w: SimulatedWorker) -> tuple[int, ...]:
+        """The members that hold the same shard: gradients are summed among them."""
+        return w.grid.columns[w.shard] if w.grid is not None else w.members
 
     def owner(self, w: SimulatedWorker, block: int) -> int:
-        return w.members[(w.version + block) % len(w.members)]
+        column = self.column(w)
+        return column[(w.version + block) % len(column)]
 
     def compute(self, world: World, who: int) -> World:
         w = world.workers[who]
@@ -91,7 +107,7 @@ class Workers(Cluster):
         return w.mode == "step" and not w.serve and not w.todo and not w.sent
 
     def send(self, world: World, who: int, to: tuple[int, ...] | None = None) -> World:
-        """The header to every member, the partial sums to every block's owner."""
+        """The header to every member, the partial sums to every block's owner in the column."""
         w = world.workers[who]
         world = self.put(world, who, w._replace(sent=True))
         header = (w.heard.planned(w.gen), self.canary(w, who), w.stop)
@@ -118,7 +134,7 @@ class Workers(Cluster):
         for block in range(self.size.blocks):
             if self.owner(w, block) == who:
                 parts = self.arrived(world, who, w, "P", block)
-                if set(parts) < set(w.members):
+                if set(parts) < set(self.column(w)):
                     return None
                 blocks.append((block, self.total(parts)))
         return blocks or None
@@ -131,12 +147,35 @@ class Workers(Cluster):
         blocks = self.reducible(world, who, w) or []
         world = self.put(world, who, w._replace(reduced=True))
         for block, gradient in blocks:
-            for target in w.members:
+            for target in self.column(w):
                 if to is None or target in to:
                     world = self.mail(world, target, Message("R", w.gen, w.version, who, block, gradient))
         return world
 
+    def sealable(self, world: World, who: int, w: SimulatedWorker) -> bool:
+        """Whether this member has all that it needs to apply the step to its shard, and has not said so."""
+        return w.grid is not None and not w.sealed and self.complete(world, who, w)
+
+    def seal(self, world: World, who: int, to: tuple[int, ...] | None = None) -> World:
+        """Tell every member so. From now on this one keeps the sum, whatever happens: others may apply the step."""
+        w = world.workers[who]
+        verdict = self.verdict(w, self.all_signals(world, who, w))
+        if not verdict.commit:
+            return self.refuse(world, who, verdict.unfit)
+        w = w._replace(sealed=self.gradient(world, who, w))
+        world = self.put(world, who, w)
+        for target in w.members:
+            if to is None or target in to:
+                world = self.mail(world, target, Message("S", w.gen, w.version, who, 0, w.sealed))
+        return world
+
     def committable(self, world: World, who: int, w: SimulatedWorker) -> bool:
+        """Whether this member may apply the step: with several shards, once it knows that every other one can."""
+        if w.grid is None:
+            return self.complete(world, who, w)
+        return bool(w.sealed) and set(self.arrived(world, who, w, "S", 0)) == set(w.members)
+
+    def complete(self, world: World, who: int, w: SimulatedWorker) -> bool:
         """Everything has been received: every member's header and every block."""
         if w.mode != "step" or not w.sent:
             return False
@@ -144,24 +183,33 @@ class Workers(Cluster):
             return False
         return all(self.owner(w, block) in self.arrived(world, who, w, "R", block) for block in range(self.size.blocks))
 
-    def commit(self, world: World, who: int) -> World:
-        w = world.workers[who]
-        headers = self.arrived(world, who, w, "H", 0)
+    def gradient(self, world: World, who: int, w: SimulatedWorker) -> Gradient:
+        """The sum that has arrived, alike in all blocks."""
         gradients = {self.arrived(world, who, w, "R", block)[self.owner(w, block)] for block in range(self.size.blocks)}
         if len(gradients) > 1:
             raise Violation("torn blocks", f"{self.name(who)} step {w.version}: {sorted(gradients)}")
-        signals = {source: self.signals(w, header) for source, header in headers.items()}
+        return gradients.pop()
+
+    def all_signals(self, world: World, who: int, w: SimulatedWorker) -> dict[int, Signals]:
+        return {source: self.signals(w, header) for source, header in self.arrived(world, who, w, "H", 0).items()}
+
+    def commit(self, world: World, who: int) -> World:
+        w = world.workers[who]
+        gradient = self.gradient(world, who, w)
+        seals = set(self.arrived(world, who, w, "S", 0).values())
+        if not seals <= {gradient}:
+            raise Violation("torn shards", f"{self.name(who)} step {w.version}: {sorted(seals)}")
+        signals = self.all_signals(world, who, w)
         verdict = self.verdict(w, signals)
         if not verdict.commit:
             return self.refuse(world, who, verdict.unfit)
         if not verdict.stop and all(each.stop for each in signals.values()):
             raise Violation("not stopped", f"{self.name(who)} at version {w.version}, where all had been asked to")
-        gradient: Gradient = gradients.pop()
         w = self.applied(w, gradient)
         self.check_value(w, who)
         w = w._replace(lanes=(), sent=False, reduced=False, verified=True, due=())
         if w.version < self.size.steps:
-            w = w._replace(todo=self.dealt(w.members, ())[self.name(who)])
+            w = w._replace(todo=self.dealt(w.members, (), w.grid)[self.name(who)])
         world = self.put(world, who, w)
         if self.speaks(who, w.members):
             world = self.record_commit(world, who)
@@ -220,7 +268,8 @@ class Workers(Cluster):
 
     def applied(self, w: SimulatedWorker, gradient: Gradient) -> SimulatedWorker:
         """`apply`: the one thing that changes training state, never interrupted."""
-        return w._replace(version=w.version + 1, value=(*w.value, gradient), record=(w.version, gradient))
+        record = (w.version, gradient)
+        return w._replace(version=w.version + 1, value=(*w.value, gradient), record=record, sealed=())
 
     def record_commit(self, world: World, who: int) -> World:
         """The commit message: the agent writes the ledger, the leader learns that the run is born. It is read before
@@ -270,6 +319,7 @@ class Workers(Cluster):
         w = w._replace(
             mode="wait", heard=replace(w.heard, urgent_number=0), reacted=generation.number, target=generation.number,
             successors=tuple(map(index_of, generation.members)), todo=(), sent=False, reduced=False, expect="",
+            next_grid=grid_of(generation),
         )  # fmt: skip
         world = self.drop_mail(self.put(world, who, w), who)
         world = self.report(world, who, core.Reported(self.name(who), self.own_report(world, who)))
@@ -277,7 +327,7 @@ class Workers(Cluster):
 
     def own_report(self, world: World, who: int) -> Report:
         w = world.workers[who]
-        checkpoints = self.restorable(world, who) if w.version < 0 else ()
+        checkpoints = self.restorable(world, who) if w.version < 0 or self.size.shards > 1 else ()
         return Report(
             generation=w.target,
             version=w.version,
@@ -287,6 +337,8 @@ class Workers(Cluster):
             verified=w.verified,
             lineages=tuple(lineage for _, lineage in checkpoints),
             lineage=w.lineage if w.version >= 0 else -1,
+            shard=w.shard,
+            sealed=bool(w.sealed),
         )
 
     def trouble(self, world: World, who: int, peer: int) -> World:
@@ -354,7 +406,7 @@ class Workers(Cluster):
     def aborted(self, w: SimulatedWorker) -> SimulatedWorker:
         """Out of whatever it did; finished lanes stay."""
         return w._replace(
-            mode="wait", digest=-1, target=0, successors=(), boundary=False,
+            mode="wait", digest=-1, target=0, successors=(), next_grid=None, boundary=False,
             todo=(), sent=False, reduced=False, serve=(), expect="",
         )  # fmt: skip
 
@@ -366,8 +418,9 @@ class Workers(Cluster):
         source = digest.sources.get(me)
         if source is None:
             raise Violation("source unsatisfiable", f"{me} has none in {digest}")
-        if digest.lanes.get(me, ()) != as_ranges(w.lanes):
-            w = w._replace(lanes=())
+        kept = digest.lanes.get(me, ())
+        w = w._replace(lanes=tuple(lane for lane in w.lanes if (lane[1], lane[1] + 1) in kept))
+        shard = next((i for i, c in enumerate(w.next_grid.columns) if who in c), 0) if w.next_grid is not None else 0
         serve = tuple((index_of(m), s.kind) for m, s in digest.sources.items() if s.donor == me)
         if source.donor is not None:
             expect = f"{source.kind}:{index_of(source.donor)}"
@@ -375,8 +428,11 @@ class Workers(Cluster):
             expect = ""
         match source.kind:
             case "keep":
-                if w.version != digest.version:
+                if (w.version, w.shard) != (digest.version, shard):
                     raise Violation("source unsatisfiable", f"{me} at {w.version} keeps, in {digest}")
+            case "forward":
+                if w.version != digest.version - 1 or not w.sealed or w.shard != shard:
+                    raise Violation("source unsatisfiable", f"{me} at {w.version} goes forward, in {digest}")
             case "state":
                 w = w._replace(version=-1, value=(), record=None, lanes=())
             case "init":
@@ -393,8 +449,12 @@ class Workers(Cluster):
             digest=-1,
             target=0,
             successors=(),
+            grid=w.next_grid,
+            next_grid=None,
+            shard=shard,
+            sealed=w.sealed if source.kind == "forward" else (),
             boundary=True,
-            todo=self.dealt(w.successors, tuple(sorted(digest.lanes.items())))[me],
+            todo=self.dealt(w.successors, tuple(sorted(digest.lanes.items())), w.next_grid)[me],
             serve=serve,
             expect=expect,
             lineage=digest.lineage,
@@ -413,22 +473,25 @@ class Workers(Cluster):
         """The first rank may have died before its commit message, so the first one ahead sends it again."""
         return self.record_commit(world, who)
 
-    def dealt(self, members: tuple[int, ...], held: tuple[tuple[str, LaneRanges], ...]) -> dict[str, tuple[int, ...]]:
-        key = (members, held)
+    def dealt(
+        self, members: tuple[int, ...], held: tuple[tuple[str, LaneRanges], ...], grid: Grid | None = None
+    ) -> dict[str, tuple[int, ...]]:
+        key = (members, held, grid)
         if key not in self._deals:
-            placed = deal(self.size.lanes, [self.name(m) for m in members], dict(held))
+            rows = [[self.name(m) for m in row] for row in (zip(members) if grid is None else grid.rows)]
+            placed = dict.fromkeys(map(self.name, members), ()) | deal_to_rows(self.size.lanes, rows, dict(held))
             self._deals[key] = {m: tuple(x for lo, hi in r for x in range(lo, hi)) for m, r in placed.items()}
         return self._deals[key]
 
     def serve(self, world: World, who: int) -> World:
         w = world.workers[who]
         target, kind = w.serve[0]
-        if kind == "replay":
+        if kind in ("replay", "forward"):
             if w.record is None or w.record[0] != w.version - 1:
                 raise Violation("source unsatisfiable", f"{self.name(who)} has no record of {w.version - 1} to give")
             body: tuple[Any, ...] = (w.record,)
         else:
-            body = (w.version, w.value, w.record)
+            body = (w.version, w.value, w.record, w.shard)
         world = self.put(world, who, w._replace(serve=w.serve[1:]))
         return self.mail(world, target, Message(kind, w.gen, w.version, who, 0, body))
 
@@ -443,14 +506,18 @@ class Workers(Cluster):
         message = self.repair_message(world, who, w)
         assert message is not None
         body: Any = message.body
-        if message.kind == "replay":
+        if message.kind == "state":
+            version, value, record, shard = body
+            if shard != w.shard:
+                raise Violation("source unsatisfiable", f"{self.name(who)} holds shard {w.shard} and got {shard}")
+            w = w._replace(version=version, value=value, record=record)
+        else:
             step, gradient = body[0]
             if step != w.version:
                 raise Violation("source unsatisfiable", f"{self.name(who)} at {w.version} got the record of {step}")
+            if w.sealed and w.sealed != gradient:
+                raise Violation("torn shards", f"{self.name(who)} sealed {w.sealed}, others {gradient}")
             w = self.applied(w, gradient)
-        else:
-            version, value, record = body
-            w = w._replace(version=version, value=value, record=record)
         w = w._replace(lanes=(), mode="step", expect="")
         self.check_value(w, who)
         remaining = world.mail[who] - {message}

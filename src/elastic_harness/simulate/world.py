@@ -17,6 +17,13 @@ Value = tuple[Gradient, ...]
 """Training state after v steps is known by the v gradients that were applied."""
 
 
+class Grid(NamedTuple):
+    """Who computes with whom, and who holds which shard."""
+
+    rows: tuple[tuple[int, ...], ...]
+    columns: tuple[tuple[int, ...], ...]
+
+
 class SimulatedWorker(NamedTuple):
     """One member. mode: idle (never told of a generation), wait (for a generation or a digest), repair (for state
     from a donor), step, fin (committed the last step), over (left in good order).
@@ -26,6 +33,9 @@ class SimulatedWorker(NamedTuple):
     lanes: finished lanes of step `version`. serve: members that take state from here. due: members whose canary is
     compared in this step. told: the agent ever named it in a generation. stop: asked to leave at a step boundary.
     fenced: declared lost, but still running.
+
+    Of several shards only: grid, next_grid: of `members` and `successors`. shard: which one `value` is. sealed: the
+    column's sum for step `version`, once the others were told that it is there.
     """
 
     up: bool = True
@@ -54,10 +64,15 @@ class SimulatedWorker(NamedTuple):
     expect: str = ""
     verified: bool = False
     due: tuple[int, ...] = ()
+    grid: Grid | None = None
+    next_grid: Grid | None = None
+    shard: int = 0
+    sealed: Gradient = ()
 
 
 class Message(NamedTuple):
-    """Worker to worker. kind: H(eader), P(artial sums for a block's owner), R(educed block), replay, state."""
+    """Worker to worker. kind: H(eader), P(artial sums for a block's owner), R(educed block), S(eal), replay, forward,
+    state."""
 
     kind: str
     generation: int
