@@ -306,7 +306,8 @@ def test_the_state_of_another_shard_is_none() -> None:
     reports = {"a": Report(7, 5, 4), "b": Report(7, 5, 4, shard=1), "c": Report(7, 5, 4, shard=0)}
     digest, _ = reconcile(generation, reports, born=True, lineage=0, from_step=0)
     assert digest.sources["c"].kind == "state" and digest.sources["c"].donor == "b"
-    assert not scattered(generation, reports, 0)
+    assert scattered(generation, reports, 0), "the leader is to put c where its state counts"
+    assert not scattered(generation, {**reports, "c": Report(7, 5, 4, shard=1)}, 0)
     exchanged = {"a": Report(7, 5, 4, shard=1), "b": Report(7, 5, 4, shard=0), "c": Report(7, -1)}
     assert scattered(generation, exchanged, 0)
     assert not scattered(generation, {**exchanged, "b": Report(7, 5, 4, shard=1)}, 0), "shard 0 is lost in any case"

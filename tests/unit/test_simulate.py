@@ -45,6 +45,19 @@ def test_random_faults_violate_nothing() -> None:
     assert sum(len(each.kinds) for each in ended) > 100
 
 
+@pytest.mark.parametrize(("count", "first"), [(15, 5230), pytest.param(2000, 0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "shape",
+    [JobShape(4, 4, shards=2), JobShape(6, 3, shards=2), JobShape(6, 6, shards=3)],
+    ids=lambda s: f"{s.workers}-{s.nodes}-{s.shards}",
+)
+def test_random_faults_violate_nothing_with_shards(shape: JobShape, count: int, first: int) -> None:
+    """Rows across nodes, too. In seed 5241 a store that has lost everything leaves one member a step ahead, of which a
+    new leader does not know which shard it holds."""
+    failed = {e.seed: (e.violation, e.detail) for e in run_seeds(shape, range(first, first + count), 1) if e.violation}
+    assert failed == {}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
@@ -99,7 +112,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate.main(["--seed", "3", "--workers", "4", "--nodes", "2"]) == 0
     said = capsys.readouterr().out
     assert "FAULT" in said and "nothing was violated" in said
-    for wrong in (["--workers", "5", "--nodes", "2"], ["--steps", "0"], ["--seed", "1", "--only", "99"]):
+    for wrong in (
+        ["--workers", "5", "--nodes", "2"],
+        ["--shards", "3"],
+        ["--steps", "0"],
+        ["--seed", "1", "--only", "99"],
+    ):
         with pytest.raises(ConfigError):
             simulate.main(wrong)
 

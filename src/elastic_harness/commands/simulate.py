@@ -45,7 +45,8 @@ RUNS_AT_ONCE = 8  # so many a process does before it tells of them
 @dataclass(frozen=True)
 class JobShape:
     """How big the simulated job is. `faults`: at most so many in a run. `spare_nodes`: so many of the nodes are more
-    than the job has work for. `least_nodes`: with fewer nodes the job waits."""
+    than the job has work for. `least_nodes`: with fewer nodes the job waits. `shards`: so many workers are a
+    replica."""
 
     workers: int = 8
     nodes: int = 4
@@ -54,6 +55,7 @@ class JobShape:
     spare_nodes: int = 0
     least_nodes: int = 1
     kinds: tuple[str, ...] = KINDS
+    shards: int = 1
 
     def __post_init__(self) -> None:
         for name in ("workers", "nodes", "steps"):
@@ -66,6 +68,9 @@ class JobShape:
             raise ConfigError(f"--least-nodes is {self.least_nodes}; it must be at least 1 and at most {most}.")
         if self.workers % self.nodes:
             raise ConfigError(f"--workers is {self.workers}; it must be a multiple of --nodes, which is {self.nodes}.")
+        wanted = self.workers // self.nodes * (self.nodes - self.spare_nodes)
+        if self.shards < 1 or wanted % self.shards:
+            raise ConfigError(f"--shards is {self.shards}; the job has work for {wanted} workers, in whole replicas.")
 
     def drawn(self, seed: int) -> list[Fault]:
         """Return the faults of this seed."""
@@ -74,7 +79,9 @@ class JobShape:
 
     def simulation(self, seed: int, faults: list[Fault]) -> Simulation:
         per_node = self.workers // self.nodes
-        return Simulation(self.nodes, per_node, self.steps, seed, faults, self.spare_nodes, self.least_nodes)
+        return Simulation(
+            self.nodes, per_node, self.steps, seed, faults, self.spare_nodes, self.least_nodes, self.shards
+        )
 
 
 @dataclass(frozen=True)
@@ -161,12 +168,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--faults", type=int, default=8, help="in a run, at most (%(default)s)")
     parser.add_argument("--spare-nodes", type=int, default=0, help="of the nodes, more than are wanted (%(default)s)")
     parser.add_argument("--least-nodes", type=int, default=1, help="with fewer the job waits (%(default)s)")
+    parser.add_argument("--shards", type=int, default=1, help="so many workers are one replica (%(default)s)")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="(%(default)s)")
     parser.add_argument("--seed", type=int, help="run only this one, and print its trace")
     parser.add_argument("--only", type=_numbers, help="with --seed: only these of its faults, such as 0,3")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     given = parser.parse_args(argv)
-    shape = JobShape(given.workers, given.nodes, given.steps, given.faults, given.spare_nodes, given.least_nodes)
+    sizes = given.workers, given.nodes, given.steps, given.faults, given.spare_nodes, given.least_nodes
+    shape = JobShape(*sizes, shards=given.shards)
     if given.seed is not None:
         return replay(shape, given.seed, given.only)
     seeds = range(given.first, given.first + given.seeds)
@@ -217,6 +226,7 @@ class Total:
         same = f"--workers {shape.workers} --nodes {shape.nodes} --steps {shape.steps} --faults {shape.faults}"
         same += f" --spare-nodes {shape.spare_nodes}" * (shape.spare_nodes > 0)
         same += f" --least-nodes {shape.least_nodes}" * (shape.least_nodes > 1)
+        same += f" --shards {shape.shards}" * (shape.shards > 1)
         for each in self.failed:
             only = ",".join(map(str, each.needed))
             lines.append(f"VIOLATION in seed {each.seed}: {each.violation}: {each.detail}")

@@ -59,12 +59,11 @@ def reconcile(
 
 
 def scattered(generation: Generation, reports: Mapping[str, Report], lineage: int) -> bool:
-    """Whether every shard is held by some member, but one of them by none to which the generation gave it: the leader
-    did not know who holds what, and would give state up."""
-    shard_of = generation.shard_of
-    held = [m for m, report in reports.items() if _as_far_as_counts(report, lineage, report.shard).version >= 0]
-    in_place = {shard_of[m] for m in held if shard_of[m] == reports[m].shard}
-    return len(in_place) < len(generation.columns) == len({reports[m].shard for m in held})
+    """Whether every shard is held by some member, and some hold another than the generation gave them: the leader did
+    not know who holds what, and would give state up."""
+    held = {m: r.shard for m, r in reports.items() if _as_far_as_counts(r, lineage, r.shard).version >= 0}
+    every = len(set(held.values())) == len(generation.columns)
+    return every and any(generation.shard_of[member] != shard for member, shard in held.items())
 
 
 def _as_far_as_counts(report: Report, lineage: int, shard: int) -> Report:

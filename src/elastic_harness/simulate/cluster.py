@@ -205,13 +205,18 @@ class Cluster:
     def check_shards(self, world: World, before: core.State, digest: Digest) -> None:
         """While somebody holds each shard the run goes on from there. Who is in no row has no lanes."""
         workers = [world.workers[index_of(member)] for member in digest.sources]
-        living = [w for w in workers if w.up and not w.fenced and w.version >= 0 and w.lineage == before.lineage]
         begins = any(source.kind in ("init", "restore") for source in digest.sources.values())
-        if begins and len({w.shard for w in living}) == self.size.shards:
+        if begins and self.hold_all([w for w in workers if w.lineage in (digest.lineage, digest.lineage - 1)]):
             raise Violation("state given up", f"each shard has a holder: {digest}")
         rows = before.generation.rows if before.generation is not None else ()
         if not {member for row in rows for member in row}.issuperset(digest.lanes):
             raise Violation("lanes without a row", f"{digest}")
+
+    def hold_all(self, workers: list[SimulatedWorker]) -> bool:
+        """Whether these hold every shard, within the one step that a seal allows."""
+        living = [w for w in workers if w.up and not w.fenced and w.version >= 0]
+        farthest = max((w.version for w in living), default=-1)
+        return len({w.shard for w in living if w.version >= farthest - 1}) == self.size.shards
 
     def on_history(self, world: World, checkpoints: tuple[tuple[int, int], ...]) -> list[int]:
         """The versions of those that the run has not gone on without."""

@@ -23,7 +23,7 @@ from elastic_harness.membership.lead import HISTORY
 from elastic_harness.membership.node import Node
 from elastic_harness.membership.records import Known, read_decision
 from elastic_harness.membership.store import Put, Watch
-from elastic_harness.membership.types import Digest, Limits
+from elastic_harness.membership.types import Digest, Generation, Limits
 from elastic_harness.simulate.cluster import Size, index_of
 from elastic_harness.simulate.store import EmbeddedStore
 from elastic_harness.simulate.workers import Workers, kept_with
@@ -120,7 +120,7 @@ class Host:
 
 class Simulation(Workers):
     """One run. `run` raises Violation. `spare_nodes`: so many more than there is work for. `least_nodes`: with fewer
-    the job waits."""
+    the job waits. `shards`: so many workers are a replica. Every checkpoint has all shards."""
 
     def __init__(
         self,
@@ -131,9 +131,11 @@ class Simulation(Workers):
         faults: list[Fault],
         spare_nodes: int = 0,
         least_nodes: int = 1,
+        shards: int = 1,
     ) -> None:
-        every = CHECKPOINT_EVERY[seed % len(CHECKPOINT_EVERY)]
-        super().__init__(Size(workers=node_count * per_node, steps=steps, lanes=2 * node_count, checkpoint_every=every))
+        every, workers = CHECKPOINT_EVERY[seed % len(CHECKPOINT_EVERY)], node_count * per_node
+        size = Size(workers=workers, steps=steps, lanes=2 * node_count, checkpoint_every=every, shards=shards)
+        super().__init__(size)
         self.rng = random.Random(seed)
         self.now = 0.0
         self.happenings = 0
@@ -150,12 +152,13 @@ class Simulation(Workers):
         self._sequence = itertools.count()
         self._home: list[int] = []  # of each worker
         self._names: list[str] = []
-        self._announced: dict[tuple[str, int], tuple[str, ...]] = {}  # by history and generation
+        self._announced: dict[tuple[str, int], Generation] = {}  # by history and number
         self._published: dict[tuple[str, int], Digest] = {}
         self._cuts: set[frozenset[int]] = set()
         self._told: list[core.Event] = []
         least, most = least_nodes * per_node, (node_count - spare_nodes) * per_node
-        self._limits = Limits(least, most, least, join_timeout_s=JOIN_S, min_nodes=least_nodes)
+        least = -(-least // shards) * shards
+        self._limits = Limits(least, most, least, join_timeout_s=JOIN_S, min_nodes=least_nodes, shards=shards)
         self._unable: World | None = None  # nobody was able to do anything in it …
         self._unable_at = -1  # … when there had been so many changes
         self._connects: dict[int, tuple[int, float]] = {}  # by worker: in which generation, since when
@@ -522,7 +525,7 @@ class Simulation(Workers):
         living = [who for who in host.workers if self.world.workers[who].up]
         match action:
             case core.Announce(generation):
-                if generation.members not in self._announced.values():
+                if all(generation.members != known.members for known in self._announced.values()):
                     raise Violation("not published", f"{generation}")
                 members = tuple(map(index_of, generation.members))
                 for who in living:
@@ -566,15 +569,18 @@ class Simulation(Workers):
         for action in (decode(action) for _, action in decision["actions"]):
             match action:
                 case core.Announce(generation):
-                    known = self._announced.setdefault((history, generation.number), generation.members)
-                    if known != generation.members:
+                    known = self._announced.setdefault((history, generation.number), generation)
+                    if known.members != generation.members or known.rows != generation.rows:
                         raise Violation("generation number reused", f"{generation} and {known}")
+                    if self.size.shards > 1:
+                        self.check_rows(None, generation)
                 case core.Publish(digest, _):
                     published = self._published.setdefault((history, digest.generation), digest)
                     if published != digest:
                         raise Violation("two digests", f"{digest} and {published}")
                     if digest not in self.digests:
-                        self.check_digest(self.world, core.State(self._limits), digest)
+                        announced = self._announced.get((history, digest.generation))
+                        self.check_digest(self.world, core.State(self._limits, generation=announced), digest)
                         self.digests.append(digest)
                         self._check_kept(digest, saved=decision["known"]["saved"])
 
@@ -591,11 +597,15 @@ class Simulation(Workers):
             for number, host in enumerate(self.hosts):
                 if number not in asked and self.on_history(self.world, host.checkpoints):
                     raise Violation("checkpoint given up", f"n{number} has {host.checkpoints}: {digest}")
+        holders = {}
         for who, w in enumerate(self.world.workers):
             host = self.hosts[self._home[who]]
             well = host.up and not host.paused and not host.leaving and self.now - host.well_since > NOTICED_S
             if w.up and w.version >= 0 and w.mode != "over" and well:
-                raise Violation("state given up", f"{self.name(who)} has version {w.version}: {digest}")
+                holders[self.name(who)] = w
+        if self.hold_all(list(holders.values())):
+            at = ", ".join(f"{name} has version {w.version}" for name, w in holders.items())
+            raise Violation("state given up", f"{at}: {digest}")
 
     def _tell(self, who: int, message: tuple[object, ...]) -> None:
         self.world = self.tell(self.world, who, message)
