@@ -158,10 +158,8 @@ class Job:
         return finished
 
     def check_nothing_left(self) -> None:
-        end = time.monotonic() + 5
-        while left := processes_of(self.run_dir):
-            assert time.monotonic() < end, f"left behind: {left}\n{self.shown()}"
-            time.sleep(0.01)
+        left = left_behind(self.run_dir)
+        assert not left, f"left behind: {left}\n{self.shown()}"
         assert not (self.run_dir / "control.sock").exists()
 
     def close(self) -> None:
@@ -171,6 +169,14 @@ class Job:
         self._file.close()
         for pid in processes_of(self.run_dir):
             os.kill(pid, signal.SIGKILL)
+
+
+def left_behind(run_dir: Path, patience_s: float = 5.0) -> list[int]:
+    """The processes of a run that are still there after a while: one that the kernel ends with its parent takes one."""
+    end = time.monotonic() + patience_s
+    while (left := processes_of(run_dir)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return left
 
 
 def processes_of(run_dir: Path) -> list[int]:

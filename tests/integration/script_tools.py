@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from elastic_harness.contract.variables import FAILPOINTS
-from integration.launch_tools import environment, processes_of
+from integration.launch_tools import environment, left_behind
 from integration.preloaded import Preloaded
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -46,7 +46,7 @@ def launch(
         ],
         more,
     )
-    assert not processes_of(run_dir)
+    assert not left_behind(run_dir)
     return ended
 
 
