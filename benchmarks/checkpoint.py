@@ -43,7 +43,7 @@ from elastic_harness.checkpoint.policy import Policy
 from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.checkpoint.tensors import content_of, slice_of
 from elastic_harness.checkpoint.tiers import Captured, CheckpointTier, Tiers
-from elastic_harness.contract import memory_slots
+from elastic_harness.contract import shared_frames
 
 PIECE = 16 << 20
 
@@ -245,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
         seconds.setdefault(name, []).append(timed(work))
 
     shares = {1: 0.0, 2: 0.0, 4: 0.0}
-    descriptors = memory_slots.create()
+    descriptors = shared_frames.create()
     frames, tensors = Frames(descriptors), {slice_of(name, tensor): tensor for name, tensor in state.items()}
     torch.set_num_threads(1)  # it is going to be forked
     for number in range(arguments.rounds):

@@ -40,7 +40,7 @@ from elastic_harness.checkpoint.memory.snapshot import Frames, SnapshotOutcome
 from elastic_harness.checkpoint.policy import Policy, Upload
 from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.checkpoint.tensors import slice_of
-from elastic_harness.contract import memory_slots
+from elastic_harness.contract import shared_frames
 from elastic_harness.errors import CheckpointCorrupt
 from elastic_harness.runs.events import read_events
 
@@ -78,8 +78,8 @@ class Trial:
 
     folder: Path
     url: str | None
-    descriptors: list[int] = field(default_factory=memory_slots.create)
-    wake: int = field(default_factory=memory_slots.wake_descriptor)
+    descriptors: list[int] = field(default_factory=shared_frames.create)
+    wake: int = field(default_factory=shared_frames.wake_descriptor)
     durable: int = -1  # the newest version that was said to be on disk
     in_memory: int = -1  # the newest version that was seen complete
 
@@ -93,7 +93,7 @@ class Trial:
 
     def writer(self, rule: str = "") -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "elastic_harness.checkpoint.writer", "--folder", str(self.folder)]
-        command += ["--frames", memory_slots.to_text(self.descriptors), "--wake", str(self.wake)]
+        command += ["--frames", shared_frames.to_text(self.descriptors), "--wake", str(self.wake)]
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

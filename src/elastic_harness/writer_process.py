@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness import processes
-from elastic_harness.contract import memory_slots, variables
+from elastic_harness.contract import shared_frames, variables
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
 
 RESTART_DELAYS_S = (0.0, 0.2, 1.0, 5.0)  # after so many deaths in a row; the last for all further ones
@@ -52,11 +52,11 @@ class WriterCommand:
     def spawn(self, name: str) -> subprocess.Popen[bytes]:
         """Start one. Raises OSError."""
         command = [sys.executable, "-m", "elastic_harness.checkpoint.writer", "--folder", str(self.folder.absolute())]
-        command += ["--frames", memory_slots.to_text(self.frames), "--wake", str(self.wake)]
+        command += ["--frames", shared_frames.to_text(self.frames), "--wake", str(self.wake)]
         if self.lock is not None:
             command += ["--lock", str(self.lock)]
         if self.keep is not None:
-            command += ["--keep", self.keep, "--copies", memory_slots.to_text(self.copies)]
+            command += ["--keep", self.keep, "--copies", shared_frames.to_text(self.copies)]
         with contextlib.ExitStack() as opened:
             return subprocess.Popen(
                 command,

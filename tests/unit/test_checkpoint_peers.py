@@ -19,7 +19,7 @@ from elastic_harness.checkpoint.layout import whole as whole_slice
 from elastic_harness.checkpoint.memory import keeper, ring
 from elastic_harness.checkpoint.memory.ring import Share, Whole
 from elastic_harness.checkpoint.memory.snapshot import Frames, Snapshot
-from elastic_harness.contract.memory_slots import create
+from elastic_harness.contract.shared_frames import create
 from elastic_harness.errors import CheckpointCorrupt
 from unit import peers_job
 from unit.ranks import Rank

@@ -20,7 +20,7 @@ from elastic_harness.checkpoint.policy import Policy
 from elastic_harness.checkpoint.tensors import slice_of
 from elastic_harness.checkpoint.tiers import CheckpointTier, Tiers
 from elastic_harness.checkpoint.writer import Writer
-from elastic_harness.contract import memory_slots
+from elastic_harness.contract import shared_frames
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 
 Memory = list[int]
@@ -28,7 +28,7 @@ Memory = list[int]
 
 @pytest.fixture
 def memory() -> Iterator[Memory]:
-    descriptors = memory_slots.create()
+    descriptors = shared_frames.create()
     yield descriptors
     for descriptor in descriptors:
         os.close(descriptor)
@@ -82,10 +82,10 @@ def test_a_snapshot_of_a_run_counts_when_the_ledger_is_as_far(memory: Memory) ->
     taken = frames.begin(10, 0, list(state), {"meta": {}}, awaits_ledger=True)
     assert taken is not None
     for number in (taken.control.attempt - 1, taken.control.attempt + 1):
-        memory_slots.note_ledger(memory, number)
+        shared_frames.note_ledger(memory, number)
     taken.finish(0)
     assert taken.copied and not taken.complete and not taken.waits_for_disk and versions(frames) == []
-    memory_slots.note_ledger(memory, taken.control.attempt)
+    shared_frames.note_ledger(memory, taken.control.attempt)
     assert taken.complete and versions(Frames(memory)) == [10], "as another process sees it"
     take(frames, 11)
     assert versions(frames) == [11, 10], "one that does not wait for the ledger"
@@ -153,7 +153,7 @@ def test_too_little_memory_is_said_and_one_frame_is_used_if_disk_has_it(
     first.settle(SnapshotOutcome.DURABLE)
     assert frames.begin(2, 0, list(some_state(2)), {}) is not None
     with pytest.raises(InfrastructureError, match="more memory, and 0 MB are available"):
-        empty = memory_slots.create()
+        empty = shared_frames.create()
         try:
             Frames(empty).begin(1, 0, list(some_state(1)), {})
         finally:

@@ -14,7 +14,7 @@ from elastic_harness.agent.loop import Agent, Supervisor
 from elastic_harness.agent.options import LaunchOptions
 from elastic_harness.agent.plain_run import PlainRun
 from elastic_harness.agent.reporting.console import Console
-from elastic_harness.contract import memory_slots
+from elastic_harness.contract import shared_frames
 from elastic_harness.errors import HarnessError
 from elastic_harness.runs.folder import RunFolder
 
@@ -25,7 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m elastic_harness.agent", description=__doc__)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--parent", type=int, required=True, help="the process whose end ends the agent")
-    parser.add_argument("--slots", required=True, help="descriptors of the shared memory for snapshots")
+    parser.add_argument("--frames", required=True, help="descriptors of the shared memory for snapshots")
     parser.add_argument("--lock", type=int, required=True, help="the descriptor of the run folder's lock")
     parser.add_argument("--colour", action="store_true")
     given = parser.parse_args()
@@ -40,8 +40,8 @@ def main() -> int:
         return error.exit_code
     console = Console(output, colour=given.colour, quiet=options.quiet)
     try:
-        slots = memory_slots.from_text(given.slots)
-        agent = Agent(folder, options, console, given.parent, slots, given.lock, commands.answer)
+        frames = shared_frames.from_text(given.frames)
+        agent = Agent(folder, options, console, given.parent, frames, given.lock, commands.answer)
         elastic = options.store is not None or folder.record.get("mode") == "elastic"
         supervisor: Supervisor = ElasticRun(agent) if elastic else PlainRun(agent)
         return agent.run(supervisor)

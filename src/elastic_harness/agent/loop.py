@@ -24,7 +24,7 @@ from elastic_harness.agent.workers.environment import base_environment
 from elastic_harness.agent.workers.forks import ForkServer, reap_orphans, uses_our_api
 from elastic_harness.agent.workers.hangs import Hang, HangWatch
 from elastic_harness.agent.workers.worker import Why, Worker
-from elastic_harness.contract import memory_slots, variables, wire
+from elastic_harness.contract import shared_frames, variables, wire
 from elastic_harness.contract.checkpoint_event import alarm
 from elastic_harness.contract.codec import Unknown
 from elastic_harness.contract.messages import TO_AGENT, Leave
@@ -98,7 +98,7 @@ class Agent:
         options: LaunchOptions,
         console: Console,
         parent_pid: int,
-        slots: Sequence[int],
+        frames: Sequence[int],
         lock: int | None,
         answer: Callable[[Agent, object], wire.Message],
     ) -> None:
@@ -113,11 +113,11 @@ class Agent:
         self.report = Reporter(self.records, console)
         if not self.records.born:
             folder.record.pop("fingerprint", None)  # nothing was trained with it: a corrected configuration may follow
-        wake, log = memory_slots.wake_descriptor(), folder.logs / "checkpoint-writer.log"
+        wake, log = shared_frames.wake_descriptor(), folder.logs / "checkpoint-writer.log"
         self.writer = WriterProcess(
-            WriterCommand(folder.path / "checkpoints", slots, wake, lock, log), self.on_checkpoint
+            WriterCommand(folder.path / "checkpoints", frames, wake, lock, log), self.on_checkpoint
         )
-        self._snapshots = [*slots, wake]  # what a worker needs to save
+        self._snapshots = [*frames, wake]  # what a worker needs to save
         self.forks = ForkServer(folder.path, self.listen, console.notice, self._on_blank)
         self.supervisor: Supervisor
         self._parent_pid = parent_pid
@@ -351,8 +351,8 @@ class Agent:
     def on_checkpoint(self, event: str, fields: dict[str, Any]) -> None:
         """Take an event about a checkpoint, from the writer or from a worker that saves."""
         if event == "checkpoint_begun":  # by who told of the commits before: they are in the ledger now
-            *slots, wake = self._snapshots
-            memory_slots.note_ledger(slots, fields["attempt"])
+            *frames, wake = self._snapshots
+            shared_frames.note_ledger(frames, fields["attempt"])
             os.eventfd_write(wake, 1)
             return
         if event == "checkpoint_saved":

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness.checkpoint.memory.snapshot import Frames
-from elastic_harness.contract import memory_slots
+from elastic_harness.contract import shared_frames
 from elastic_harness.errors import InfrastructureError
 from elastic_harness.writer_process import WriterCommand, WriterProcess
 
@@ -38,8 +38,8 @@ class OwnWriter:
         copies: int = 0,
     ) -> None:
         self._report = report
-        of_frames, of_copies = memory_slots.create(), [memory_slots.create() for _ in range(copies)]
-        wake, self._asked = memory_slots.wake_descriptor(), memory_slots.wake_descriptor()
+        of_frames, of_copies = shared_frames.create(), [shared_frames.create() for _ in range(copies)]
+        wake, self._asked = shared_frames.wake_descriptor(), shared_frames.wake_descriptor()
         flat = [descriptor for descriptors in of_copies for descriptor in descriptors]
         self.frames = Frames(of_frames, wake)
         self.copies = [Frames(descriptors) for descriptors in of_copies]

@@ -29,7 +29,7 @@ from elastic_harness.checkpoint.memory.snapshot import Frames, Snapshot, Snapsho
 from elastic_harness.checkpoint.policy import Policy, Upload
 from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
-from elastic_harness.contract.memory_slots import from_text
+from elastic_harness.contract.shared_frames import from_text
 from elastic_harness.errors import ConfigError, HarnessError
 from elastic_harness.failpoints import failpoint
 

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from elastic_harness.contract import memory_slots
+from elastic_harness.contract import shared_frames
 from elastic_harness.errors import EXIT_INFRASTRUCTURE, ConfigError, HarnessError
 
 Verdict = Literal["ok", "warn", "FAIL"]
@@ -81,7 +81,7 @@ def check_torch() -> Iterator[Finding]:
 def check_memory() -> Iterator[Finding]:
     """Check shared memory for snapshots and data loaders, and the limit of open files."""
     try:
-        for descriptor in memory_slots.create():
+        for descriptor in shared_frames.create():
             os.close(descriptor)
         yield Finding("memfd", "ok", "snapshots in shared memory are possible")
     except OSError as error:

@@ -25,7 +25,7 @@ from elastic_harness.agent.options import LaunchRequest, parse
 from elastic_harness.agent.reporting.incident import signal_name
 from elastic_harness.agent.workers.orphans import Orphans
 from elastic_harness.agent.workers.script import check_command
-from elastic_harness.contract import memory_slots
+from elastic_harness.contract import shared_frames
 from elastic_harness.errors import EXIT_INFRASTRUCTURE, InfrastructureError
 from elastic_harness.names import TRAINER
 from elastic_harness.processes import become_child_subreaper, children, die_with_parent
@@ -112,7 +112,7 @@ class _Parent:
     def __init__(self, path: Path, lock: int) -> None:
         self._path = path
         self._lock = lock
-        self._slots = memory_slots.create()  # made here, so that they outlive an agent
+        self._frames = shared_frames.create()  # made here, so that they outlive an agent
         self._agent: subprocess.Popen[bytes] | None = None
         self._orphans = Orphans()
         self._signalled = 0
@@ -153,7 +153,7 @@ class _Parent:
     def _run_agent(self) -> int:
         parent = os.getpid()
         command = [sys.executable, "-m", "elastic_harness.agent", "--run-dir", str(self._path), "--parent", str(parent)]
-        command += ["--slots", memory_slots.to_text(self._slots), "--lock", str(self._lock)]
+        command += ["--frames", shared_frames.to_text(self._frames), "--lock", str(self._lock)]
         if _colour():
             command.append("--colour")
 
@@ -165,7 +165,7 @@ class _Parent:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(self._lock, *self._slots),
+                pass_fds=(self._lock, *self._frames),
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
             )

@@ -28,7 +28,7 @@ from elastic_harness.checkpoint.saver import Saver
 from elastic_harness.checkpoint.tensors import slice_of
 from elastic_harness.checkpoint.tiers import Captured, CheckpointTier, Report, Tiers
 from elastic_harness.config import CheckpointConfig
-from elastic_harness.contract import memory_slots, variables
+from elastic_harness.contract import shared_frames, variables
 from elastic_harness.contract.checkpoint_event import print_alarm
 from elastic_harness.errors import ConfigError
 from elastic_harness.membership.types import node_of
@@ -195,7 +195,7 @@ def make_saver(
     policy = policy_of(config, None if base is None else f"{base.rstrip('/')}/{name}")
     handed = os.environ.pop(variables.SNAPSHOTS, None)
     if handed is not None:
-        *descriptors, wake = memory_slots.from_text(handed)
+        *descriptors, wake = shared_frames.from_text(handed)
         frames, own = Frames(descriptors, wake), None
         for descriptor in descriptors:
             os.close(descriptor)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import xxhash
 
-from elastic_harness.contract.memory_slots import from_text, to_text
+from elastic_harness.contract.shared_frames import from_text, to_text
 
 ALONE_S = 900.0
 WAIT_S = 60.0  # for a writer that is still writing to disk

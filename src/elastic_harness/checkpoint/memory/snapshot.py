@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from elastic_harness.checkpoint.layout import Piece, Slice, pieces, share
-from elastic_harness.contract.memory_slots import LEDGER_AT
+from elastic_harness.contract.shared_frames import LEDGER_AT
 from elastic_harness.errors import CheckpointCorrupt, InfrastructureError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.shape import parse_object

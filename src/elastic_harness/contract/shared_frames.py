@@ -7,14 +7,14 @@ import os
 import struct
 from collections.abc import Sequence
 
-SLOTS = 2  # snapshots that are kept at once
+FRAMES = 2  # snapshots that are kept at once
 LEDGER_AT = 512  # where a snapshot says which attempt waits for the ledger, and the agent that it need not
 _WORD = struct.Struct("<Q")
 
 
 def create() -> list[int]:
-    """Descriptors of empty slots, which only processes that are given them inherit."""
-    return [os.memfd_create(f"snapshot-{number}", os.MFD_CLOEXEC) for number in range(SLOTS)]
+    """Descriptors of empty frames, which only processes that are given them inherit."""
+    return [os.memfd_create(f"snapshot-{number}", os.MFD_CLOEXEC) for number in range(FRAMES)]
 
 
 def wake_descriptor() -> int:
