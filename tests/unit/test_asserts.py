@@ -39,6 +39,7 @@ def guarding(text: str) -> Iterator[int]:
             yield found.lineno
 
 
+@pytest.mark.slow
 def test_assertions_only_narrow_types() -> None:
     wrong = [f"{path}:{line}" for path in sorted(SOURCE.rglob("*.py")) for line in guarding(path.read_text())]
     assert not wrong, "raise an error instead (errors.Inconsistent for what is our own bug): " + ", ".join(wrong)

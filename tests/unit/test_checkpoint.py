@@ -86,6 +86,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(), json_values, max_size=4))
 def test_every_skeleton_comes_back(
     tmp_path_factory: pytest.TempPathFactory, skeleton: dict[str, Any]
@@ -386,6 +387,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 3, 6])
 def test_a_killed_writer_leaves_whole_checkpoints_only(tmp_path: Path, after: int) -> None:
     writer = subprocess.Popen(
@@ -431,6 +433,7 @@ except InfrastructureError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit_bytes", [1000, 30_000])
 def test_a_disk_that_refuses_leaves_nothing_behind(tmp_path: Path, limit_bytes: int) -> None:
     """The smaller limit stops the tensors' file, the larger one the manifest."""

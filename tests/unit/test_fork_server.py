@@ -301,6 +301,7 @@ def test_what_is_learned_late_has_as_much_time_as_the_first_imports(
     assert loop.run(script).stdout == "True\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["the server", "what it forks"])
 def test_one_that_does_not_answer_is_replaced(
     what: str, loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -407,6 +408,7 @@ def test_a_child_that_dies_before_it_has_told_its_pid_is_replaced(
     assert not [told for told in loop.told if "ended" in told]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_while_it_forks_leaves_nothing(loop: Loop, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('here')\n")
@@ -433,6 +435,7 @@ def test_a_server_that_is_killed_while_it_forks_leaves_nothing(loop: Loop, tmp_p
     loop.until(lambda: not left(), "the end of the blanks whose server died before it could tell of them")
 
 
+@pytest.mark.slow
 def test_fifty_in_a_row_leave_nothing(loop: Loop, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('here')\n")

@@ -60,6 +60,7 @@ def exact_on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dic
     return {name: list(pair) for name, *pair in zip(EXACT, first, second, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_a_habit_that_changes_nothing_between_workers(
     tmp_path: Path, exact_on_two: dict[str, list[dict[str, str]]], name: str
@@ -77,6 +78,7 @@ def test_a_habit_that_is_noticed(tmp_path: Path, name: str) -> None:
     assert says in str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_ONE_RANK)
 def test_a_habit_of_one_rank_is_noticed_there(tmp_path: Path, name: str) -> None:
     says = HABITS[name].says

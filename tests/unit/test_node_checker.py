@@ -43,6 +43,7 @@ def check_every_state(size: NodeSize, budget: int) -> None:
     assert result.complete and result.done == result.ends > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS_OF_JOB, ids=lambda kind: kind.replace(" ", "-"))
 @pytest.mark.parametrize("faults", [NodeFaults(), *ONE], ids=named)
 def test_every_state_with_one_fault(kind: str, faults: NodeFaults) -> None:
@@ -50,6 +51,7 @@ def test_every_state_with_one_fault(kind: str, faults: NodeFaults) -> None:
     check_every_state(NodeSize(**{**vars(size), "faults": faults}), 5_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", QUICK, ids=named)
 def test_every_state_with_two_faults(faults: NodeFaults) -> None:
     check_every_state(NodeSize(faults=faults), 20_000)
@@ -70,6 +72,7 @@ def test_random_paths_of_three_nodes() -> None:
     assert result.done == 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "patch",
     [pytest.param(p, marks=pytest.mark.slow) if p.deep else p for p in PATCHES],

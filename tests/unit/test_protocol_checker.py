@@ -89,6 +89,7 @@ PAIRS = Size(
 SMALL = {**EXHAUSTED, **SHARDED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SMALL.values(), ids=[k.replace(" ", "-") for k in SMALL])
 def test_every_state_of_a_small_world(size: Size) -> None:
     result = explore(Model(size), 30_000)

@@ -13,6 +13,7 @@ WORLDS = {m.size: m.title.replace(" ", "-") for m in MUTANTS}
 DEEP = [pytest.param(m, marks=pytest.mark.slow) for m in MUTANTS if m.deep]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", QUICK + DEEP, ids=lambda m: m.title.replace(" ", "-"))
 def test_a_planted_mistake_is_found(mutant: Mutant) -> None:
     with mutant.planted() as model:

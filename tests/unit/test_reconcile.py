@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -173,6 +174,7 @@ def test_few_checkpoints_are_told_and_none_is_missed(
     assert (restored(told, *later) is None) == (restored(report, *later) is None), "nobody begins at 0 for that"
 
 
+@pytest.mark.slow
 def test_the_reports_of_a_thousand_members_fit_into_a_request() -> None:
     """etcd takes 1.5 MiB; the leader's state holds the reports of all members."""
     rng = random.Random(1)

@@ -69,6 +69,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return cells.loop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("slot", "where"), [(0, "before"), (0, "after"), (1, "before"), (1, "after")])
 @pytest.mark.parametrize("again", ["start and loop", "loop"])
 def test_a_cell_that_failed_goes_on_when_run_again(

@@ -15,6 +15,7 @@ from elastic_harness.membership.lead import GENERATIONS_KEPT, Lead
 from elastic_harness.membership.types import Limits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [10, 40])
 def test_every_kind_of_failure_is_agreed_on(workers: int) -> None:
     costs = scale_model.measure(workers, 1)
@@ -34,6 +35,7 @@ def test_peace_costs_nothing_but_leases_however_many_steps() -> None:
     assert many.messages == pytest.approx(keep_alives, rel=0.2)
 
 
+@pytest.mark.slow
 def test_a_failure_costs_at_most_linearly() -> None:
     failures = [LargeCluster.lose_worker, LargeCluster.lose_node, lambda cluster: cluster.lose_node(leading=True)]
     for fail in failures:
@@ -43,6 +45,7 @@ def test_a_failure_costs_at_most_linearly() -> None:
         assert many.written_bytes <= 1.5 * 4 * few.written_bytes, few.failure
 
 
+@pytest.mark.slow
 def test_extrapolated_rows_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_model, "REQUEST_BYTES_MAX", 20_000)  # what fits is found sooner
     told = scale_model.report([10, 40, 80], [1000], 1, lambda _: None)

@@ -39,12 +39,14 @@ def test_without_faults_every_job_gets_done() -> None:
         assert [each.violation for each in run_seeds(shape, range(10), 1)] == [None] * 10
 
 
+@pytest.mark.slow
 def test_random_faults_violate_nothing() -> None:
     ended = list(run_seeds(SMALL, range(60), 1))
     assert {each.seed: (each.violation, each.detail) for each in ended if each.violation} == {}
     assert sum(len(each.kinds) for each in ended) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "first"), [(15, 5230), pytest.param(2000, 0, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "shape",
@@ -76,6 +78,7 @@ def test_many_random_faults_violate_nothing(shape: JobShape) -> None:
     assert failed == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [("store damaged",), ("store damaged", "kill leader", "kill node", "lose answer")])
 def test_a_store_into_which_somebody_writes_violates_nothing(kinds: tuple[str, ...]) -> None:
     """Damage alone, and with nodes that die of it or not."""
@@ -93,6 +96,7 @@ def test_a_planted_mistake_is_found(patch: Planted) -> None:
     assert run_seed(patch.shape, found.seed).violation is None, "without the mistake the same run is clean"
 
 
+@pytest.mark.slow
 def test_of_the_faults_only_those_that_matter_are_named() -> None:
     patch = next(p for p in PATCHES if p.title == "the loss of a node is nobody's business")
     with patch.planted():
@@ -122,6 +126,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
             simulate.main(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_when_it_is_stopped_it_says_how_far_it_came(number: signal.Signals, processes: int) -> None:

@@ -102,6 +102,7 @@ def any_message(cls: type[Any]) -> st.SearchStrategy[Any]:
 MESSAGES = st.sampled_from([(codec, name) for codec in CODECS for name in codec.classes])
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(MESSAGES, st.data())
 def test_every_message_comes_back(which: tuple[Codec, str], data: st.DataObject) -> None:
@@ -111,6 +112,7 @@ def test_every_message_comes_back(which: tuple[Codec, str], data: st.DataObject)
     assert codec.unpack({**written(codec, message), "of a later version": 1}) == message
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(MESSAGES, st.data(), JSON)
 def test_one_wrong_field_is_named(which: tuple[Codec, str], data: st.DataObject, value: Any) -> None:
@@ -145,6 +147,7 @@ def said(cls: type[Any]) -> str:
     return " ".join((cls.__doc__ or "").partition("\n\n")[0].split())
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(JSON)
 @example({"is": "Limits", "min_workers": "x"})
@@ -165,6 +168,7 @@ def test_a_board_may_hold_anything(content: bytes) -> None:
     board.close()
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(content=BYTES)
 def test_files_of_a_run(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
