@@ -1,6 +1,7 @@
 """The membership's values as JSON and back. All their sequences are tuples; a class is known by its name.
 
-What goes into a store is text: JSON, packed if it is long. Addresses of many workers differ in little.
+A value goes into a store as text: JSON, packed if it is long. The addresses of many workers pack well, because they
+differ in little.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ _CLASSES: dict[str, type[Any]] = {
         leader.Announce, leader.Publish, leader.Pause, leader.Evict, leader.Poison, leader.Done, leader.Stop,
     )
 }  # fmt: skip
-PACKED_FROM = 2048  # characters; what is shorter stays readable in the store
-UNPACKED_MAX = 1 << 28  # bytes; a text that claims to be more is none of ours
+PACKED_FROM = 2048  # characters; a shorter text stays readable in the store
+UNPACKED_MAX = 1 << 28  # bytes; no node writes a text that is longer
 
 
 def to_text(value: object) -> str:
-    """JSON as text, packed if it is long."""
+    """Return the value as JSON text, packed if it is long."""
     text = json.dumps(value, separators=(",", ":"))
     return text if len(text) < PACKED_FROM else "z" + base64.b64encode(zlib.compress(text.encode(), 1)).decode()
 
 
 def from_text(text: str) -> Any:
-    """What `to_text` was given, as JSON has it. Raises ValueError for what is no such text."""
+    """Return the value that `to_text` was given, as JSON has it. Raises ValueError for any other text."""
     if not text.startswith("z"):
         return shape.parse(text)
     unpacker = zlib.decompressobj()
@@ -49,7 +50,7 @@ def from_text(text: str) -> Any:
 
 
 def encode(value: Any) -> Any:
-    """As JSON has it."""
+    """Return the value as JSON has it: a dataclass as its fields and, under "is", its class's name."""
     if is_dataclass(value) and not isinstance(value, type):
         return {"is": type(value).__name__, **{name: encode(each) for name, each in shape.told(value).items()}}
     if isinstance(value, dict):
@@ -60,7 +61,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """What was encoded; what is decoded already stays as it is. Raises ValueError for what was not encoded here."""
+    """Return the value that was encoded. A decoded value stays as it is. Raises ValueError for all other data."""
     try:
         return _decode(data)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Who should be in the next generation, and why. Pure: no clock, no I/O, no memory of its own."""
+"""Decides which members the next generation has, and why. Pure: no clock, no I/O, no memory of its own."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ from itertools import product, zip_longest
 from elastic_harness.membership.replica import Columns, deal_columns, zip_rows
 from elastic_harness.membership.types import Generation, Limits, Replica, node_of
 
-CUTS_NAMED = 3
-EXACT_MAX = 12
+CUTS_NAMED = 3  # in a reason
+EXACT_MAX = 12  # members in broken pairs of which every choice is tried: 4096 at most
 
 
 @dataclass(frozen=True)
 class View:
-    """What the leader sees."""
+    """The facts that a decision rests on."""
 
     current: Generation | None  # the newest one
     ready: tuple[str, ...]  # living, admitted members, oldest first
     finished: frozenset[str] = frozenset()  # members that reached the final version
     broken: frozenset[frozenset[str]] = frozenset()  # pairs of living members that cannot talk, as one of them says
-    reform: bool = False  # the current generation failed without a death, or `waited`: it has to be formed anew
-    leaving: frozenset[str] = frozenset()  # living members that are let go at the next step boundary
+    reform: bool = False  # the current generation failed without a death, or its members waited: form it anew
+    leaving: frozenset[str] = frozenset()  # living members that are to leave at the next step boundary
     first_ready_at: float = 0.0  # when the first member became ready: for the join timeout of the first generation
     veterans: frozenset[str] = frozenset()  # members that hold the state
     apart: frozenset[frozenset[str]] = frozenset()  # pairs of nodes whose network is cut
     unheard: frozenset[str] = frozenset()  # nodes of the current generation that are cut and have been silent since
-    heard_out: bool = True  # the unheard nodes had the time to say something
-    stateless: frozenset[str] = frozenset()  # members without state and checkpoint, while one with them may still come
+    heard_out: bool = True  # the unheard nodes have had the time to say something
+    stateless: frozenset[str] = frozenset()  # members without state and checkpoint, while nodes with one may still come
     waited: bool = False  # the members of the current generation waited for others
     held: Mapping[str, int] = field(default_factory=dict)  # the shard that each member holds, if there are several
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Things stay as they are."""
+    """The generation stays as it is."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Hold:
-    """No generation can go on: the members wait, with their state alive."""
+    """No generation can go on. The members wait, with their state alive."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Form:
-    """These members are the next generation, in rank order. `shards`, `replicas`: as the generation has them."""
+    """A next generation is formed. The fields become those of `Generation`."""
 
-    members: tuple[str, ...]
+    members: tuple[str, ...]  # in rank order
     urgent: bool
     reason: str
     shards: tuple[int, ...] = ()
@@ -61,16 +61,24 @@ class Form:
 def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Form:
     """Return what becomes of the membership.
 
-    Members of the current generation keep their rank order; newcomers follow, first those who hold the state, then in
-    order of age. The first generation does not wait for more if it has the state. A loss is urgent, a pure addition or
-    planned removal waits for a step boundary. Once anyone has finished the minimum no longer applies, the rest only has
-    to catch up, and nobody is admitted, but those who have finished if no survivor holds the state. Members that cannot
-    talk to each other are separated, unless too few would remain: then they try again, the link may have healed. Nodes
-    whose network is known to be cut are kept apart in any case. Members without anything to go on from make room for
-    others, and wait for them.
+    Order: members of the current generation keep their rank order. Newcomers follow, first those that hold the state,
+    then in order of age.
 
-    With several shards a generation needs one whole row at least, and only members in whole rows count for the minimum.
-    Of too many, each column keeps its first. Whoever is left over is a member all the same.
+    Time: the first generation waits for more members, up to `join_timeout_s`, unless it has the state. A loss is
+    urgent, and so is a generation that has to be formed anew. A pure addition or a planned removal waits for a step
+    boundary.
+
+    The end: once a member has finished, the others only have to catch up. The minimum no longer applies. Nobody is
+    admitted, except members that have finished, if no survivor holds the state.
+
+    Links: members that cannot talk to each other are separated, unless too few would remain. Then they try again,
+    because the link may have healed. Nodes whose network is known to be cut are kept apart in any case.
+
+    Nothing to go on from: members without state and checkpoint make room for others, and wait for them.
+
+    With several shards a generation needs at least one whole row, and only members in whole rows count for the minimum.
+    If there are too many members, the columns take turns to keep their first ones. A member that is left over is a
+    member all the same.
     """
     ready = set(view.ready)
     survivors = [m for m in view.current.members if m in ready] if view.current else []
@@ -79,17 +87,17 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Form:
 
     # Once a member has finished, the others only catch up. Nobody is admitted then, with one exception: if survivors do
     # not hold the state, the members that finished outside of the generation bring it back. If nobody holds one of the
-    # shards any more, a checkpoint is restored, and nobody has finished.
+    # shards any more, a checkpoint is restored, and then no member has finished.
     finished = view.finished if _hold_all(surviving | view.finished, view, limits) else frozenset()
-    ending = bool(finished) and view.current is not None  # without one, the leader has forgotten who was in it
+    ending = bool(finished) and view.current is not None  # without a generation, the leader has forgotten its members
     bereft = not _hold_all(surviving & (view.veterans | finished), view, limits)
     admitted = (finished if bereft else frozenset()) if ending else ready
     newcomers = sorted((m for m in view.ready if m in admitted - surviving), key=lambda m: m not in view.veterans)
 
-    # Members that wanted to leave go at a boundary. Near the end they stay: there will be no boundary any more.
+    # Members that were asked to leave go at a boundary. Near the end they stay: there will be no boundary any more.
     least = limits.shards if finished else limits.least
     most = max(limits.target, len(survivors)) if ending else limits.target
-    # With several shards they stay until somebody else holds what they hold.
+    # With several shards a member stays until another one, which is not leaving, holds its shard.
     staying = ready - view.leaving
     kept = {shard for m, shard in view.held.items() if m in staying}
     needed = {m for m in view.leaving if m in view.held and view.held[m] not in kept}
@@ -108,8 +116,8 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Form:
     connected = mutually_connected(together, view.broken) if view.broken else together
     able = connected if _in_rows(_columns(connected, view, limits)) >= least else together
 
-    # Of too many, those with nothing to go on from make room. The columns take turns, so that as few as can be are left
-    # over, and each column keeps those who have been in it for longest.
+    # If there are too many, members with nothing to go on from make room. The columns take turns, so that as few
+    # members as possible are left over. Each column keeps the members that have been in it for longest.
     columns = _columns(sorted(able, key=lambda m: m in view.stateless), view, limits)
     in_turn = [m for each in zip_longest(*columns) for m in each if m is not None]
     chosen = set(in_turn[:most])
@@ -118,7 +126,7 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Form:
 
     cuts = sorted(" and ".join(sorted(pair)) for pair in view.apart if pair <= {node_of(m) for m in candidates})
     why = f"; the network is cut between {', '.join(cuts[:CUTS_NAMED])}" if cuts else ""
-    # The minima hold until a member has finished; without a whole row nothing can be computed.
+    # The minima hold until a member has finished. Without a whole row nothing can be computed.
     if not wanted:
         return Hold(f"waiting: no worker is ready{why}")
     if _in_rows(columns) < least:
@@ -127,14 +135,14 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Form:
     nodes = len({node_of(m) for m in wanted})
     if nodes < limits.min_nodes and not finished:
         return Hold(f"waiting: workers of {nodes} of at least {limits.min_nodes} nodes are ready{why}")
-    # A first generation that has no state waits for latecomers: to begin with all is cheaper than to grow.
+    # A first generation that has no state waits for latecomers, because to begin with all is cheaper than to grow.
     if view.current is None and len(wanted) < limits.target and view.veterans.isdisjoint(wanted):
         left_s = view.first_ready_at + limits.join_timeout_s - now
         if left_s > 0:
             patience = f"the others have {limits.join_timeout_s:.0f} s to join"
             return Hold(f"waiting: {len(wanted)} of {limits.target} workers are ready, {patience}")
 
-    # To begin at step 0 would make the checkpoints worthless that an absent node may have.
+    # An absent node may have a checkpoint. If the run began at step 0 now, that checkpoint would be worthless.
     if view.stateless.issuperset(wanted):
         patience = f"they have {limits.join_timeout_s:.0f} s (--join-timeout), then the run begins again at step 0"
         return Hold(f"waiting: no node that is ready has a checkpoint of this run; others may: {patience}")
@@ -164,31 +172,31 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Form:
 
 
 def _hold_all(members: Collection[str], view: View, limits: Limits) -> bool:
-    """Whether these members hold every shard, as far as is known."""
+    """Return whether these members hold every shard, as far as is known."""
     if limits.shards == 1:
         return bool(members)
     return set(range(limits.shards)) <= {view.held.get(member) for member in members}
 
 
 def _columns(members: list[str], view: View, limits: Limits) -> Columns:
-    """The members of each column. With one shard it costs no more than a list."""
+    """Return the members of each column. With one shard this costs no more than a tuple of the members."""
     if limits.shards == 1:
         return (tuple(members),)
     return deal_columns(members, view.held, limits.shards, view.leaving)
 
 
 def _in_rows(columns: Columns) -> int:
-    """How many members have a place in a row."""
+    """Return how many members have a place in a row."""
     return len(columns) * min(map(len, columns))
 
 
 def on_connected_nodes(members: list[str], view: View) -> list[str]:
-    """Those on the nodes that go on together: nodes that reach each other, with as many as possible of those who hold
-    the state, then with as many members as possible."""
+    """Return the members on the nodes that go on together. These nodes reach each other. They have as many as possible
+    of the members that hold the state, and then as many members as possible."""
     if not view.apart:
         return members
     nodes = list(dict.fromkeys(map(node_of, members)))
-    worth = dict.fromkeys(nodes, 0)
+    worth = dict.fromkeys(nodes, 0)  # one member with the state counts for more than all members without
     for member in members:
         worth[node_of(member)] += 1 + (len(members) + 1) * (member in view.veterans)
     connected = mutually_connected(nodes, view.apart, worth)
@@ -198,9 +206,12 @@ def on_connected_nodes(members: list[str], view: View) -> list[str]:
 def mutually_connected(
     members: Iterable[str], broken: frozenset[frozenset[str]], worth: Mapping[str, int] | None = None
 ) -> list[str]:
-    """A largest (or worthiest) set of members without a broken pair, in the given order; of equals the one that has the
-    first of them. Exact up to 12 members in broken pairs, beyond that greedy: drop whoever has most broken pairs, of
-    equals the least worthy, of those the last."""
+    """Return a largest (or worthiest) set of members without a broken pair, in the given order. Of several such sets it
+    is the one with the earliest members.
+
+    The result is exact for up to 12 members in broken pairs. For more it is greedy: drop the member with the most
+    broken pairs, of several the least worthy, of several such the last.
+    """
     order = list(members)
     worth = worth or dict.fromkeys(order, 1)
     pairs = [p for p in broken if p <= set(order)]

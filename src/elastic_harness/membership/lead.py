@@ -1,8 +1,8 @@
-"""What the node that leads does: it reads the records of all nodes, steps the protocol, and says what to publish.
+"""The work of the node that leads: it reads the records of all nodes, steps the protocol, and says what to publish.
 
 Frozen: each method returns the lead after a change. No I/O, no clock, no randomness. A decision, with the state beside
-it, holds everything that the next leader needs: the protocol's state, and how far each record was read. Addresses it
-gathers anew from the records.
+it, holds everything that the next leader needs: the protocol's state, and how far each record was read. The next leader
+gathers the addresses anew from the records.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from elastic_harness.membership.records import Known, Values
 from elastic_harness.membership.types import Limits, node_of
 from elastic_harness.runs.fingerprints import fits
 
-ACTIONS_KEPT = 32
-GENERATIONS_KEPT = 2  # each names all members, twice; who missed more hears of the newest as an urgent one
-HISTORY = "history"  # an entry of what nodes must have in common: made when a run begins, kept in their folders
+ACTIONS_KEPT = 32  # in a decision
+GENERATIONS_KEPT = 2  # each names all members, twice; a node that missed more takes these for urgent
+HISTORY = "history"  # an entry that all nodes must have in common: made when a run begins, kept in their folders
 PER_LAUNCH = ("training.max_steps",)  # entries that may change when all nodes are launched again
-MISSED_MAX = 1000  # generations that all who come after a store's loss may have missed: no number is used twice
-PATIENCE_S = 3.0  # so long other nodes may take to come, or to come back after an outage that ended all leases
-UNPUBLISHED_MAX = 64  # events of a record read since the last decision, which stay in it until there is another
+MISSED_MAX = 1000  # generations that a node which stays away may know of after a store's loss: no number is used twice
+PATIENCE_S = 3.0  # other nodes have so long to come, or to come back after an outage that ended all leases
+UNPUBLISHED_MAX = 64  # a decision is due when so many events of a record were read: it lets the node drop them
 
 Record = Mapping[str, Any]
 T = TypeVar("T")
@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class News:
-    """What of a decision is compared with the one before."""
+    """The part of a decision that is compared with the one before: if it is the same, there is nothing to publish."""
 
-    count: int = 0  # of actions
+    count: int = 0  # of all actions ever
     excluded: Mapping[str, str] = field(default_factory=dict)
     damaged: tuple[str, ...] = ()
     known: Known = Known()  # noqa: RUF009  (immutable)
@@ -43,8 +43,9 @@ class News:
 class Lead:
     """All that the leading node knows. No mapping in it is ever changed in place.
 
-    What nodes must have in common is that of the first record that tells of it, and once the run is born that of the
-    decision. A node that differs is excluded: nothing in its record counts."""
+    `about` is what all nodes must have in common. The last decision says it, if a step was committed or a generation
+    stands formed; the first record that names an entry says the rest. A node that differs is excluded: nothing in its
+    record counts."""
 
     key: str  # of the leading node's record
     revision: int  # of the leader's key
@@ -52,14 +53,14 @@ class Lead:
     patient_until: float | None  # before that the absence of a record says nothing; None: at once, given a decision
     origin: str  # where the numbers of actions began: of the decision that was taken over, or this leader's own
     state: leader.State | None = None  # of the protocol; None until everything was read
-    missed: bool = False  # those without a record were taken for lost
+    missed: bool = False  # members without a record were taken for lost
     all_read: bool = False
-    records: Mapping[str, Record] = field(default_factory=dict)
-    known: Known = Known()  # noqa: RUF009  (immutable)  # by anybody whose record was ever seen
+    records: Mapping[str, Record] = field(default_factory=dict)  # by key; without those that do not count
+    known: Known = Known()  # noqa: RUF009  (immutable)  # by any node whose record was ever seen
     about: Mapping[str, Any] = field(default_factory=dict)
-    excluded: Mapping[str, str] = field(default_factory=dict)  # nodes, and why
+    excluded: Mapping[str, str] = field(default_factory=dict)  # keys of nodes that differ, and why
     damaged: Mapping[str, float | None] = field(default_factory=dict)  # unreadable records: since when that is told
-    given_up: frozenset[str] = frozenset()  # those of them that were not written anew
+    given_up: frozenset[str] = frozenset()  # unreadable records that were not written anew in time
     wanted: int = 0  # workers, by all records
     taken: Mapping[str, int] = field(default_factory=dict)  # how far each record was read
     events: tuple[leader.Event, ...] = ()  # read, not yet given to the protocol
@@ -67,18 +68,18 @@ class Lead:
     actions: tuple[tuple[int, Any], ...] = ()  # the newest, numbered and encoded
     count: int = 0  # of all actions ever
     published: News = News()
-    published_taken: Mapping[str, int] = field(default_factory=dict)
+    published_taken: Mapping[str, int] = field(default_factory=dict)  # `taken` as the last decision has it
     overdue: bool = False  # a decision is due although nothing follows: for example, a record holds many read events
     told_values: tuple[Values, ...] = ()  # by records, not yet among `values`
     values: Values = field(default_factory=dict)
-    values_published: Mapping[int, int] = field(default_factory=dict)  # how many of them were
-    values_waiting: bool = False  # for more of them
-    values_due: bool = False  # that was long enough
+    values_published: Mapping[int, int] = field(default_factory=dict)  # how many of each generation are
+    values_waiting: bool = False  # some are not published yet, because more of them may come
+    values_due: bool = False  # they have waited from one tick to the next: publish them
 
     # ---- what the records say
 
     def read_all(self, records: Mapping[str, Record | None], decision: Mapping[str, Any] | None, now: float) -> Lead:
-        """Take all records as they are, None for one that cannot be read; and the last decision."""
+        """Take all records as they are, and the last decision. A record is None if it cannot be read."""
         lead = self
         if self.state is None and decision is not None:
             kept = decision["about"] if decision["known"]["born"] or decision["formed"] else {}
@@ -86,7 +87,7 @@ class Lead:
         followed = {*self.records, *self.excluded, *self.damaged, *self.given_up}
         for key in sorted(followed - records.keys()):
             lead = lead.ended(key)
-        for key in sorted(records, key=lambda key: key != self.key):
+        for key in sorted(records, key=lambda key: key != self.key):  # the leader's own first: it says what is common
             record = records[key]
             lead = lead.unreadable(key) if record is None else lead.changed(key, record)
         lead = replace(lead, all_read=True)
@@ -97,7 +98,7 @@ class Lead:
         return lead.tick(now)
 
     def changed(self, key: str, record: Record) -> Lead:
-        """A node's record is new, or has changed."""
+        """Take a node's record that is new, or has changed."""
         lead = self._readable(key, record)
         if key in lead.excluded:
             return lead
@@ -114,7 +115,7 @@ class Lead:
             records={**lead.records, key: record},
             told_values=(*lead.told_values, record["values"]) if record["values"] else lead.told_values,
         )._follow([key])
-        if before is not None:  # events tell it too, but a node may let events go; its record cannot lie
+        if before is not None:  # events tell it too, but a node may have dropped them; its record is always true
             lead = lead._lose(member for member in before["members"] if member not in record["members"])
         return lead
 
@@ -126,28 +127,29 @@ class Lead:
         return lead
 
     def unreadable(self, key: str) -> Lead:
-        """A node's record cannot be read any more. Decisions tell that node so until it writes the record anew. For
-        `PATIENCE_S` what it said before still counts; after that the node counts as gone."""
+        """Note that a node's record cannot be read any more. Decisions tell that node so until it writes the record
+        anew. For `PATIENCE_S` the last readable record still counts. After that the node counts as gone."""
         if key in self.given_up or key in self.damaged:
             return self
         return replace(self, damaged={**self.damaged, key: None})
 
     def _give_up(self, key: str) -> Lead:
+        """Count a node as gone whose record stays unreadable, and its workers as lost."""
         lead = replace(self, damaged=_without(self.damaged, key), given_up=self.given_up | {key})._forget(key)
         gone = (member for member in lead._missing() if node_of(member) == _node_at(key))
         return replace(lead, events=(*lead.events, *map(leader.Lost, gone)))
 
     def _missing(self) -> list[str]:
-        """Return the workers that are ready as far as the protocol knows, and of which no record tells."""
+        """Return the workers that the protocol takes for ready, but that no record names."""
         living = {member for record in self.records.values() for member in record["members"]}
         return [] if self.state is None else [member for member in self.state.ready if member not in living]
 
     def publish_again(self) -> Lead:
-        """What was published is gone from the store, or cannot be read there: all of it is new once more."""
+        """Publish everything once more: what was published is gone from the store, or cannot be read there."""
         return replace(self, overdue=True, values_published={})
 
     def ended(self, key: str) -> Lead:
-        """A node is gone, and so are its workers."""
+        """Note that a node is gone, and its workers with it."""
         lead = replace(
             self,
             excluded=_without(self.excluded, key),
@@ -157,7 +159,7 @@ class Lead:
         return lead._forget(key)
 
     def _forget(self, key: str) -> Lead:
-        """Nothing counts any more that this record says."""
+        """Let nothing count any more that this record says."""
         lead = replace(self, records=_without(self.records, key), taken=_without(self.taken, key))
         record = self.records.get(key)
         if record is None:
@@ -166,12 +168,12 @@ class Lead:
         return replace(lead, wanted=self.wanted - record["places"], state=state)._lose(record["members"])
 
     def _lose(self, members: Iterable[str]) -> Lead:
-        """No record names these workers any more."""
+        """Tell the protocol that these workers are lost: no record names them any more."""
         lost = tuple(map(leader.Lost, members))
         return self if self.state is None or not lost else replace(self, events=(*self.events, *lost))
 
     def tick(self, now: float) -> Lead:
-        """Time passed."""
+        """Do what is due now: begin, take members without a record for lost, tell the protocol the time."""
         lead = self if self.values_due == self.values_waiting else replace(self, values_due=self.values_waiting)
         if not self.all_read or self.patient_until is None:
             return lead
@@ -180,7 +182,7 @@ class Lead:
         lead = lead._wait_for_damaged(now).step(now)
         if lead.state is not None and now >= self.patient_until and not lead.missed:
             lead = replace(lead, missed=True)
-            unread = set(map(_node_at, lead.damaged))  # these nodes live, for all that is known
+            unread = set(map(_node_at, lead.damaged))  # these nodes may be alive
             lost = [m for m in lead._missing() if node_of(m) not in unread]
             lead = lead._step([*map(leader.Lost, lost), *lead._scaled()], now)
         if lead.state is not None and (lead.state is not lead.settled or leader.timed(lead.state)):
@@ -195,14 +197,14 @@ class Lead:
             since = self.damaged[key]
             if since is None:
                 lead = replace(lead, damaged={**lead.damaged, key: now})
-            elif now - since > PATIENCE_S:  # nobody's: it hangs on no lease, or it would have ended
+            elif now - since > PATIENCE_S:  # no node owns it: on the lease of a lost node it would have vanished
                 lead = lead._give_up(key)
         return lead
 
     # ---- what follows
 
     def step(self, now: float) -> Lead:
-        """Give the protocol all that was read: what becomes known together is decided on together."""
+        """Give the protocol all events that were read. It decides once, with all of them in view."""
         lead = replace(self, events=()) if self.events else self
         return lead._step([*self._scaled(), *self.events], now)
 
@@ -241,8 +243,8 @@ class Lead:
         }
 
     def new_values(self) -> tuple[Lead, Values | None]:
-        """Return the addresses to publish: as soon as every member of the newest generation has given one, or else
-        what there is at the next tick."""
+        """Return the addresses to publish: all, as soon as every member of the newest generation has given one, or else
+        those that are there at the next tick."""
         state = self.state
         if state is None or state.generation is None:
             return self, None
@@ -259,7 +261,7 @@ class Lead:
         return replace(lead, values_published=counts, values_waiting=False, values_due=False), lead.values
 
     def _merge_values(self, current: set[int]) -> Lead:
-        """Take what records have told, and let go what is not of these generations."""
+        """Add the values that records have told, and drop those of other generations than these."""
         if not self.told_values and self.values.keys() <= current:
             return self
         values: dict[int, dict[str, str]] = {}
@@ -272,26 +274,26 @@ class Lead:
     # ---- how it begins
 
     def _begin(self) -> Lead:
-        """There is no decision: a run begins, or the store has lost everything. Others may know more than this node,
-        and have had the time to come."""
+        """Begin without a decision: the run is new, or the store has lost everything. Other nodes may know more than
+        this one, and have had the time to come."""
         known = self.known
-        if HISTORY in self.about:  # somebody was in a generation: a step may have been committed
+        if HISTORY in self.about:  # some node was in a formed generation, so a step may have been committed
             known = replace(known, number=known.number + MISSED_MAX, born=True)
         return replace(self, about=_with_history(self.about, self.origin))._begin_with(known)
 
     def _begin_another(self, known: Known, now: float) -> Lead:
-        """The job had ended, and was launched again: nothing of it is left but what is known."""
+        """Begin a job that had ended and was launched again. Only what is known outlives its end."""
         ready = (leader.Ready(m) for record in self.records.values() for m in record["members"])
         return replace(self, actions=(), events=(*self.events, *ready))._begin_with(known).step(now)
 
     def _begin_with(self, known: Known) -> Lead:
-        """Make a state in which nobody has been in yet, and so nobody can be missing."""
+        """Make a state without a generation. Nobody was in one, so nobody can be missing."""
         veterans = tuple(member for record in self.records.values() for member in record["veterans"])
         state = leader.State(self.limits, veterans=veterans, **vars(known))
         return replace(self, state=state, missed=True)._follow(list(self.records))
 
     def _take_over(self, decision: Mapping[str, Any], now: float) -> Lead:
-        """Go on where the last decision was."""
+        """Go on from the last decision."""
         lead = replace(
             self,
             origin=decision["origin"],
@@ -318,7 +320,7 @@ class Lead:
         for key in keys:
             record = self.records[key]
             more = Known(**record["known"])
-            if self.state.ever_formed:  # what is going on now is this run's history
+            if self.state.ever_formed:  # this run's own history counts, not that of a node
                 more = replace(more, lineage=known.lineage, from_step=known.from_step)
             known = known.and_also(more)
             for number, event in record["events"]:
@@ -333,7 +335,8 @@ class Lead:
 
     def _scaled(self) -> list[leader.Event]:
         """Return how many workers are wanted now: all that the nodes have places for. The leader changes that only
-        after it knows which nodes are gone: if fewer were wanted earlier, living workers would have to go."""
+        after it knows which nodes are gone. If it lowered the number earlier, it would evict workers that are still
+        alive."""
         if self.state is None or not self.missed or not self.damaged.keys() <= self.records.keys():
             return []
         limits = self.state.limits
@@ -348,13 +351,14 @@ class Lead:
             return replace(self, state=state)
         count = self.count + len(new)
         actions = (*self.actions, *enumerate(map(encode, new), self.count + 1))
+        # A decision keeps the newest actions only: a node that has missed some notices it by their numbers.
         announced = [i for i, (_, action) in enumerate(actions) if action["is"] == "Announce"]
         older = announced[-GENERATIONS_KEPT] if len(announced) > GENERATIONS_KEPT else 0
         return replace(self, state=state, count=count, actions=actions[max(older, len(actions) - ACTIONS_KEPT) :])
 
 
 def _in_common(run: Mapping[str, Any], node: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Return what the nodes of the run have in common, with what this node adds, and why it does not fit ("")."""
+    """Return what the run's nodes have in common, with what this node adds, and why it does not fit ("": it fits)."""
     both = dict(run)
     for name, value in node.items():
         if not fits(name, both.setdefault(name, value), value):
@@ -369,7 +373,7 @@ def _with_history(about: Mapping[str, Any], history: str) -> Mapping[str, Any]:
 
 
 def _later(state: leader.State, seconds: float) -> leader.State:
-    """Return the state with all of its times moved: no two nodes' clocks agree."""
+    """Return the state with all of its times moved to this node's clock, because no two nodes' clocks agree."""
     return replace(
         state,
         trouble_at=None if state.trouble_at is None else state.trouble_at + seconds,
@@ -380,7 +384,8 @@ def _later(state: leader.State, seconds: float) -> leader.State:
 
 
 def _perhaps_born(state: leader.State) -> leader.State:
-    """Members of whom nothing is heard any more may have committed the first step: nobody begins at zero in silence."""
+    """Return the state as born, if any generation was ever formed. Members of which nothing is heard any more may have
+    committed the first step, so nobody may begin at zero in silence."""
     return replace(state, born=state.born or state.ever_formed)
 
 

@@ -1,13 +1,14 @@
 """The leader's protocol: (state, event, now) → (state, actions). No I/O, no clock, no randomness.
 
-The agent drives this module with real events; the model checker and the simulator drive the very same one.
-A generation is announced, then formed, and ends with the next one:
+The agent drives this module with real events. The model checker and the simulator drive the very same module. A
+generation is announced, then formed, and ends with the next one:
 
     announced ──(every member reported)──► formed ──(a member lost, links broke, a join, a removal)──► next one
         └────────(a member lost, links broke)───────────────────────────────────────────────────────► next one
 
-Generation numbers only grow. A generation is *formed* when its digest is published; before that only losses and
-broken links replace it, planned changes wait.
+Generation numbers only grow. A generation is *formed* when its digest is published. Before that only a loss or a broken
+link replaces it, or the leader itself, if the reports show that its members cannot go on like this. Planned changes
+wait.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from elastic_harness.membership.poison import Failure, How, blame
 from elastic_harness.membership.reconcile import reconcile, scattered
 from elastic_harness.membership.types import Digest, Generation, Limits, Report, node_of
 
-TROUBLE_PATIENCE = 2  # generations that may break on the same link before that pair is separated …
+TROUBLE_PATIENCE = 2  # a pair of members is separated when so many generations broke on the link between them …
 TROUBLE_MEMORY = 4  # … out of so many; a break long ago says nothing about the link
-APART_S = 60.0  # so long two nodes whose network was seen to be cut are kept apart before they are tried again
-HEARING_S = 4.0  # so long a node that others cannot reach may take to say that it lives
+APART_S = 60.0  # two nodes whose network was seen to be cut are kept apart for so long, then they are tried again
+HEARING_S = 4.0  # a node that others cannot reach has so long to say that it lives
 
 # ---- events
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A worker said hello and is fit to be a member. Each incarnation has its own id."""
+    """A worker said hello and is fit to be a member. Each incarnation of a worker has its own id."""
 
     member: str
 
@@ -44,41 +45,41 @@ class Lost:
 
 @dataclass(frozen=True)
 class Reported:
+    """A member sent its report for a generation."""
+
     member: str
     report: Report
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """A member's exchange broke, or it could not complete its part of the recovery. `peers` as far as known. `cut`: the
-    network to them is known to be cut, by what the kernel says, so none of them need be at fault. `holds`: the member
-    has the state."""
+    """A member's exchange broke, or the member could not complete its part of the recovery."""
 
     member: str
     generation: int
-    peers: tuple[str, ...] = ()
-    cut: bool = False
-    holds: bool = False
+    peers: tuple[str, ...] = ()  # that it could not reach, as far as known
+    cut: bool = False  # the kernel says that the network to them is cut, so none of them need be at fault
+    holds: bool = False  # the member has the state
 
 
 @dataclass(frozen=True)
 class Committed:
-    """A step was committed: from now on the run is born and must never begin at zero unnoticed."""
+    """A step was committed. From now on the run is born, and must never begin at zero unnoticed."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint was saved: from now on the run does not begin at zero before those who can read it had time to
-    come."""
+    """A checkpoint was saved. From now on the run does not begin at zero before the nodes that can read the checkpoint
+    had time to come."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A member committed the last step, or holds it after a recovery: said once in every generation."""
+    """A member committed the last step, or holds it after a recovery. It says so once in every generation."""
 
     member: str
     version: int
@@ -96,8 +97,8 @@ class SlotFailed:
 
 @dataclass(frozen=True)
 class Overdue:
-    """A member was ended because it did not finish a piece of work of a step within the deadline it had: whoever does
-    that step now has longer."""
+    """A member was ended because it did not finish a piece of work of a step within its deadline. The next members at
+    that step have longer."""
 
     member: str
     step: int
@@ -106,7 +107,8 @@ class Overdue:
 
 @dataclass(frozen=True)
 class Unfit:
-    """A member's canary hash differs from its peers': its arithmetic is not the run's, or with `samples` its data."""
+    """A member's canary or state differs from its peers': its arithmetic is not the run's, or with `samples` its data
+    is not."""
 
     member: str
     reason: str
@@ -122,7 +124,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Leaving:
-    """A member is to be let go at a step boundary: its node was asked to stop. The others go on without it."""
+    """A member is to leave at a step boundary, because its node was asked to stop. The others go on without it."""
 
     member: str
 
@@ -161,7 +163,7 @@ Event = (
 
 @dataclass(frozen=True)
 class Announce:
-    """Tell every member of this generation, and those of the previous one that are left out."""
+    """Tell every member of this generation, and the members of the previous one that it leaves out."""
 
     generation: Generation
 
@@ -176,14 +178,14 @@ class Publish:
 
 @dataclass(frozen=True)
 class Pause:
-    """Too few members, or none who can go on: those left abort what they do and wait with their state alive."""
+    """There are too few members, or none that can go on. They abort what they do, and wait with their state alive."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Evict:
-    """Stop this worker and do not restart it as it is. `samples`: it reads other ones."""
+    """Stop this worker and do not restart it as it is. `samples`: it reads other samples than its peers."""
 
     member: str
     reason: str
@@ -192,7 +194,7 @@ class Evict:
 
 @dataclass(frozen=True)
 class Poison:
-    """The same slot failed on several members: stop the job, it would walk through every worker."""
+    """Stop the job. The same slot failed on several members, and would end every worker that computes it."""
 
     step: int
     slot: int
@@ -209,7 +211,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Stop:
-    """Everybody saves and leaves at the next step boundary."""
+    """All members save and leave at the next step boundary on which all agree."""
 
     reason: str
 
@@ -221,50 +223,45 @@ Action = Announce | Publish | Pause | Evict | Poison | Done | Stop
 
 @dataclass(frozen=True)
 class State:
-    """Everything the leader knows. `number` is the last generation number ever used, `born` whether any step was
-    ever committed (then nobody starts silently from zero), `veterans` who of the newest generation that was formed is
-    known to hold the state. `apart`: when two nodes were last seen to be cut from each other. `overdue`: steps that
-    members were ended in, and the longest deadline that one had there. `saved`: whether any checkpoint was ever saved.
-    `stateless`: members that reported neither state nor a checkpoint while nobody had any, the first at
-    `stateless_at`."""
+    """Everything the leader knows."""
 
     limits: Limits
-    number: int = 0
-    born: bool = False
-    saved: bool = False
-    lineage: int = 0
-    from_step: int = 0
-    ready: tuple[str, ...] = ()
-    first_ready_at: float = 0.0
-    generation: Generation | None = None
-    previous: Generation | None = None
-    formed: bool = False
-    ever_formed: bool = False
-    paused: str = ""
-    reports: tuple[tuple[str, Report], ...] = ()
-    finished: tuple[tuple[str, int], ...] = ()
-    arrived: tuple[str, ...] = ()
-    failed_slots: tuple[Failure, ...] = ()
-    overdue: tuple[tuple[int, float], ...] = ()
-    veterans: tuple[str, ...] = ()
-    broken: tuple[tuple[int, str, str], ...] = ()
-    apart: tuple[tuple[float, str, str], ...] = ()
-    troubled: tuple[str, ...] = ()
-    trouble_at: float | None = None
-    trouble_in: int = 0
-    leaving: tuple[str, ...] = ()
-    stateless: tuple[str, ...] = ()
-    stateless_at: float | None = None
-    done: bool = False
+    number: int = 0  # the last generation number ever used
+    born: bool = False  # a step was committed at some time; then nobody starts silently from zero
+    saved: bool = False  # a checkpoint was saved at some time
+    lineage: int = 0  # the newest one, …
+    from_step: int = 0  # … and the step at which it began
+    ready: tuple[str, ...] = ()  # living, admitted members, oldest first
+    first_ready_at: float = 0.0  # when a member became ready while no other was
+    generation: Generation | None = None  # the newest one
+    previous: Generation | None = None  # the one before it
+    formed: bool = False  # the newest generation is formed
+    ever_formed: bool = False  # some generation was
+    paused: str = ""  # why no generation can go on; "": one can
+    reports: tuple[tuple[str, Report], ...] = ()  # for the newest generation, until it is formed
+    finished: tuple[tuple[str, int], ...] = ()  # members that finished, and at which version
+    arrived: tuple[str, ...] = ()  # … that said so in the newest generation
+    failed_slots: tuple[Failure, ...] = ()  # the recent ones
+    overdue: tuple[tuple[int, float], ...] = ()  # steps that members were ended in, and the longest deadline there
+    veterans: tuple[str, ...] = ()  # members that are known to hold the state, since a generation was last formed
+    broken: tuple[tuple[int, str, str], ...] = ()  # a generation, and two members of it whose link broke
+    apart: tuple[tuple[float, str, str], ...] = ()  # two nodes, and when they were last seen to be cut from each other
+    troubled: tuple[str, ...] = ()  # members that reported trouble since the newest generation was announced
+    trouble_at: float | None = None  # when the trouble began that the next generation is to end
+    trouble_in: int = 0  # the newest generation with that trouble
+    leaving: tuple[str, ...] = ()  # members that are to leave at a step boundary
+    stateless: tuple[str, ...] = ()  # members that reported no state and no checkpoint, while nobody had any
+    stateless_at: float | None = None  # when the first of them did
+    done: bool = False  # the job is over; the leader ignores all events
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, tuple[Action, ...]]:
-    """Apply one event. Never raises on late, repeated or unknown input: it is ignored."""
+    """Apply one event. Ignore late, repeated and unknown input; never raise on it."""
     return steps(state, (event,), now)
 
 
 def steps(state: State, events: Iterable[Event], now: float) -> tuple[State, tuple[Action, ...]]:
-    """Apply events that became known together: what follows is decided once, with all of them in view."""
+    """Apply events that became known together. The leader decides once, with all of them in view."""
     if state.done:
         return state, ()
     actions: tuple[Action, ...] = ()
@@ -279,14 +276,14 @@ def steps(state: State, events: Iterable[Event], now: float) -> tuple[State, tup
 
 
 def timed(state: State) -> bool:
-    """Whether anything may follow from time alone."""
+    """Return whether anything may follow from time alone."""
     waits = state.generation is None or state.trouble_at is not None or state.paused or state.apart
     return not state.done and bool(waits)
 
 
 class _Draft:
-    """A state while events are applied to it. What is looked up by member is in dicts and sets here, in the same order:
-    an event costs the same however many members there are. `state` holds everything else."""
+    """A state while events are applied to it. Everything that is looked up by member is in dicts and sets here, in the
+    same order. So an event costs the same however many members there are. `state` holds everything else."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -298,9 +295,10 @@ class _Draft:
         self.troubled = dict.fromkeys(state.troubled)
         self.leaving = dict.fromkeys(state.leaving)
         self._gone: set[str] = set()
-        self._recent = False  # whether only recent breaks are left
+        self._recent = False  # `broken` has only recent breaks
 
     def remove(self, member: str) -> None:
+        """Forget a member that is gone for good. Its broken links are dropped later, for all such members at once."""
         for by_member in (self.ready, self.reports, self.finished, self.leaving):
             by_member.pop(member, None)
         self._gone.add(member)
@@ -341,6 +339,7 @@ def _take(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
         case Lost(member):
             waited_for = _still_needed(draft, member)
             draft.remove(member)
+            # Others may wait for this member at the boundary: after the grace a new generation frees them.
             if waited_for and state.trouble_at is None and state.previous is not None:
                 draft.state = replace(state, trouble_at=now, trouble_in=state.previous.number)
         case Unfit(member, reason, samples):
@@ -352,6 +351,7 @@ def _take(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
                 draft.reports.pop(member, None)
                 draft.reports[member] = report
         case Trouble(member, generation, peers, cut, holds):
+            # Trouble of an earlier generation counts only while this member may still step in it.
             if _current(draft, member, generation) or _still_before(draft, member, generation):
                 if cut:
                     state = _note_cuts(state, member, peers, now)
@@ -369,10 +369,12 @@ def _take(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
             if member in draft.ready:
                 draft.finished.pop(member, None)
                 draft.finished[member] = version
+                # Word from before the generation formed is of an earlier one: see _everyone_arrived.
                 if state.formed:
                     draft.arrived[member] = None
             draft.state = replace(state, born=True)
         case SlotFailed(member, at_step, slot, how):
+            # Members are at most one step apart, so what failed in older steps is settled.
             recent = tuple(failed for failed in state.failed_slots if failed[0] >= at_step - 1)
             draft.state = replace(state, failed_slots=(*recent, (at_step, slot, member, how)))
             members, reason = blame(draft.state.failed_slots, at_step, slot, dict(state.overdue).get(at_step, 0.0))
@@ -402,7 +404,8 @@ def _current(draft: _Draft, member: str, generation: int) -> bool:
 
 
 def _still_before(draft: _Draft, member: str, generation: int) -> bool:
-    """Until a planned generation is formed its members, and those it leaves out, go on stepping in an earlier one."""
+    """Return whether a member may still step in an earlier generation. Until a planned generation is formed, its
+    members do so, and so do those that it leaves out."""
     state = draft.state
     current = state.generation
     planned = current is not None and not current.urgent and not state.formed
@@ -410,8 +413,9 @@ def _still_before(draft: _Draft, member: str, generation: int) -> bool:
 
 
 def _still_needed(draft: _Draft, member: str) -> bool:
-    """Whether the members of a planned generation may be waiting, at the boundary before it, for one it leaves out.
-    If that one has just left there, the generation forms within the grace and nothing is aborted."""
+    """Return whether the members of a planned generation may be waiting for this member, at the boundary before the
+    generation. If the generation leaves the member out, and the member has just left at that boundary, the generation
+    forms within the grace and nothing is aborted."""
     current, previous = draft.state.generation, draft.state.previous
     if current is None or previous is None or current.urgent or draft.state.formed:
         return False
@@ -419,7 +423,7 @@ def _still_needed(draft: _Draft, member: str) -> bool:
 
 
 def _note_cuts(state: State, member: str, peers: tuple[str, ...], now: float) -> State:
-    """Remember which nodes are cut from each other. That is known, and needs no second try."""
+    """Remember which nodes are cut from each other. The kernel has said so: that needs no second try."""
     seen = {(a, b): at for at, a, b in state.apart if now < at + APART_S}
     node, others = node_of(member), {node_of(p) for p in peers}
     seen |= {(min(node, other), max(node, other)): now for other in others - {node}}
@@ -427,9 +431,9 @@ def _note_cuts(state: State, member: str, peers: tuple[str, ...], now: float) ->
 
 
 def _note_trouble(draft: _Draft, member: str, generation: int, peers: tuple[str, ...]) -> None:
-    """Remember who cannot talk to whom, once per generation. A peer that has reported trouble itself has given up
-    its connections: that it is silent now says nothing about the link to it. Of nodes that are kept apart as such
-    nothing more need be known."""
+    """Remember which members cannot talk to each other, once per generation. A peer that has reported trouble itself
+    has given up its connections, so its silence says nothing about the link to it. Links between nodes that are kept
+    apart are not counted: those nodes do not go on together in any case."""
     apart = {frozenset(pair) for _, *pair in draft.state.apart}
     suspects = [p for p in peers if p in draft.ready and p != member and p not in draft.troubled]
     accused = [p for p in suspects if frozenset((node_of(member), node_of(p))) not in apart]
@@ -438,7 +442,7 @@ def _note_trouble(draft: _Draft, member: str, generation: int, peers: tuple[str,
 
 
 def _advance(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
-    """Whatever follows from the state as it now is."""
+    """Return the state and the actions that follow from the state as it now is."""
     current = state.generation
     if current and _everyone_arrived(state, current):
         version = max(v for _, v in state.finished)
@@ -448,7 +452,7 @@ def _advance(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
 
     lost = current is not None and not current.member_set.issubset(state.ready)
     reform = state.trouble_at is not None and now >= state.trouble_at + state.limits.trouble_grace_s
-    reform = reform or (current is not None and state.paused != "")  # everybody has aborted what they did in it
+    reform = reform or (current is not None and state.paused != "")  # all members have aborted what they did in it
     if current is None or lost or reform or (state.formed and state.trouble_at is None):
         state, actions = _propose(state, now, reform)
         if actions:
@@ -460,14 +464,15 @@ def _advance(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
 
 
 def _everyone_arrived(state: State, current: Generation) -> bool:
-    """Whether every member has finished in this very generation: a word given in an earlier one does not count,
-    because the rank that was to write the last line and save the result may have died since."""
+    """Return whether every member has finished in this very generation. To have finished in an earlier one does not
+    count, because the rank that was to write the last line and save the result may have died since."""
     if not state.formed or len(state.arrived) < len(current.members):
         return False
     return current.member_set.issubset(state.arrived) and current.member_set.issubset(m for m, _ in state.finished)
 
 
 def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Action, ...]]:
+    """Ask `decide` for the membership. Announce a new generation, pause, or leave everything as it is."""
     counts: dict[frozenset[str], int] = {}
     for _, a, b in state.broken:
         counts[frozenset((a, b))] = counts.get(frozenset((a, b)), 0) + 1
@@ -513,14 +518,15 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
 
 
 def _held(state: State) -> dict[str, int]:
-    """The shard that each member holds: as it reports, or else as its generation gave it."""
+    """Return the shard that each member holds: the one that it reports, or else the one that its generation gave it."""
     given = state.generation.shard_of if state.generation is not None else {}
     return given | {member: report.shard for member, report in state.reports if report.version >= 0}
 
 
 def _unheard(state: State, apart: frozenset[frozenset[str]]) -> frozenset[str]:
-    """Nodes of the generation in trouble that are cut from others in it and have not said anything themselves: it may
-    be that nobody reaches them, the store included. Who has finished exchanges nothing, and has nothing to say."""
+    """Return the nodes of the generation in trouble that are cut from others in it, and have said nothing themselves.
+    Perhaps they are cut from everything, the store included. A member that has finished counts as heard: it exchanges
+    nothing, and has no trouble to report."""
     if state.generation is None or state.trouble_at is None:
         return frozenset()
     inside = {node_of(m) for m in state.generation.members}
@@ -529,22 +535,26 @@ def _unheard(state: State, apart: frozenset[frozenset[str]]) -> frozenset[str]:
 
 
 def _others_may_come(state: State, now: float) -> bool:
-    """Whether it is too early to begin at zero, though nobody here has anything: others may have a checkpoint."""
+    """Return whether it is too early to begin at zero. Nobody here has a checkpoint, but other nodes may have one."""
     return state.stateless_at is None or now < state.stateless_at + state.limits.join_timeout_s
 
 
 def _form(state: State, generation: Generation, now: float) -> tuple[State, tuple[Action, ...]]:
+    """Publish the digest of a generation whose members have all reported, or propose another generation."""
     if generation.shards and scattered(generation, dict(state.reports), state.lineage):
         return _propose(state, now, True)
     digest, reason = reconcile(
         generation, dict(state.reports), born=state.born, lineage=state.lineage, from_step=state.from_step
     )
     alone = all(node_of(m) == "" for m in generation.members)
+    # A checkpoint was saved, and nobody here can read it: nodes that can must have the time to come. A run on one
+    # machine waits for nobody.
     begins = any(source.kind == "init" for source in digest.sources.values())
     if begins and state.saved and not alone and _others_may_come(state, now):
         stateless_at = now if state.stateless_at is None else state.stateless_at
         stateless = tuple(dict.fromkeys((*state.stateless, *generation.members)))
         return _propose(replace(state, stateless=stateless, stateless_at=stateless_at), now, True)
+    # Steps that the run has passed are not done again, so their deadlines no longer matter.
     digest = replace(digest, overdue=tuple(pair for pair in state.overdue if pair[0] >= digest.version))
     state = replace(
         state,
@@ -554,7 +564,7 @@ def _form(state: State, generation: Generation, now: float) -> tuple[State, tupl
         finished=tuple(each for each in state.finished if each[0] not in digest.sources or each[1] == digest.version),
         born=state.born or digest.version > 0,
         reports=(),
-        # everyone reached the boundary, so whatever went wrong before it no longer matters
+        # every member has reached the boundary, so a failure before it no longer matters
         trouble_at=state.trouble_at if state.trouble_in == generation.number else None,
         lineage=digest.lineage,
         from_step=digest.from_step,

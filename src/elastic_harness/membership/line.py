@@ -1,4 +1,4 @@
-"""A node's line to the store: what the node asks for, as requests, and what it is told of their outcome.
+"""A node's line to the store: turns what the node asks for into requests, and their outcome into the node's inputs.
 
 No clock, no thread: the agent and the simulators say when a request is made, and when its answer arrives. A request
 that raises `Unavailable` may be made again.
@@ -20,8 +20,8 @@ class Transactions(Protocol):
 
 
 def register(store: Store, former: int, ttl_s: float) -> int:
-    """Return a new lease. What still hangs on the former one is of an earlier session, and would pass for another node:
-    it goes."""
+    """Return a new lease, and revoke the former one. Entries on the former lease are of an earlier session: other nodes
+    would take them for those of another node."""
     if former:
         store.revoke(former)
     return store.lease(ttl_s)
@@ -35,7 +35,7 @@ def follow(store: Store, asked: node.Follow) -> tuple[Watch, node.Read]:
 
 
 def write(store: Transactions, asked: node.Write, lease: int) -> node.Wrote | node.WriteRefused:
-    """Write, on this lease, and return whether that took place."""
+    """Write on this lease, and return whether the write took place."""
     try:
         applied, revision = store.txn(asked.compare, asked.puts(lease))
     except ValueError:  # the lease has ended

@@ -1,19 +1,23 @@
-"""One node's part in what several nodes agree on, through a store: (state, inputs, now) → (state, outputs). No I/O, no
-clock, no randomness: whoever drives it carries out what it asks for, and tells it what came of that.
+"""One node's part in what several nodes agree on, through a store: (state, inputs, now) → (state, outputs).
 
-    run/node/KEY        one record for each node, on its lease: what happened to its workers, event by event, and where
-                        they can be reached
+No I/O, no clock, no randomness. The driver (the agent, or a simulator) carries out what the node asks for, and tells it
+the outcome. The store has:
+
+    run/node/KEY        one record for each node, on its lease: what happened to its workers, event by event, and their
+                        addresses
     run/head/leader     the node that leads, on its lease
-    run/head/decision   what the leader has concluded: how far it has read each record, its newest actions
-    run/head/values     where the members can be reached, gathered by the leader from the records
-    run/state           beside the decision, the leader's state: only the next leader reads it
+    run/head/decision   the leader's conclusions: how far it has read each record, its newest actions
+    run/head/values     the addresses of the members, which the leader gathers from the records
+    run/head/fence      a key on the leader's lease, written with each decision
+    run/state           the leader's state, written with the decision; only the next leader reads it
 
-Every node can lead. The leader reads all records, gives their events to `leader.step`, and publishes the actions; all
-nodes, itself included, carry out what is published, in the order in which it was. A decision can only be written by who
-holds the leader's key, and only on top of the decision it knows. What was read but not yet published stays in the
-records, so the next leader, who begins at the last decision, reads it again: nothing is lost with a leader.
+Every node can lead. The leader reads all records, gives their events to `leader.steps`, and publishes the actions. All
+nodes, the leader's own included, carry out the actions in the order in which they were published. Only the holder of
+the leader's key can write a decision, and only on top of the decision that it knows. Events that were read but not yet
+published stay in the records. The next leader begins at the last decision and reads them again, so nothing is lost with
+a leader.
 
-While the store is away nothing happens here: workers go on stepping, and what befalls them waits.
+While the store is away, nothing is decided. Workers go on stepping, and what happens to them waits to be told.
 """
 
 from __future__ import annotations
@@ -47,14 +51,14 @@ STATE = EVERYTHING + "state"
 
 @dataclass(frozen=True)
 class Happened:
-    """Something befell a worker of this node."""
+    """Something happened to a worker of this node."""
 
     event: leader.Event
 
 
 @dataclass(frozen=True)
 class Offered:
-    """A worker of this node set a value that the other members of its generation need: where to reach it."""
+    """A worker of this node set a value that the other members of its generation need: its address."""
 
     generation: int
     key: str
@@ -63,26 +67,27 @@ class Offered:
 
 @dataclass(frozen=True)
 class PlacesScaled:
-    """This node wants so many workers now."""
+    """This node now wants to have so many workers."""
 
     places: int
 
 
 @dataclass(frozen=True)
 class NodeLeaves:
-    """This node is to leave at a step boundary: all of its workers are, and it wants none any more."""
+    """This node is to leave at a step boundary. All of its workers leave, and it wants no others."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """What this node's workers are: see `about`. Told before the first of them is ready."""
+    """More entries that all nodes must have in common, as this node's workers have them: see `begin`. The driver tells
+    them before the first worker is ready."""
 
     about: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Registered:
-    """There is a new lease: the node's record and its claim to lead hang on it."""
+    """There is a new lease. The node's record and its claim to lead are written on it."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +97,21 @@ class LeaseEnded:
 
 @dataclass(frozen=True)
 class Read:
-    """All entries that this node follows, as they are now; changes after them will be seen."""
+    """All entries that this node follows, as they are now. The node will see all changes after them."""
 
     entries: tuple[Entry, ...]
 
 
 @dataclass(frozen=True)
 class Saw:
+    """An entry that this node follows has changed."""
+
     change: Change
 
 
 @dataclass(frozen=True)
 class Wrote:
-    """The write of this number took place."""
+    """The write with this number took place."""
 
     number: int
     revision: int
@@ -112,7 +119,7 @@ class Wrote:
 
 @dataclass(frozen=True)
 class WriteRefused:
-    """The write of this number did not take place and never will: something it expects is not so."""
+    """The write with this number did not take place and never will, because something that it expects is not so."""
 
     number: int
 
@@ -137,7 +144,7 @@ Input = (
     | NodeTick
 )
 
-# ---- what it asks for
+# ---- what a node asks for
 
 
 @dataclass(frozen=True)
@@ -147,16 +154,19 @@ class Register:
 
 @dataclass(frozen=True)
 class Follow:
-    """Read and watch the head, or with `everything` the nodes' records too; in place of what was followed before."""
+    """Read and watch the head, or with `everything` all keys of the run, in place of what was followed before."""
 
     everything: bool
 
 
 @dataclass(frozen=True)
 class Write:
-    """Write entries, all or none, if all keys in `compare` are at their revisions; tell whether that took place.
-    `leased`: they hang on the node's lease. If not, FENCE is written with them, which does: after a store has lost
-    everything, revisions may be as they were, but leases are not. No two writes of a key are asked for at a time."""
+    """Write entries, all or none, if all keys in `compare` are at their revisions. Tell whether that took place.
+
+    `leased`: the entries are written on the node's lease. Entries without a lease are written together with FENCE,
+    which is on it. So they are refused after a store has lost everything: revisions may then be as they were before,
+    but the lease is gone. A node asks for no second write of a key while the first one is under way.
+    """
 
     number: int
     entries: tuple[tuple[str, str], ...]
@@ -164,7 +174,7 @@ class Write:
     leased: bool
 
     def puts(self, lease: int) -> list[Put]:
-        """What this is for a store."""
+        """Return the write as a store takes it."""
         puts = [Put(key, value, lease if self.leased else 0) for key, value in self.entries]
         return puts if self.leased else [*puts, Put(FENCE, "", lease)]
 
@@ -178,21 +188,22 @@ class Carry:
 
 @dataclass(frozen=True)
 class Deliver:
-    """Values that members have set, of generations that are still of interest. Some may have been delivered before."""
+    """Deliver the values that members have set, of generations that are still of interest. Some of these values may
+    have been delivered before."""
 
     values: Values
 
 
 @dataclass(frozen=True)
 class Excluded:
-    """This node cannot take part in the run: it differs from it."""
+    """This node cannot take part in the run, because it differs from the other nodes."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """A value in the store is none that a node wrote. It is ignored; the node whose it is writes it anew."""
+    """No node wrote this value in the store. It is ignored, and the node that owns it writes it anew."""
 
     key: str
     why: str
@@ -208,21 +219,21 @@ T = TypeVar("T")
 class NodeState:
     """All that one node knows. No mapping in it is ever changed in place."""
 
-    own: OwnRecord  # what it tells the others
+    own: OwnRecord  # its record for the other nodes
     limits: Limits
     registered: bool = False  # there is a lease
-    has_read: bool = False  # what is decided; before that, nobody hears of this node
+    has_read: bool = False  # the node has read what is decided; before that it writes nothing
     leader_known: bool = False
     led_by: str = ""  # the key of the node that leads, as far as known
-    unled_at: int = 0  # the revision of what stands in the leader's place and is no node
+    unled_at: int = 0  # the revision of a leader's key that names no node on a lease; 0: there is no such key
     decision: Entry | None = None  # the last one that could be read
-    decision_at: int = 0  # the revision of what stands in its place now
+    decision_at: int = 0  # the revision of the decision's key now, readable or not
     origin: str = ""  # of the decision that was heeded last
     origin_in: int = -1  # the session in which it was read
-    heeded: int | None = None  # the last action that was carried out; None: no decision was ever read
+    heeded: int | None = None  # the last action that was carried out; None: the node has not read what is decided
     damaged: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # unreadable: at which revision, and why
-    writes_asked: int = 0
-    asked: Mapping[int, str] = field(default_factory=dict)  # the keys of writes that are under way, the first of each
+    writes_asked: int = 0  # ever; a write's number
+    asked: Mapping[int, str] = field(default_factory=dict)  # writes that are under way: number → first key
     deciding: str = ""  # the decision that is being written
     returned_at: float | None = None  # when the last lease ended
     lead: Lead | None = None  # if this node leads
@@ -238,13 +249,13 @@ Step = tuple[NodeState, tuple[Output, ...]]
 
 def begin(name: str, limits: Limits, places: int, known: Known, about: Mapping[str, Any]) -> NodeState:
     """Return the state of a node that has just come. `name`: of the node, never used by another one. `places`: how many
-    workers it wants to have. `about`: what all nodes of a run must have in common, as names and values; a node whose
-    own differs is excluded."""
+    workers it wants to have. `about`: entries that all nodes of a run must have in common, as names and values. A node
+    whose entries differ is excluded."""
     return NodeState(OwnRecord(name, places, known, about, str(about.get(HISTORY, ""))), limits)
 
 
 def step(state: NodeState, inputs: Iterable[Input], now: float) -> Step:
-    """Apply inputs that became known together: what follows from all of them is decided, and written, once. Late,
+    """Apply inputs that became known together. The node decides and writes once, with all of them in view. Late,
     repeated and unknown input is ignored."""
     before = state
     outputs: tuple[Output, ...] = ()
@@ -270,15 +281,15 @@ class Node:
         return self.state.lead is not None
 
     def start(self) -> tuple[Output, ...]:
-        """Return what it asks for first."""
+        """Return what the node asks for first."""
         return (Register(),)
 
     def take(self, told: Input, now: float) -> tuple[Output, ...]:
-        """Return what follows."""
+        """Return what follows from an input."""
         return self.take_all([told], now)
 
     def take_all(self, inputs: Iterable[Input], now: float) -> tuple[Output, ...]:
-        """Return what follows from all of them together."""
+        """Return what follows from all of these inputs together."""
         self.state, outputs = step(self.state, inputs, now)
         return outputs
 
@@ -304,7 +315,7 @@ def _take(state: NodeState, told: Input, now: float) -> Step:
             return _read(state, entries, now)
         case Saw(change):
             late = state.lead is not None and change.revision < state.lead.revision
-            if late and change.key == LEADER:  # it was seen before this node's own claim
+            if late and change.key == LEADER:  # a change from before this node's own claim
                 return state, ()
             return _saw(state, change.key, change.entry, now)
         case Wrote(number, revision):
@@ -323,7 +334,7 @@ def _led(state: NodeState, lead: Lead) -> NodeState:
 
 
 def _begin_again(state: NodeState, now: float) -> Step:
-    """The record is gone, and with it every claim: come back as a new node with the workers that live."""
+    """Come back under a new key with the workers that live. The record is gone, and every claim with it."""
     state = replace(
         state,
         own=state.own.begin_again(),
@@ -355,7 +366,7 @@ def _read(state: NodeState, entries: tuple[Entry, ...], now: float) -> Step:
         return state, outputs
     entries_of_nodes = {key: entry for key, entry in by_key.items() if key.startswith(NODES)}
     if not entries_of_nodes and state.decision_at:
-        return state, (*outputs, Follow(everything=True))  # this was asked for before the claim
+        return state, (*outputs, Follow(everything=True))  # this reading of the head was asked for before the claim
     records: dict[str, dict[str, Any] | None] = {}
     for key, entry in entries_of_nodes.items():
         state, records[key] = _readable(state, entry, read_record)
@@ -365,8 +376,8 @@ def _read(state: NodeState, entries: tuple[Entry, ...], now: float) -> Step:
 
 
 def _last_decision(state: NodeState, kept: Entry | None) -> tuple[NodeState, dict[str, Any] | None]:
-    """Return the decision to go on from, with the leader's state that was written together with it. None if there is
-    none, or if one of the two cannot be read: then all is as if the store had lost everything."""
+    """Return the decision to go on from, with the leader's state that was written together with it. Return None if
+    there is none, or if one of the two cannot be read. The leader then begins as if the store had lost everything."""
     if state.decision is None or kept is None or kept.revision != state.decision.revision:
         return state, None
     state, read = _readable(state, kept, read_state)
@@ -375,7 +386,7 @@ def _last_decision(state: NodeState, kept: Entry | None) -> tuple[NodeState, dic
 
 
 def _readable(state: NodeState, entry: Entry, read: Callable[[str], T]) -> tuple[NodeState, T | None]:
-    """Return what a value says; None, with the damage noted, if it cannot be read."""
+    """Return what a value says. If it cannot be read, return None and note the damage."""
     try:
         return state, read(entry.value)
     except ValueError as error:
@@ -413,7 +424,7 @@ def _saw_leader(state: NodeState, entry: Entry | None) -> Step:
         state = _note_damage(state, entry, f"it names {entry.value[:40]!r}, on no node's lease")
         state = replace(state, led_by="", unled_at=entry.revision)
     if state.lead is not None and (entry is None or entry.revision != state.lead.revision):
-        return _step_down(state)
+        return _step_down(state)  # the key is gone, or another claim stands there
     if state.lead is None and entry is not None and state.led_by == state.own.key and state.own.ended is None:
         return _lead(state, entry.revision)
     return state, ()
@@ -436,8 +447,8 @@ def _saw_record(state: NodeState, lead: Lead, key: str, entry: Entry | None) -> 
 
 
 def _without_a_decision(state: NodeState) -> NodeState:
-    """What stands in the decision's place cannot be read. The leader has it still. If nobody leads, the next leader
-    begins with what the nodes know."""
+    """Go on although the decision in the store cannot be read. A leader still has it in memory, and publishes it again.
+    If no node leads, the next leader begins with what the nodes' records say."""
     return _publish_again(replace(state, own=state.own.write_anew(), heeded=state.heeded or 0))
 
 
@@ -446,7 +457,7 @@ def _publish_again(state: NodeState) -> NodeState:
 
 
 def _answered(state: NodeState, number: int) -> tuple[NodeState, str]:
-    """Return the key of a write of which the store has told what became of it; "" if nobody waits for that."""
+    """Return the key of a write whose outcome the store has told; "" if the node no longer waits for it."""
     asked = {each: key for each, key in state.asked.items() if each != number}
     return replace(state, asked=asked), state.asked.get(number, "")
 
@@ -465,7 +476,7 @@ def _wrote(state: NodeState, key: str, revision: int, now: float) -> Step:
 def _refused(state: NodeState, key: str, now: float) -> Step:
     if key == state.own.key:
         return _begin_again(state, now)
-    if key == LEADER:  # who leads may have come and gone meanwhile
+    if key == LEADER:  # another leader may have come and gone meanwhile
         return replace(state, leader_known=False), (Follow(everything=False),)
     if key in (DECISION, VALUES) and state.lead is not None:
         return _step_down(state)
@@ -473,7 +484,8 @@ def _refused(state: NodeState, key: str, now: float) -> Step:
 
 
 def _look_again(state: NodeState) -> tuple[Output, ...]:
-    """The last decision is known now: whoever holds the leader's key and does not lead yet may."""
+    """Read the head again if this node holds the leader's key and does not lead yet. It may begin now, because the
+    last decision is known."""
     return (Follow(everything=False),) if state.lead is None and state.led_by == state.own.key else ()
 
 
@@ -481,17 +493,17 @@ def _look_again(state: NodeState) -> tuple[Output, ...]:
 
 
 def _heed(state: NodeState, decision: dict[str, Any], now: float) -> Step:
-    """Carry out what is new in a decision. A node that has just come to the run has missed nothing of what was decided
-    before, except that it may have ended."""
+    """Carry out what is new in a decision. A node that has just come to the run carries out nothing that was decided
+    before, except the end of the job."""
     if state.heeded is None:
         state = replace(state, origin=decision["origin"], heeded=decision["count"])
         if decision["finished"] is not None:
             done = leader.Done(decision["finished"])
             return replace(state, own=replace(state.own, ended=done)), (Carry(done),)
-    if decision["origin"] != state.origin:  # the store had lost everything
+    if decision["origin"] != state.origin:  # the store had lost everything, or its decision was unreadable
         known_to_the_store = state.origin_in == state.own.session
         state = replace(state, origin=decision["origin"], heeded=0)
-        if known_to_the_store:  # but not this node's record, of which the new leader has only a part
+        if known_to_the_store:  # it still has this node's record, which lacks what the old leader had read
             return _begin_again(state, now)
     state = replace(state, origin_in=state.own.session, own=state.own.heed(decision))
     state, outputs = _carry_out(state, decision["actions"])
@@ -517,9 +529,9 @@ def _carry_out(state: NodeState, actions: Iterable[tuple[int, Any]]) -> Step:
     outputs: tuple[Output, ...] = ()
     for number, action in new:
         if own.ended is not None:
-            break  # what follows is of a job that was launched again, without this node
+            break  # later actions are of a job that was launched again, without this node
         heeded = number
-        if missed and isinstance(action, leader.Announce):  # an urgent one may be among what was missed
+        if missed and isinstance(action, leader.Announce):  # an action that was missed may be an urgent one
             action = leader.Announce(replace(action.generation, urgent=True))
         if isinstance(action, leader.Done | leader.Poison | leader.Stop):
             own = own.end(action)
@@ -531,8 +543,8 @@ def _carry_out(state: NodeState, actions: Iterable[tuple[int, Any]]) -> Step:
 
 
 def _lead(state: NodeState, revision: int) -> Step:
-    """Begin to lead, once: the claim is told of as an answer, and seen as a change. A leader begins only after it knows
-    what has become of a decision of an earlier time."""
+    """Begin to lead. The node hears of its claim twice, as an answer and as a change, but begins once. It begins only
+    after it knows the outcome of its earlier write of a decision."""
     if state.lead is not None or DECISION in state.asked.values():
         return state, ()
     patient_until = None if state.returned_at is None else state.returned_at + PATIENCE_S
@@ -541,13 +553,14 @@ def _lead(state: NodeState, revision: int) -> Step:
 
 
 def _new_origin(state: NodeState, revision: int) -> str:
-    """Return a name that no decision's origin has had: what was decided may be unreadable by now, and the same claim
-    leads to begin with nothing a second time."""
+    """Return a name that no decision's origin has had. The name needs a number after the claim's: if a decision has
+    become unreadable, a node may begin with nothing a second time on the same claim."""
     origin = f"{state.own.key}@{revision}"
     return f"{origin}.{state.writes_asked}" if state.origin.startswith(origin) else origin
 
 
 def _step_down(state: NodeState) -> Step:
+    """Lead no longer, and follow the head alone."""
     return replace(state, lead=None), (Follow(everything=False),)
 
 
@@ -555,13 +568,13 @@ def _step_down(state: NodeState) -> Step:
 
 
 def _writes(state: NodeState, now: float) -> Step:
-    """Write what is new: the node's record, its claim if nobody leads, and what it decides if it leads."""
+    """Write what is new: the node's record, its claim if no node leads, and its decision if it leads."""
     if not state.registered or not state.has_read:
         return state, ()
     own = state.own
     outputs: tuple[Output, ...] = ()
     if own.writing is None and own.written < own.changes:
-        unwritten = {own.key: 0} if own.written < 0 else {}  # after that the lease alone says whose it is
+        unwritten = {own.key: 0} if own.written < 0 else {}  # the key is new once; later the lease guards it
         state, outputs = _write(replace(state, own=own.write()), {own.key: own.text}, unwritten, leased=True)
     if state.leader_known and not state.led_by and own.written >= 0 and own.ended is None:
         if LEADER not in state.asked.values():
@@ -574,7 +587,7 @@ def _writes(state: NodeState, now: float) -> Step:
 
 
 def _publish(state: NodeState, lead: Lead, now: float) -> Step:
-    """Publish what is new: a decision on top of the decision before, and the addresses."""
+    """Publish what is new: a decision, on top of the one before it, and the addresses."""
     decision, values, under_way = None, None, state.asked.values()
     if DECISION not in under_way:
         lead, decision = lead.news(now)

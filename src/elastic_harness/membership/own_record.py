@@ -1,7 +1,9 @@
-"""What one node tells the others: its record in the store. Frozen; each method returns the record after a change.
+"""The record in which one node tells the others about itself, in the store. Frozen: each method returns the record
+after a change.
 
-The record names the workers that live, and every event that no decision says was read. A lease that ends takes the
-record along: the node then begins another one, under a new key, and tells again what may not have been read.
+The record names the workers that live. It holds every event until a decision says that the leader has read it. When the
+node's lease ends, the record vanishes. The node then begins another one, under a new key, and tells again all events
+that may not have been read.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from elastic_harness.membership.lead import HISTORY
 from elastic_harness.membership.records import Known
 
 NODES = "run/node/"
-GENERATIONS_OFFERED = 2  # a planned one may be announced while members still connect in the one before
+GENERATIONS_OFFERED = 2  # a planned generation may be announced while members still connect in the one before
 
 
 @dataclass(frozen=True)
@@ -26,20 +28,20 @@ class OwnRecord:
     name: str  # of the node; no other node ever has it
     places: int  # workers that the node wants to have
     known: Known
-    about: Mapping[str, Any]  # what all nodes of a run must have in common
-    history: str = ""  # which history of training this node has a part in
+    about: Mapping[str, Any]  # entries that all nodes of a run must have in common
+    history: str = ""  # the history of training that this node has a part in
     session: int = 0  # counts the records that this node began
     members: tuple[str, ...] = ()  # its living workers, in order of age
     ever: frozenset[str] = frozenset()  # its workers that were in a generation
     veterans: frozenset[str] = frozenset()  # … in one that was formed: they have, or are about to have, the state
     leaves: bool = False  # all its workers are to leave at a step boundary
     ended: leader.Action | None = None  # how the job ended
-    events: tuple[tuple[int, leader.Event], ...] = ()  # numbered; those that no decision says were read
+    events: tuple[tuple[int, leader.Event], ...] = ()  # numbered; without those that a decision says were read
     last: int = 0  # the number of the newest event
     offered: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # values of members, by generation
-    changes: int = 0
+    changes: int = 0  # of the record, so far
     written: int = -1  # how many changes the store's record holds; -1: there is no record
-    writing: int | None = None  # how many will be in it when the write that is under way takes place
+    writing: int | None = None  # how many it will hold after the write that is under way; None: there is no such write
 
     @property
     def key(self) -> str:
@@ -47,7 +49,7 @@ class OwnRecord:
 
     @property
     def text(self) -> str:
-        """The record as the store has it."""
+        """The record as it is written into the store."""
         record = {
             "about": self.about,
             "places": self.places,
@@ -62,7 +64,8 @@ class OwnRecord:
     # ---- what happens on the node
 
     def happened(self, event: leader.Event) -> OwnRecord:
-        """Tell an event. After the end of the job nothing is told, and what is known to all is told once."""
+        """Tell an event. Only the first commit and the first saved checkpoint are told. After the end of the job
+        nothing is told."""
         known, members = self.known, self.members
         if self.ended is not None:
             return self
@@ -84,7 +87,7 @@ class OwnRecord:
         return replace(self, known=known, members=members, last=last, events=events, changes=self.changes + 1)
 
     def offer(self, generation: int, key: str, value: str) -> OwnRecord:
-        """Tell a value that a member has set."""
+        """Tell a value that a member has set. Values of older generations are dropped."""
         offered = {**self.offered, generation: {**self.offered.get(generation, {}), key: value}}
         newest = sorted(offered)[-GENERATIONS_OFFERED:]
         offered = {number: values for number, values in offered.items() if number in newest}
@@ -95,20 +98,20 @@ class OwnRecord:
         return replace(self, places=places, changes=self.changes + 1)
 
     def leave(self) -> OwnRecord:
-        """Want no workers any more, and tell of all of them that they leave."""
+        """Want no workers any more, and tell that all of them leave."""
         record = replace(self, leaves=True, places=0, changes=self.changes + 1)
         for member in self.members:
             record = record.happened(leader.Leaving(member))
         return record
 
     def describe(self, about: Mapping[str, Any]) -> OwnRecord:
-        """Tell more of what all nodes must have in common."""
+        """Tell more entries that all nodes must have in common."""
         return replace(self, about={**self.about, **about}, changes=self.changes + 1)
 
     # ---- what is decided
 
     def heed(self, decision: Mapping[str, Any]) -> OwnRecord:
-        """Let go what a decision says was read, and learn what it knows."""
+        """Drop the events that a decision says were read, and learn what the decision knows."""
         about, history = self.about, self.history
         if not history and HISTORY in decision["about"] and decision["formed"]:
             history = decision["about"][HISTORY]
@@ -119,7 +122,7 @@ class OwnRecord:
         return replace(self, about=about, history=history, events=events, known=known)
 
     def end(self, action: leader.Action) -> OwnRecord:
-        """The job is over: offer nothing to those who may begin it again while this node's workers end."""
+        """Note that the job is over. Others may begin it again while this node's workers end: it offers no places."""
         record = replace(self, places=0, changes=self.changes + 1, events=())
         for member in self.members:
             record = record.happened(leader.Lost(member))
@@ -132,8 +135,9 @@ class OwnRecord:
         return replace(self, ever=self.ever | ours, veterans=veterans)
 
     def leave_behind(self, members: Sequence[str]) -> OwnRecord:
-        """Before this node comes back, drop those of its workers without whom the others went on: they will leave, and
-        are not to be taken for new ones. (If the others wait, they do so too, and may hold the state.)"""
+        """Drop the workers without which the other nodes went on, before this node comes back. Those workers will
+        leave, and must not be taken for new ones. The caller keeps them while the job is paused: then they wait too,
+        and may hold the state."""
         gone = {m for m in self.members if m in self.ever and m not in members}
         events = tuple(e for e in self.events if not (isinstance(e[1], leader.Ready) and e[1].member in gone))
         return replace(self, members=tuple(m for m in self.members if m not in gone), events=events)
@@ -141,20 +145,20 @@ class OwnRecord:
     # ---- the store
 
     def write(self) -> OwnRecord:
-        """A write of the record as it is now sets out."""
+        """Note that a write of the record, as it is now, was asked for."""
         return replace(self, writing=self.changes)
 
     def wrote(self) -> OwnRecord:
-        """The write took place."""
+        """Note that the write took place."""
         return self if self.writing is None else replace(self, written=self.writing, writing=None)
 
     def write_anew(self) -> OwnRecord:
-        """The record cannot be read where it stands: write it once more."""
+        """Have the record written once more, because it cannot be read in the store."""
         return replace(self, changes=self.changes + 1)
 
     def begin_again(self) -> OwnRecord:
-        """The record is gone: begin another one with the workers that live, and tell again what may not have been read.
-        All events may be told twice."""
+        """Begin another record, because the last one is gone. It names the workers that live, and tells again all
+        events that may not have been read. Every event may safely be told twice."""
         unread = [event for _, event in self.events if not isinstance(event, leader.Ready)]
         leaving = map(leader.Leaving, self.members if self.leaves else ())
         events = [*map(leader.Ready, self.members), *leaving, *unread]

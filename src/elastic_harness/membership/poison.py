@@ -1,7 +1,8 @@
-"""Whether a slot is to blame for the workers that failed in it. Pure.
+"""Decides whether a slot is to blame for the workers that failed in it. Pure.
 
-A slot that fails wherever it is computed would walk through every worker and spare, so the job has to stop. A death
-alone proves nothing about the slot: preemptions and operators kill too, and what a worker computes then is chance.
+A slot that fails wherever it is computed would end one worker and spare after another, so the job has to stop. A death
+alone proves nothing about the slot. Preemptions and operators kill workers too, and it is chance which slot a worker
+computes at that moment.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from collections.abc import Iterable
 from typing import Literal
 
 How = Literal["error", "memory", "overdue", "killed"]
-"""error: an exception or a crash of its own. memory: the kernel ended it for memory. overdue: not finished within the
-longest deadline that is allowed. killed: by SIGKILL, nobody knows why."""
+"""error: an exception or a crash of the worker itself. memory: the kernel ended the worker for memory. overdue: the
+worker did not finish within the longest deadline that is allowed. killed: by SIGKILL, nobody knows why."""
 Failure = tuple[int, int, str, How]
 """Step, slot, member, how."""
 
 ERRORS = 2  # members that fail in a slot by themselves before the slot is blamed
-EVIDENT = 3  # … with other evidence among it: the kernel ended them for memory, or they did not finish in time
-KILLS = 10  # … that were killed, nobody knows why, beyond those killed in other slots of the step
-FROM_OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # whoever sends these wants the worker to end
+EVIDENT = 3  # … that fail by themselves, are ended by the kernel for memory, or do not finish in time
+KILLS = 10  # … that are killed, nobody knows why, more than are killed in other slots of the step
+FROM_OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the sender of one of these wants the worker to end
 
 
 def evidence(exit_code: int | None, *, for_memory: bool) -> How | None:
-    """What a worker's end while it computed a slot says about that slot; None: nothing."""
+    """Return what the end of a worker, which was computing a slot, says about that slot; None: nothing."""
     if exit_code is not None and -exit_code in FROM_OUTSIDE:
         return None
     if exit_code is None or exit_code == -signal.SIGKILL:
@@ -32,13 +33,14 @@ def evidence(exit_code: int | None, *, for_memory: bool) -> How | None:
 
 
 def blame(failures: Iterable[Failure], step: int, slot: int, overdue_s: float) -> tuple[tuple[str, ...], str]:
-    """The members whose failures prove that this slot is at fault, none if it is not proved, and the reason.
-    `overdue_s`: the longest deadline that was missed in this step."""
+    """Return the members whose failures prove that this slot is at fault, and the reason. Without a proof there are no
+    members. `overdue_s`: the longest deadline that was missed in this step."""
     in_step = [(j, member, how) for s, j, member, how in failures if s == step]
     here = {member: how for j, member, how in in_step if j == slot}
     errors = {member for member, how in here.items() if how == "error"}
     evident = {member for member, how in here.items() if how != "killed"}
     killed = here.keys() - evident
+    # Kills in other slots of the step speak for an operator or a preemption, not for the slot.
     elsewhere = {member for j, member, how in in_step if j != slot and how == "killed"}
     words: dict[How, str] = {
         "error": "it failed by itself",

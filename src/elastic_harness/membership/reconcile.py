@@ -1,4 +1,4 @@
-"""Who applied what: from the reports of all members to one digest. Pure."""
+"""Concludes from the reports of all members where each one's state comes from: the digest. Pure."""
 
 from __future__ import annotations
 
@@ -9,30 +9,33 @@ from dataclasses import replace
 from elastic_harness.errors import Inconsistent
 from elastic_harness.membership.types import Digest, Generation, LaneRanges, Replica, Report, Source, SourceKind
 
-CHECKPOINTS_TOLD = 4
+CHECKPOINTS_TOLD = 4  # on the run's history; a few more may be told besides
 
 
 def reconcile(
     generation: Generation, reports: Mapping[str, Report], *, born: bool, lineage: int, from_step: int
 ) -> tuple[Digest, str]:
-    """The digest for a generation whose members have all reported, and the reason in words.
+    """Return the digest for a generation whose members have all reported, and the reason in words.
 
-    State at version v is a pure function of (seed, v), so the members can differ only in how far they are. The
-    farthest one wins; whoever is one step behind replays that step's record, everyone else behind takes the state.
-    State of an older lineage does not count: the run has gone on from an earlier step without it, and its ledger too.
-    If nobody has state, a run that was ever born restores its newest checkpoint (or, loudly, begins again at zero)
-    and opens a new lineage; a new run is initialised by rank 0.
+    State at version v is a pure function of (seed, v), so the members can differ only in how far they are. The run goes
+    on from the version of the farthest member. A member that is one step behind replays that step's record, if a donor
+    has it. All other members that are behind take the whole state. State of an older lineage does not count, because
+    the run and its ledger have gone on from an earlier step without it.
+
+    If nobody has state, the members restore the newest checkpoint on the run's history, and open a new lineage. A run
+    that was ever born, but has no checkpoint, begins again at step 0 in a new lineage, and says so. Rank 0 initialises
+    a new run.
 
     With several shards each column does so for itself, and all of them reach the version of the farthest member. A
-    column may be one step behind: whoever applied a step had the seals of all, so each member that is behind has sealed
-    the step, holds its record, and goes forward by itself. A column in which nobody can reach the version has lost its
-    shard: then nobody has state, and each column restores the same checkpoint.
+    whole column may be one step behind. A member applies a step only when it has the seals of all. So each member that
+    is behind has sealed the step, holds its record, and goes forward by itself. A column in which no member can reach
+    the version has lost its shard. Then nobody has state, and each column restores the same checkpoint.
     """
     members = generation.members
     if set(reports) != set(members):
         raise Inconsistent(f"there are reports of {sorted(reports)}, but the generation's members are {list(members)}")
     shard_of = generation.shard_of
-    born = born or any(report.version > 0 for report in reports.values())  # a shard may be lost before anybody told it
+    born = born or any(report.version > 0 for report in reports.values())  # the leader may not have heard of a commit
     reports = {m: _as_far_as_counts(report, lineage, shard_of[m]) for m, report in reports.items()}
     version = max(reports[m].version for m in members)
     if version < 0 or not all(any(_reaches(reports[m], version) for m in column) for column in generation.columns):
@@ -59,31 +62,31 @@ def reconcile(
 
 
 def scattered(generation: Generation, reports: Mapping[str, Report], lineage: int) -> bool:
-    """Whether every shard is held by some member, and some hold another than the generation gave them: the leader did
-    not know who holds what, and would give state up."""
+    """Return whether members hold all shards, but one of them holds another than the generation gave it. Then the
+    leader did not know which member holds which shard, and would give state up."""
     held = {m: r.shard for m, r in reports.items() if _as_far_as_counts(r, lineage, r.shard).version >= 0}
     every = len(set(held.values())) == len(generation.columns)
     return every and any(generation.shard_of[member] != shard for member, shard in held.items())
 
 
 def _as_far_as_counts(report: Report, lineage: int, shard: int) -> Report:
-    """The report without a state that is of an older lineage or of another shard."""
+    """Return the report as it counts: without its state, if that is of an older lineage or of another shard."""
     if report.version < 0 or (not 0 <= report.lineage < lineage and report.shard == shard):
         return report
     return replace(report, version=-1, record=None, lanes=(), sealed=False)
 
 
 def _reaches(report: Report, version: int) -> bool:
-    """Whether a member is at the version, or can come to it by itself."""
+    """Return whether a member is at the version, or can reach it by itself."""
     return report.version == version or (report.sealed and report.version == version - 1)
 
 
 def _sources(column: tuple[str, ...], reports: Mapping[str, Report], version: int, ahead: str) -> dict[str, Source]:
-    """Where the members of one column have their state from. `ahead`: a member of any column that is at the version."""
+    """Return where each member of a column has its state from. `ahead`: a member of any column at the version."""
     holders = [m for m in column if reports[m].version == version] or [
         m
         for m in column
-        if _reaches(reports[m], version)  # they serve when they have gone forward
+        if _reaches(reports[m], version)  # these members serve others after they have gone forward
     ]
     loads = dict.fromkeys(holders, 0)
     donors = [(0, rank) for rank, m in enumerate(column) if m in loads]
@@ -95,8 +98,8 @@ def _sources(column: tuple[str, ...], reports: Mapping[str, Report], version: in
     sources: dict[str, Source] = {}
 
     def spread(candidates: list[tuple[int, int]]) -> str:
-        """The least loaded candidate, the earliest rank first: donors share the work. `candidates` is a heap of loads
-        and ranks; its loads are brought up to date where it matters."""
+        """Return the least loaded candidate, of several the earliest rank, so that donors share the work. `candidates`
+        is a heap of loads and ranks. A load is brought up to date when it comes first in the heap."""
         while candidates[0][0] != loads[column[candidates[0][1]]]:
             rank = candidates[0][1]
             heapq.heapreplace(candidates, (loads[column[rank]], rank))
@@ -118,8 +121,8 @@ def _sources(column: tuple[str, ...], reports: Mapping[str, Report], version: in
 
 
 def _finished(rows: tuple[Replica, ...], ahead: set[str], reports: Mapping[str, Report]) -> dict[str, LaneRanges]:
-    """Finished lanes of the running step: those that all members of a row hold. A row whose lanes overlap an earlier
-    one's starts over: its partial sums may already contain the duplicate."""
+    """Return each member's finished lanes of the running step: those that all members of its row hold. A row whose
+    lanes overlap with an earlier row's starts over, because its partial sums may already contain the duplicate."""
     taken: set[int] = set()
     kept: dict[str, LaneRanges] = {}
     for row in rows:
@@ -135,9 +138,12 @@ def _finished(rows: tuple[Replica, ...], ahead: set[str], reports: Mapping[str, 
 
 
 def worth_telling(report: Report, lineage: int, from_step: int) -> Report:
-    """The same report with so few checkpoints that the reports of all members fit into one request to a store: of those
-    on the run's history, as it is known here, the newest, for the leader restores one of them. In case its history
-    branched off earlier, some of all, ever fewer the older they are, and the newest one of the newest lineage."""
+    """Return the report with so few checkpoints that the reports of all members fit into one request to a store.
+
+    The newest ones on the run's history, as this node knows it, are kept: the leader restores one of them. The history
+    that the leader knows may branch off earlier. For that case some of all are kept, fewer the older they are, with the
+    oldest, and the newest one of the newest lineage.
+    """
     lineages = report.lineages or (lineage,) * len(report.checkpoints)
     every = list(zip(report.checkpoints, lineages, strict=True))
     if len(every) <= CHECKPOINTS_TOLD:
@@ -151,12 +157,13 @@ def worth_telling(report: Report, lineage: int, from_step: int) -> Report:
 
 
 def _is_on_history(version: int, of: int, lineage: int, from_step: int) -> bool:
-    """Whether a checkpoint lies on the run's history: of an older lineage only what the newest one began with does."""
+    """Return whether a checkpoint lies on the run's history. One of an older lineage does so only up to the step at
+    which the newest lineage began."""
     return of >= lineage or version <= from_step
 
 
 def _offers(report: Report, lineage: int, from_step: int) -> set[int]:
-    """The checkpoints that lie on the run's history."""
+    """Return the checkpoints that lie on the run's history."""
     lineages = report.lineages or (lineage,) * len(report.checkpoints)
     offered = zip(report.checkpoints, lineages, strict=True)
     return {version for version, of in offered if _is_on_history(version, of, lineage, from_step)}
@@ -165,6 +172,7 @@ def _offers(report: Report, lineage: int, from_step: int) -> set[int]:
 def _from_nothing(
     generation: Generation, reports: Mapping[str, Report], *, born: bool, lineage: int, from_step: int
 ) -> tuple[Digest, str]:
+    """Return the digest of a generation in which nobody has state: restore a checkpoint, or begin at step 0."""
     members = generation.members
     kind: SourceKind
     offers = {m: _offers(reports[m], lineage, from_step) for m in members}

@@ -1,7 +1,7 @@
-"""What the nodes of a run read from the store: each value is checked as a whole before anything is done with it.
+"""The values that the nodes of a run read from the store. Each value is checked as a whole before it is used.
 
-Anybody may write into a store. A value that none of our nodes wrote raises ValueError here, and its reader goes on with
-what it had.
+Anybody may write into a store. A value that none of our nodes wrote raises ValueError here, and the node that reads it
+goes on with the values that it had.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from elastic_harness.membership.codec import decode, from_text
 
 @dataclass(frozen=True)
 class Known:
-    """What outlives the store: the last generation number ever used, whether any step was ever committed, whether any
-    checkpoint was ever saved, and which history the run is in."""
+    """The facts about a run that must outlive the store. Every node keeps them."""
 
-    number: int = 0
-    born: bool = False
-    lineage: int = 0
-    from_step: int = 0
-    saved: bool = False
+    number: int = 0  # the last generation number ever used
+    born: bool = False  # a step was committed at some time
+    lineage: int = 0  # the newest one, …
+    from_step: int = 0  # … and the step at which it began
+    saved: bool = False  # a checkpoint was saved at some time
 
     @staticmethod
     def of(state: leader.State) -> Known:
         return Known(state.number, state.born, state.lineage, state.from_step, state.saved)
 
     def and_also(self, other: Known) -> Known:
-        """What both together know."""
+        """Return what both together know."""
         newest = max(self, other, key=lambda known: (known.lineage, known.from_step))
         number, born, saved = max(self.number, other.number), self.born or other.born, self.saved or other.saved
         return Known(number, born, newest.lineage, newest.from_step, saved)
 
 
 Values = Mapping[int, Mapping[str, str]]
-"""What members have set for each other, by generation and key."""
+"""The values that members have set for each other, by generation and key."""
 
 _EVENTS = typing.get_args(leader.Event)
 _ACTIONS = typing.get_args(leader.Action)
@@ -95,7 +94,7 @@ def read_state(text: str) -> leader.State:
 
 
 def read_values(text: str) -> dict[int, dict[str, str]]:
-    """Return where members can be reached, by generation. Raises ValueError."""
+    """Return the addresses of members, by generation and key. Raises ValueError."""
     values = _object(text)
     shape.expect({"values": values}, {"values": dict[int, dict[str, str]]})
     return {int(number): by_key for number, by_key in values.items()}

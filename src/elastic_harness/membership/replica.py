@@ -1,9 +1,9 @@
 """Replicas: which members hold the state together, and compute together. Pure.
 
-A member holds one *shard* of the state. The members that hold the same shard are a *column*: their states are equal, so
-any of them can take another's place. A *row* is one member of each column: a replica. It is whole, or does not compute.
-A member that is in no row is *left over*. It stays in its column without lanes: it applies every step, stays current,
-and fills the next hole at once. With one shard every member is a row of its own.
+A member holds one *shard* of the state. The members that hold the same shard are a *column*. Their states are equal, so
+any of them can take another's place. A *row* is one member of each column: a replica. A row computes only when it is
+whole. A member that is in no row is *left over*. It stays in its column without lanes: it applies every step, stays
+current, and fills the next hole at once. With one shard every member is a row of its own.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def deal_columns(
 ) -> Columns:
     """Return the members of each column, each in the given order.
 
-    A member that holds a shard stays in its column. A newcomer is given the shortest column, of equals the first; those
-    that are leaving do not count. If nobody holds one of the shards, the state is lost, and all members are dealt as if
-    they were newcomers.
+    A member that holds a shard stays in its column. A newcomer joins the shortest column, or the first of several that
+    are equally short. Members that are leaving do not count for the length. If nobody holds one of the shards, the
+    state is lost, and all members are dealt as if they were newcomers.
     """
     if not set(range(shards)) <= {held[m] for m in members if m in held}:
         held = {}
@@ -41,9 +41,9 @@ def zip_rows(
 ) -> tuple[tuple[Replica, ...], tuple[str, ...]]:
     """Return the rows, and the members that are left over.
 
-    An old row whose members are all still in their columns stays, so that the lanes it has finished stay finished. The
-    others are zipped anew: first those on the same node, then in order. There are as many rows as the shortest column
-    has members.
+    An old row stays if all of its members are still in their columns. So the lanes that it has finished stay finished.
+    The other members are zipped anew: first those on the same node, then the rest in order. There are as many rows as
+    the shortest column has members.
     """
     known = [(shard, member) for shard, column in enumerate(columns) for member in column]
     rows = [row for row in old_rows if len(row) == len(columns) and set(known).issuperset(enumerate(row))]

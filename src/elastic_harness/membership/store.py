@@ -1,9 +1,9 @@
-"""The store behind membership: what an agent needs of etcd v3.
+"""The store behind membership: the part of etcd v3 that an agent needs.
 
 Every change gets the next *revision* of the whole store. A transaction compares the revisions at which keys were last
-changed (0: the key does not exist) and applies all of its puts and deletes, or nothing. A lease takes its keys along
-when it is not kept alive. A watch starts at a revision and never loses a change: it raises `Compacted` if the history
-that it asks for is gone, and the caller reads the range anew.
+changed (0: the key does not exist). It applies all of its puts and deletes, or nothing. A lease that is not kept alive
+ends, and its keys vanish with it. A watch starts at a revision and never loses a change. It raises `Compacted` if the
+store no longer has the history from that revision on. The caller then reads the range anew.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Compacted(InfrastructureError):
 
 
 class Unavailable(InfrastructureError):
-    """The store did not answer in time. `maybe_applied`: a change that was asked for may have been made all the same;
-    read the keys to know."""
+    """The store did not answer in time. `maybe_applied`: the store may have made the change all the same. The caller
+    reads the keys to know."""
 
     def __init__(self, message: str, maybe_applied: bool = False) -> None:
         super().__init__(message)
@@ -67,14 +67,14 @@ class Change:
 
 class Watch(Protocol):
     def poll(self) -> list[Change]:
-        """All changes since the last call, oldest first; never blocks."""
+        """Return all changes since the last call, oldest first; never block."""
 
     def close(self) -> None: ...
 
 
 class Store(Protocol):
-    """What membership asks of a store: that on etcd and the simulator's implement the same and pass the same tests.
-    What is on other machines may raise `Unavailable`."""
+    """The calls that membership makes to a store. The store on etcd and the simulator's store implement the same calls
+    and pass the same tests. A store on other machines may raise `Unavailable`."""
 
     @property
     def revision(self) -> int: ...
@@ -82,31 +82,32 @@ class Store(Protocol):
     def get(self, key: str) -> Entry | None: ...
 
     def range(self, prefix: str) -> list[Entry]:
-        """All entries whose key starts with the prefix, in key order."""
+        """Return all entries whose key starts with the prefix, in key order."""
 
     def read(self, prefix: str) -> tuple[list[Entry], int]:
-        """The same, and the revision of the store at which that was so."""
+        """Return the same entries, and the revision of the store at which they were so."""
 
     def txn(
         self, compare: Mapping[str, int], puts: Sequence[Put] = (), deletes: Sequence[str] = ()
     ) -> tuple[bool, int]:
-        """Apply all puts and deletes if every compared key is at its revision; (applied, revision of the store)."""
+        """Apply all puts and deletes if every compared key is at its revision. Return whether they were applied, and
+        the revision of the store."""
 
     def lease(self, ttl_s: float) -> int:
-        """A new lease; its keys vanish when it was not kept alive for `ttl_s`."""
+        """Return a new lease. Its keys vanish when it was not kept alive for `ttl_s`."""
 
     def keep_alive(self, lease: int) -> bool:
-        """Start the lease's time anew; False if it has already ended."""
+        """Start the lease's time anew. Return False if it has already ended."""
 
     def revoke(self, lease: int) -> None: ...
 
     def watch(self, prefix: str, from_revision: int) -> Watch:
-        """Every change of matching keys at `from_revision` or later, none lost, none twice. Raises Compacted, now or
-        when it is polled."""
+        """Return a watch of every change of matching keys at `from_revision` or later. It loses no change and tells
+        none twice. Raises Compacted, now or when the watch is polled."""
 
 
 def check_changes(puts: Sequence[Put], deletes: Sequence[str]) -> None:
-    """Raises ValueError if a transaction changes a key twice."""
+    """Raise ValueError if a transaction changes a key twice."""
     touched = [p.key for p in puts] + list(deletes)
     if len(set(touched)) != len(touched):
         raise ValueError(f"a transaction may change a key once only; it names {sorted(touched)}")

@@ -15,7 +15,7 @@ Replica = tuple[str, ...]
 
 
 def node_of(member: str) -> str:
-    """The node that a member runs on: what comes before the slash. Members of a run on one machine have none."""
+    """Return the node that a member runs on: the part of its id before the slash. In a run on one machine it is ""."""
     return member.rpartition("/")[0]
 
 
@@ -24,12 +24,12 @@ SourceKind = Literal["keep", "forward", "replay", "state", "init", "restore"]
 
 @dataclass(frozen=True)
 class Generation:
-    """An agreed membership. `members` are in rank order; `urgent` means: abort what you do, now. Otherwise the
-    change happens at a step boundary that the members of the previous generation agree on among themselves. With one
-    shard nothing is said of shards and rows: each member holds the whole state, and is a row of its own."""
+    """An agreed membership. If it is urgent, members abort at once what they do. Otherwise the change happens at a step
+    boundary, on which the members of the previous generation agree among themselves. With one shard it says nothing of
+    shards and rows: each member holds the whole state, and is a row of its own."""
 
     number: int
-    members: tuple[str, ...]
+    members: tuple[str, ...]  # in rank order
     urgent: bool
     reason: str
     shards: tuple[int, ...] = field(default=(), metadata=UNTOLD)  # the one that each member holds, in rank order
@@ -46,7 +46,7 @@ class Generation:
 
     @cached_property
     def rows(self) -> tuple[Replica, ...]:
-        """The replicas, with one shard as well."""
+        """The replicas. With one shard each member is one."""
         return self.replicas if self.shards else tuple((member,) for member in self.members)
 
     @cached_property
@@ -62,31 +62,31 @@ class Generation:
 class Report:
     """How far one member is when a generation forms.
 
-    version: committed steps, -1 without (verified) state. record: the step whose reduced gradient is still held,
-    or None. lanes: finished lanes of step `version`. checkpoints: versions that could be restored, newest first
-    (looked up when version is -1, and always if there are several shards). verified: this member's canary hash has
-    already been compared. lineages: of the checkpoints, if known. lineage: in which the state was reached, -1 if that
-    is not known. shard: which one the state is. sealed: the member holds the record of step `version` too, and has
-    perhaps told the others so, of whom some may have committed that step since.
+    The member looks for checkpoints when its version is -1, and always if there are several shards. `sealed`: the
+    member holds the record of step `version` too. It may have told the others so, and some of them may have committed
+    that step since.
     """
 
     generation: int
-    version: int
-    record: int | None = None
-    lanes: LaneRanges = ()
-    checkpoints: tuple[int, ...] = ()
-    verified: bool = False
-    lineages: tuple[int, ...] = ()
-    lineage: int = -1
-    shard: int = field(default=0, metadata=UNTOLD)
+    version: int  # committed steps; -1: no state, or none that is verified
+    record: int | None = None  # the step whose reduced gradient the member still holds
+    lanes: LaneRanges = ()  # finished lanes of step `version`
+    checkpoints: tuple[int, ...] = ()  # versions that the member could restore, newest first
+    verified: bool = False  # the member's canary hash was compared before
+    lineages: tuple[int, ...] = ()  # of the checkpoints, if known
+    lineage: int = -1  # in which the member reached its state; -1: not known
+    shard: int = field(default=0, metadata=UNTOLD)  # which one the state is
     sealed: bool = field(default=False, metadata=UNTOLD)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a member's state at the agreed version comes from: it keeps its own, goes forward by the record that it has
-    sealed (what that needs of other shards comes from `donor`), replays `donor`'s record, takes the whole state from
-    `donor`, initialises itself, or restores a checkpoint."""
+    """Where a member's state at the agreed version comes from.
+
+    keep: the member keeps its own. forward: it applies the record that it has sealed, and takes from `donor` what that
+    needs of other shards. replay: it applies `donor`'s record. state: it takes the whole state from `donor`. init: it
+    initialises itself. restore: it restores a checkpoint.
+    """
 
     kind: SourceKind
     donor: str | None = None
@@ -94,9 +94,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Digest:
-    """What the leader concluded from all reports of a generation: the version to resume at, who takes state from
-    whom, which lanes of the running step are already finished (and where), which members' canary is due. overdue: steps
-    that are still to be done in which a member was ended, because it did not finish its work within so many seconds."""
+    """The leader's answer to all reports of a generation: the version to resume at, where each member's state comes
+    from, which lanes of the running step each member has finished, and whose canary is due. `overdue` lists steps that
+    are still to be done, and in which a member was ended because it did not finish its work within so many seconds."""
 
     generation: int
     version: int
@@ -110,18 +110,19 @@ class Digest:
 
 @dataclass(frozen=True)
 class Limits:
-    """Policy. target: how many workers the job should have when machines allow. The job waits, alive, below
-    `min_workers`, and below `min_nodes`. A first generation forms when `target` are ready, or after `join_timeout_s`
-    with at least the minimum. A broken link without a death is waited out for `trouble_grace_s` in case the death is
-    still on its way. A replica takes `shards` workers; the minimum counts those in whole replicas."""
+    """How many workers and nodes a job may have, and how long it waits for them.
 
-    min_workers: int = 1
+    Below `min_workers` or `min_nodes` the job waits, alive. A first generation forms when `target` workers are ready,
+    or after `join_timeout_s` with at least the minimum.
+    """
+
+    min_workers: int = 1  # counted in whole replicas
     max_workers: int = 8
-    target: int = 1
+    target: int = 1  # workers that the job should have when machines allow
     join_timeout_s: float = 600.0
-    trouble_grace_s: float = 0.25
+    trouble_grace_s: float = 0.25  # after a broken link the leader waits so long: news of a death may be on its way
     min_nodes: int = 1
-    shards: int = field(default=1, metadata=UNTOLD)
+    shards: int = field(default=1, metadata=UNTOLD)  # workers that a replica takes
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.target <= self.max_workers:
