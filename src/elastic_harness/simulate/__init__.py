@@ -1,1 +1,1 @@
-"""The recovery protocol in a world of its own: a model checker that drives the production decisions."""
+"""The recovery protocol in a world of its own: model checkers and a simulator that drive the production decisions."""

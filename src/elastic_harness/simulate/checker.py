@@ -1,9 +1,10 @@
-"""Looks at every state the protocol can get into, within a budget, and names the first broken invariant.
+"""Looks at every state that the protocol can reach, within a budget, and names the first broken invariant.
 
     python -m elastic_harness.simulate.checker --workers 3 --steps 2 --crashes 1 --joins 1 --budget 200000 --json
 
-The search is breadth first, so a counterexample is a shortest one; `walks` follows random paths instead, for worlds
-too large to be exhausted. Every end of a path is checked too: nobody may be stuck while enough workers are healthy.
+The search is breadth first, so a counterexample is a shortest one. For worlds that are too large to be exhausted,
+`walks` follows random paths instead. Every end of a path is checked too: nobody may be stuck while enough workers are
+healthy.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ W = TypeVar("W")
 
 
 class Explored(Protocol[W]):
-    """What the search needs of a model. Its worlds can be hashed."""
+    """The part of a model that the search uses. Its worlds can be hashed."""
 
     def start(self) -> W: ...
 
@@ -32,30 +33,29 @@ class Explored(Protocol[W]):
         """Yield (what, next world or violation, whether it is a fault) for everything that can happen now."""
 
     def is_done(self, world: W) -> bool:
-        """Say whether the job is complete."""
+        """Return whether the job is complete."""
 
     def check_end(self, world: W) -> None:
-        """Raise Violation if nothing can happen any more but faults, and that is not as it should be."""
+        """Raise Violation if the job should not have ended like this. Only faults can happen in this world any more."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a search found. complete: every reachable state was looked at. ends: states in which nothing can happen
-    any more, done: those of them where the job is complete. trace: the moves to the violation."""
+    """The outcome of a search."""
 
     states: int
     moves: int
-    ends: int
-    done: int
-    complete: bool
+    ends: int  # states in which nothing but faults can happen any more
+    done: int  # … and the job is complete
+    complete: bool  # every reachable state was looked at
     seconds: float
-    violation: str | None = None
+    violation: str | None = None  # its kind
     detail: str = ""
-    trace: tuple[str, ...] = ()
+    trace: tuple[str, ...] = ()  # the moves to the violation
 
 
 def explore(model: Explored[W], budget: int) -> Result:
-    """Breadth first through at most `budget` states; stops at the first violation."""
+    """Search breadth first through at most `budget` states. Stop at the first violation."""
     began = time.monotonic()
     start = model.start()
     number: dict[W, int] = {start: 0}
@@ -104,7 +104,7 @@ def explore(model: Explored[W], budget: int) -> Result:
 
 
 def walks(model: Explored[W], count: int, seed: int, fault_rate: float = 0.05, length_max: int = 2000) -> Result:
-    """`count` random paths, each to its end. The seed reproduces them."""
+    """Follow `count` random paths, each to its end. The seed reproduces them."""
     began = time.monotonic()
     rng = random.Random(seed)
     moves = ends = done = 0
@@ -143,7 +143,7 @@ def _walk_failed(violation: Violation, moves: int, ends: int, done: int, began: 
 
 
 def as_text(result: Result) -> str:
-    """Return what was found, a violation with the path to it."""
+    """Return the result in words, a violation with the path to it."""
     extent = "every state" if result.complete else "a part of the states"
     ends = f"{result.ends} ends ({result.done} with the job done)"
     lines = [f"{extent}: {result.states} states, {result.moves} moves, {ends}, {result.seconds:.1f} s"]

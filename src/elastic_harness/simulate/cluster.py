@@ -1,4 +1,4 @@
-"""The production leader, the queues between it and the workers, and what must always hold.
+"""The production leader, the queues between it and the workers, and the invariants that must always hold.
 
 The leader is `membership.leader.step` itself. Its states are numbered, so that worlds stay small and comparable.
 """
@@ -17,24 +17,25 @@ LATE = 1e9  # a time by which every timeout has passed; all other events happen 
 
 @dataclass(frozen=True)
 class Size:
-    """How big a world to look at. `cut`: pairs of workers that can never talk to each other. `bad`: workers that
-    compute something else than the others. `resets`: a death also breaks its connections, so that peers may notice
-    before their agent tells them; without, the agent's word alone must do. `shards`: so many workers are a replica.
-    `formed`: the first generation has formed already."""
+    """The size of a world, and the faults that may strike in it.
+
+    `resets`: a death also breaks the worker's connections, so peers may notice it before their agent tells them.
+    Without it they learn of the death from the agent alone.
+    """
 
     workers: int = 3
     steps: int = 2
     lanes: int = 2
-    blocks: int = 1
+    blocks: int = 1  # of the gradient
     min_workers: int = 1
-    target: int | None = None
-    checkpoint_every: int = 0
-    cut: tuple[tuple[int, int], ...] = ()
-    bad: tuple[int, ...] = ()
+    target: int | None = None  # default: `workers`
+    checkpoint_every: int = 0  # steps; 0: never
+    cut: tuple[tuple[int, int], ...] = ()  # pairs of workers that can never talk to each other
+    bad: tuple[int, ...] = ()  # workers that compute something else than the others
     resets: bool = False
     faults: Faults = Faults()  # noqa: RUF009  (immutable)
-    shards: int = 1
-    formed: bool = False
+    shards: int = 1  # so many workers are a replica
+    formed: bool = False  # begin after the first generation has formed
 
 
 def index_of(member: str) -> int:
@@ -42,7 +43,7 @@ def index_of(member: str) -> int:
 
 
 class Cluster:
-    """Everything but the workers' own behaviour. Pure, apart from its memory of leader states."""
+    """Everything but the workers' own behaviour. Pure, except that it remembers states of the leader."""
 
     leader_step = staticmethod(core.step)
 
@@ -56,11 +57,11 @@ class Cluster:
         self._memo: dict[tuple[int, int, float], tuple[int, tuple[Any, ...]]] = {}
 
     def name(self, index: int) -> str:
-        """What a worker is called as a member."""
+        """Return a worker's id as a member."""
         return f"w{index}"
 
     def start(self) -> World:
-        """All workers said hello, nothing else has happened."""
+        """Return a world in which all workers said hello, and nothing else has happened."""
         size = self.size
         n = size.workers
         target = n if size.target is None else size.target
@@ -98,7 +99,7 @@ class Cluster:
         return known
 
     def lead(self, world: World, event: int, now: float = 0.0) -> World:
-        """The leader takes one event; its actions reach the queues at once."""
+        """Give the leader one event. Its actions reach the queues at once."""
         key = (world.leader, event, now)
         if key not in self._memo:
             before = self.leaders[world.leader]
@@ -141,11 +142,12 @@ class Cluster:
         return world
 
     def audience(self, world: World, before: core.State, generation: Generation) -> list[int]:
-        """Its members, and whoever was in any generation before and must know that it is left out."""
+        """Return the workers to tell of a generation: its members, and all that were in a generation before and must
+        know that this one leaves them out."""
         return [i for i, w in enumerate(world.workers) if w.told or self.name(i) in generation.members]
 
     def deduplicated(self, world: World, digest: Digest) -> World:
-        """Equal digests get one number, so that equal worlds compare equal."""
+        """Give equal digests one number, so that equal worlds compare equal."""
         newest = len(self.digests) - 1
         first = self.digests.index(digest)
         if first == newest:
@@ -160,7 +162,7 @@ class Cluster:
         if generation.number <= before.number:
             raise Violation("generation number reused", f"{generation.number} after {before.number}")
         old = before.generation.shard_of if before.generation else {}
-        lost = self.size.shards > len({old[m] for m in generation.members if m in old})  # then nobody has finished
+        lost = self.size.shards > len({old[m] for m in generation.members if m in old})  # then no member has finished
         finished = {m for m, _ in self.leaders[world.leader].finished}
         if finished and not lost and not finished.issuperset(m for m in generation.members if m not in old):
             raise Violation("admitted while finishing", f"{generation}")
@@ -170,7 +172,7 @@ class Cluster:
             self.check_rows(before.generation, generation)
 
     def check_rows(self, before: Generation | None, generation: Generation) -> None:
-        """A row is whole or out, and stays while it is whole."""
+        """Check that each row is whole, that there are as many as possible, and that a row stays while it is whole."""
         shard_of = generation.shard_of
         for row in generation.rows:
             if [shard_of.get(member) for member in row] != list(range(self.size.shards)):
@@ -198,12 +200,13 @@ class Cluster:
             if w.up and not w.fenced and w.lineage == digest.lineage and w.version > digest.version:
                 raise Violation("state given up", f"{member} has version {w.version}: {digest}")
             stored = self.on_history(world, self.restorable(world, index_of(member)))
-            # of several shards some may commit and save while others have reported: that is not known yet
+            # With several shards a member may commit and save after others have reported. No report says that yet.
             if "init" in kinds and stored and digest.lineage == newest + 1 and self.size.shards == 1:
                 raise Violation("checkpoint given up", f"{member} has {stored}: {digest}")
 
     def check_shards(self, world: World, before: core.State, digest: Digest) -> None:
-        """While somebody holds each shard the run goes on from there. Who is in no row has no lanes."""
+        """Check that the run goes on from its state while each shard has a holder, and that a member in no row has no
+        lanes."""
         workers = [world.workers[index_of(member)] for member in digest.sources]
         begins = any(source.kind in ("init", "restore") for source in digest.sources.values())
         if begins and self.hold_all([w for w in workers if w.lineage in (digest.lineage, digest.lineage - 1)]):
@@ -213,13 +216,13 @@ class Cluster:
             raise Violation("lanes without a row", f"{digest}")
 
     def hold_all(self, workers: list[SimulatedWorker]) -> bool:
-        """Whether these hold every shard, within the one step that a seal allows."""
+        """Return whether these workers hold every shard, within the one step that a seal allows."""
         living = [w for w in workers if w.up and not w.fenced and w.version >= 0]
         farthest = max((w.version for w in living), default=-1)
         return len({w.shard for w in living if w.version >= farthest - 1}) == self.size.shards
 
     def on_history(self, world: World, checkpoints: tuple[tuple[int, int], ...]) -> list[int]:
-        """The versions of those that the run has not gone on without."""
+        """Return the versions of these checkpoints that lie on the run's history."""
         newest, begun_at = max(((lineage, from_step) for lineage, from_step, _ in world.ledger), default=(-1, 0))
         return [version for version, lineage in checkpoints if lineage == newest or version <= begun_at]
 
@@ -242,8 +245,8 @@ class Cluster:
                 raise Violation("versions apart", f"{sorted(versions)} in generation {generation}")
 
     def check_done(self, world: World, version: int) -> None:
-        """Every step has its line in the ledger, in the lineage that counts, and the result (one line beyond) was
-        saved."""
+        """Check that every step has its line in the ledger, in the lineage that counts. One line more says that the
+        result was saved."""
         missing = set(range(self.size.steps + 1)) - followed(world.ledger)
         if missing:
             raise Violation("ledger incomplete", f"{sorted(missing)} missing in {sorted(world.ledger)}")
@@ -251,7 +254,7 @@ class Cluster:
             raise Violation("done too early", f"at version {version} of {self.size.steps}")
 
     def check_stop(self, world: World, who: int) -> None:
-        """Everybody was asked, and nobody stopped at another step."""
+        """Check that this worker was asked to stop, and that no other member stopped at another step."""
         w = world.workers[who]
         if not w.stop:
             raise Violation("stopped unasked", f"{self.name(who)} at version {w.version}")
@@ -261,11 +264,11 @@ class Cluster:
             raise Violation("stopped apart", f"{self.name(who)} at version {w.version}, others {apart}")
 
     def check_end(self, world: World) -> None:
-        """Nothing can happen any more: that must be because the job is done, or waits for workers with reason."""
+        """Check a world in which nothing can happen any more: the job is done, or waits for workers it needs."""
         state = self.leaders[world.leader]
         spent = world.faults != self.size.faults._replace(stops=world.faults.stops)
         if world.faults.stops < self.size.faults.stops and (spent or not state.formed):
-            return  # whoever cannot get to a boundary is ended after the grace
+            return  # a worker that cannot reach a boundary is ended after the grace
         if state.done:
             told = [i for i, w in enumerate(world.workers) if w.up and w.told and not w.fenced]
             waiting = [self.name(i) for i in told if world.workers[i].mode != "over"]
@@ -280,17 +283,18 @@ class Cluster:
         raise Violation("stuck", f"{modes}, leader in generation {state.generation}, paused: {state.paused!r}")
 
     def can_go_on(self, state: core.State, members: list[str], finished: bool) -> bool:
-        """Whether these are enough, in whole rows. If they hold every shard, and one has finished, one row is."""
+        """Return whether these members are enough, in whole rows. One row is enough if they hold every shard and one of
+        them has finished."""
         given = state.generation.shard_of if state.generation is not None else {}
         holders = [sum(given.get(member) == shard for member in members) for shard in range(self.size.shards)]
         whole = all(holders)
         holders = holders if whole else [0] * self.size.shards
-        for _ in range(len(members) - sum(holders)):  # whoever holds no shard may take any
+        for _ in range(len(members) - sum(holders)):  # a member that holds no shard may take any
             holders[holders.index(min(holders))] += 1
         return self.size.shards * min(holders) >= (self.size.shards if finished and whole else state.limits.least)
 
     def restorable(self, world: World, who: int) -> tuple[tuple[int, int], ...]:
-        """The checkpoints that this worker can read."""
+        """Return the checkpoints that this worker can read."""
         return world.checkpoints
 
     # ---- queues, mailboxes, ends of processes
@@ -300,7 +304,7 @@ class Cluster:
         return world._replace(workers=(*ws[:who], worker, *ws[who + 1 :]))
 
     def ask_to_stop(self, world: World, who: int) -> World:
-        """A worker that never had a part is just ended."""
+        """Ask a worker to stop. A worker that was in no generation is just ended."""
         return self.tell(world, who, ("stop",)) if world.workers[who].told else self.die(world, who)
 
     def tell(self, world: World, who: int, message: tuple[Any, ...]) -> World:
@@ -311,7 +315,7 @@ class Cluster:
         return world._replace(down=(*d[:who], (*d[who], message), *d[who + 1 :]))
 
     def report(self, world: World, who: int, *events: core.Event) -> World:
-        """Queue events for the leader; a fenced worker has no connection any more."""
+        """Queue events for the leader. A fenced worker has no connection any more."""
         if world.workers[who].fenced:
             return world
         u = world.up
@@ -330,7 +334,8 @@ class Cluster:
         return world._replace(mail=(*m[:target], m[target] | {message}, *m[target + 1 :]))
 
     def stale(self, w: SimulatedWorker, message: Message) -> bool:
-        """Messages are keyed by generation and step: older ones are never looked at."""
+        """Return whether a message is too old. A worker looks for messages by generation and step, so it never looks at
+        older ones."""
         if message.generation < max(w.gen, w.target):
             return True
         return message.kind in "HPRS" and w.gen == message.generation and message.step < w.version
@@ -343,7 +348,7 @@ class Cluster:
         return world._replace(mail=(*world.mail[:who], kept, *world.mail[who + 1 :]))
 
     def die(self, world: World, who: int) -> World:
-        """The process ends. What it had sent to its agent is read to the end before it counts as lost."""
+        """End the process. The agent reads all that the worker had sent before it counts the worker as lost."""
         w = world.workers[who]
         if not w.up:
             return world

@@ -1,4 +1,4 @@
-"""Every move that is possible in a state of the modelled world, faults included."""
+"""All moves that are possible in a state of the modelled world, faults included."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from elastic_harness.simulate.world import Move, SimulatedWorker, Violation, Wor
 __all__ = ["Model", "Size"]
 
 Outcome = tuple[Move, World | Violation, bool]
-"""What happened, the world after it or the invariant it broke, and whether it was a fault."""
+"""A move, the world after it or the invariant that it broke, and whether it was a fault."""
 
 
 class Model(Workers):
     """`moves(world)` yields everything that can happen next."""
 
     def start(self) -> World:
-        """All workers said hello; if that is asked for, the first generation has formed, and all have the state."""
+        """Return a world in which all workers said hello. With `formed`, the first generation has formed, and its
+        members have the state."""
         world = super().start()
         while self.size.formed and any(w.mode != "step" or w.serve for w in world.workers):
             forming = ("leader", "hears", "serves", "repaired")
@@ -35,7 +36,7 @@ class Model(Workers):
         return self.leaders[world.leader].done
 
     def moves(self, world: World) -> Iterator[Outcome]:
-        """(what, next world or violation, whether it is a fault) for everything that can happen now."""
+        """Yield (what, next world or violation, whether it is a fault) for everything that can happen now."""
         state = self.leaders[world.leader]
         for who, queue in enumerate(world.up):
             if queue:
@@ -103,6 +104,7 @@ class Model(Workers):
             yield self.attempt(("scaled", faults.scales[0]), self.lead, spent, event, fault=True)
 
     def fence(self, world: World, who: int) -> World:
+        """Declare a worker lost that runs on. It hears nothing from its agent any more."""
         world = self.report(world, who, core.Lost(self.name(who)))
         world = world._replace(down=(*world.down[:who], (), *world.down[who + 1 :]))
         return self.put(world, who, world.workers[who]._replace(fenced=True))
@@ -118,7 +120,7 @@ class Model(Workers):
         return self.report(world, who, core.Ready(self.name(who)))
 
     def break_link(self, world: World, a: int, b: int) -> World:
-        """What was under way between the two is lost, in both directions."""
+        """Break a link. Messages under way between the two workers are lost, in both directions."""
         generation = world.workers[a].gen
         world = world._replace(links=world.links | {(generation, min(a, b), max(a, b))})
         for target, source in ((a, b), (b, a)):
@@ -127,7 +129,7 @@ class Model(Workers):
         return world
 
     def partial_sends(self, world: World, who: int, w: SimulatedWorker) -> Iterator[tuple[str, World]]:
-        """The next broadcast, having reached only some of the peers."""
+        """Yield the next broadcast for every set of peers, if it has reached only these."""
         if self.may_send(w):
             kind, send, reached = "contribution", self.send, w.members
         elif self.reducible(world, who, w) is not None:

@@ -1,9 +1,9 @@
-"""Looks at every state that nodes which agree through a store can get into, and names the first broken invariant.
+"""Looks at every state that nodes can reach which agree through a store, and names the first broken invariant.
 
     python -m elastic_harness.simulate.node_checker --node-deaths 1 --holds 1
     python -m elastic_harness.simulate.node_checker --nodes 3 --leases 2 --losses 1 --walks 1000 --seed 7
 
-The search is that of `checker`, in the worlds of `node_model`. Exit code 1 if something was violated.
+The search is that of `checker`, in the worlds of `node_model`. Exit code 1 says that an invariant was violated.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Every move that is possible while nodes agree through a store, faults included: the production `node.step`, explored.
+"""All moves that are possible while nodes agree through a store, faults included: the production `node.step`, explored.
 
-Unlike in `model.py` not every order of messages is looked at: what is under way happens in the order in which it came
-about. A fault may strike at any moment, and a *hold* puts one task off for any while: the requests of a node, the
-answers to it, the changes that it watches, the end of a dead node's lease, its return. So all is explored that takes at
-most so many faults and holds. Time passes when nothing else is due, further than any timeout.
+Unlike `model.py`, this module does not look at every order of messages. Tasks happen in the order in which they came
+about. But a fault may strike at any moment, and a *hold* puts one task off for any time: the requests of a node, the
+answers to it, the changes that it watches, the end of a dead node's lease, its return. So everything is explored that
+takes at most the given number of faults and holds. When nothing else is due, time passes, further than any timeout.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from elastic_harness.simulate.store import EmbeddedStore
 from elastic_harness.simulate.world import Move, Violation
 
 STEP_S = 5.0  # so much time passes at once: more than any timeout here
-JOIN_S = 1.0
+JOIN_S = 1.0  # the join timeout
 CLOCKS_APART_S = 1000.0  # no two nodes' clocks agree
 END_S = 60 * STEP_S  # a job that takes longer never ends …
 WRITES_MAX = 60  # … nor does one in which a node asks for so many writes
 DAMAGE = "damaged"
 
 Outcome = tuple[Move, NodeWorld | Violation, bool]
-"""What happened, the world after it or the invariant it broke, and whether it was a fault."""
+"""A move, the world after it or the invariant that it broke, and whether it was a fault."""
 
 
 @dataclass(frozen=True)
 class NodeSize:
-    """How big a world to look at. `cold`: from the first request on; else from the first formed generation on."""
+    """The size of a world, and the faults that may strike in it."""
 
     nodes: int = 2
-    per_node: int = 1
+    per_node: int = 1  # workers
     steps: int = 1
-    least_nodes: int = 1
-    checkpoint_every: int = 0
-    cold: bool = False
+    least_nodes: int = 1  # with fewer the job waits
+    checkpoint_every: int = 0  # steps; 0: never
+    cold: bool = False  # begin with the first request; else after the first generation has formed
     faults: NodeFaults = NodeFaults()  # noqa: RUF009  (immutable)
 
 
 class NodeModel:
-    """`moves(world)` yields everything that can happen next. Pure, apart from its memory of states."""
+    """`moves(world)` yields everything that can happen next. Pure, except that it remembers states."""
 
     def __init__(self, size: NodeSize) -> None:
         self.size = size
@@ -70,8 +70,8 @@ class NodeModel:
         return world._replace(faults=self.size.faults)
 
     def is_done(self, world: NodeWorld) -> bool:
-        """Whether the job has ended everywhere. If the store has lost everything, nothing can tell a node that comes
-        later that the others have ended: too few for a job, such nodes wait for others."""
+        """Return whether the job has ended everywhere. If the store has lost everything, a node that comes later cannot
+        learn that the others have ended. Such nodes are too few for a job, and wait for others."""
         left = sum(not host.over for host in world.hosts)
         forgotten = world.faults.losses < self.size.faults.losses
         return left == 0 or (forgotten and left < self.size.least_nodes)
@@ -119,7 +119,7 @@ class NodeModel:
         return f"n{number}", "asks", type(asked).__name__, *keys
 
     def _due(self, world: NodeWorld) -> NodeWorld:
-        """Queue what is under way now and was not; drop what is not under way any more."""
+        """Queue the tasks that are under way now and were not. Drop those that are not under way any more."""
         due = [task for number, host in enumerate(world.hosts) for task in self._tasks(host, number)]
         held = tuple((task, waited) for task, waited in world.held if task in due)
         off = [task for task, _ in held]
@@ -128,6 +128,7 @@ class NodeModel:
         return world._replace(queue=tuple(queue), held=held)
 
     def _tasks(self, host: Machine, number: int) -> Iterator[Task]:
+        """Yield the tasks that are under way to or from a host."""
         if host.former:
             yield "former lease ends", number
         if not host.up:
@@ -165,7 +166,7 @@ class NodeModel:
         return self._take(world, number, node.Happened(core.Ready(name)))
 
     def _pass_time(self, world: NodeWorld) -> NodeWorld:
-        """More time than any timeout passes, and each node is told so."""
+        """Let more time pass than any timeout, and tell each node."""
         later = world._replace(now=world.now + STEP_S, held=tuple((task, True) for task, _ in world.held))
         if later.now > END_S:
             raise Violation("never ends", self._where(world))
@@ -181,7 +182,7 @@ class NodeModel:
     # ---- faults
 
     def _faults(self, world: NodeWorld) -> Iterator[tuple[Any, ...]]:
-        """Yield (what, how, and with what) for every fault that may strike now."""
+        """Yield (what, method, and its arguments) for every fault that may strike now."""
         faults = world.faults
         if self.is_done(world):
             return
@@ -216,7 +217,7 @@ class NodeModel:
         return world._replace(queue=world.queue[1:], held=held).put(task[1], disturbed_at=world.now)
 
     def _lose_all(self, world: NodeWorld) -> NodeWorld:
-        """The store begins again: revisions as they were, but no lease that ever was."""
+        """Empty the store. Revisions begin again at 0, but no lease gets a number that another ever had."""
         world = world._replace(store=StoreContents(lease=world.store.lease))
         for number, host in enumerate(world.hosts):
             told = (*host.told, node.LeaseEnded()) if host.up and host.lease else host.told
@@ -241,7 +242,7 @@ class NodeModel:
         return world._replace(hosts=(*world.hosts[:number], gone, *world.hosts[number + 1 :]))
 
     def _restart(self, world: NodeWorld, number: int) -> NodeWorld:
-        """What a folder keeps outlives the node."""
+        """Start a node again. Its run folder outlives the node: what it knows, the history, checkpoints."""
         host = world.hosts[number]
         own = self.nodes[host.node].own
         again = self._host(number, host.life + 1, own.known, own.history)
@@ -254,7 +255,8 @@ class NodeModel:
         return self._revoked(world, host.lease)
 
     def _lose_answers(self, world: NodeWorld, number: int) -> NodeWorld:
-        """A write took place, but its answer is lost. Once the lease has ended nobody can find out any more."""
+        """End a lease, and lose the answer to a write that took place. After that nobody can find out whether it did.
+        So the node takes the write for refused."""
         told = world.hosts[number].told
         refused = (node.WriteRefused(each.number) if isinstance(each, node.Wrote) else each for each in told)
         return self._end_lease(world.put(number, told=tuple(refused)), number)
@@ -267,7 +269,7 @@ class NodeModel:
         )
 
     def _kept(self, world: NodeWorld, store: EmbeddedStore) -> NodeWorld:
-        """What the store holds now; changes set out to those who watch."""
+        """Put the store's contents, as they are now, into the world. The changes set out to the nodes that watch."""
         before = world.store.revision
         kept = StoreContents(
             store.revision, tuple(store.range("")), store.leases, max((world.store.lease, *store.leases))
@@ -285,7 +287,7 @@ class NodeModel:
         return self._kept(world, store)
 
     def _request(self, world: NodeWorld, number: int) -> NodeWorld:
-        """The store gets the first request of a node."""
+        """Give the store the first request of a node."""
         host = world.hosts[number]
         asked, rest = self.requests[host.asked[0]], host.asked[1:]
         world = world.put(number, asked=rest)
@@ -297,7 +299,7 @@ class NodeModel:
                 return self._kept(world.put(number, lease=lease, told=(*host.told, node.Registered())), store)
             case node.Follow():
                 if any(isinstance(self.requests[later], node.Follow) for later in rest):
-                    return world  # something else is to be followed by now
+                    return world  # a later request follows something else
                 _, told = line.follow(store, asked)
                 prefix = node.EVERYTHING if asked.everything else node.HEAD
                 return world.put(number, told=(*host.told, told), prefix=prefix, changes=())
@@ -354,7 +356,7 @@ class NodeModel:
         raise Violation("unasked", f"n{number}: {action}")
 
     def _announce(self, world: NodeWorld, number: int, generation: Generation) -> NodeWorld:
-        """Those who are in the generation report; those who were in one and are not go."""
+        """Let the workers in the generation report. Those that were in an earlier one, but not in this one, leave."""
         host = world.hosts[number]
         if generation.number <= host.announced:
             raise Violation("carried out twice", f"n{number}: {generation} after {host.announced}")
@@ -381,7 +383,7 @@ class NodeModel:
     # ---- workers
 
     def _form(self, world: NodeWorld) -> NodeWorld:
-        """Whoever has the digest and all addresses gets to the digest's version, donors before others."""
+        """Bring all workers that have the digest and all addresses to the digest's version, donors before others."""
         finished: list[tuple[int, Member]] = []
         for _ in world.hosts:
             for number, host in enumerate(world.hosts):
@@ -411,11 +413,11 @@ class NodeModel:
                 everyone = {each.name: each for other in world.hosts for each in other.members}
                 donor = everyone.get(source.donor or "")
                 if donor is None or donor.version != digest.version:
-                    return member  # it is gone: there will be another generation
+                    return member  # the donor is gone or not there yet; if it is gone, another generation follows
         return member._replace(version=digest.version, lineage=digest.lineage, formed=True)
 
     def _committable(self, world: NodeWorld) -> Digest | None:
-        """The newest digest that all of its members have got to, if there is a step to do."""
+        """Return the newest digest, if all of its members are at its version and there is a step to do."""
         formed = [member for host in world.hosts for member in host.members if member.formed]
         digest = self.digests[max(formed, key=lambda m: m.generation).digest] if formed else None
         if digest is None or {m.name for m in formed if m.generation == digest.generation} != digest.sources.keys():
@@ -423,7 +425,7 @@ class NodeModel:
         return digest if all(m.version < self.size.steps for m in formed) else None
 
     def _commit(self, world: NodeWorld) -> NodeWorld:
-        """All members of a generation commit a step; on each node one of them says so."""
+        """Let all members of a generation commit a step. On each node one of them says so."""
         digest = self._committable(world)
         assert digest is not None
         for number, host in enumerate(world.hosts):
@@ -456,7 +458,7 @@ class NodeModel:
         return self._decisions[text]
 
     def _decided(self, world: NodeWorld, number: int, text: str) -> NodeWorld:
-        """A decision is to stand in the store: by the leader, on top of the one before, and none that contradicts."""
+        """Check a decision that the store takes: it is the leader's, on top of the one before, and contradicts none."""
         decision, key = self._read(text), self.nodes[world.hosts[number].node].own.key
         history = decision["about"].get(HISTORY, "")
         if world.store.value(node.LEADER) not in (key, DAMAGE):
@@ -494,7 +496,7 @@ class NodeModel:
             raise Violation("not on top of the last", f"{decision['count']} actions; read less of {behind}")
 
     def _check_digest(self, world: NodeWorld, digest: Digest) -> None:
-        """Nobody begins again while somebody who could take part has the state or a checkpoint."""
+        """Check that the run does not begin again while a node that could take part has the state or a checkpoint."""
         kinds = {source.kind for source in digest.sources.values()}
         if kinds.isdisjoint(("init", "restore")):
             return
@@ -509,7 +511,7 @@ class NodeModel:
                 raise Violation("checkpoint given up", f"{host.checkpoints}: {digest}")
 
     def check_end(self, world: NodeWorld) -> None:
-        """Nothing can happen any more: that must be because the job is done."""
+        """Check a world in which nothing can happen any more: the job must be done."""
         if not self.is_done(world):
             raise Violation("stuck", self._where(world))
 

@@ -12,29 +12,29 @@ from elastic_harness.membership.store import Change, Entry
 
 T = TypeVar("T")
 Task = tuple[str, int]
-"""What is under way, and to or from which host."""
+"""A thing that is under way, and the host to or from which it is."""
 
 
 class NodeFaults(NamedTuple):
     """How often something may still go wrong."""
 
-    workers: int = 0  # that die
-    nodes: int = 0  # that die
-    leases: int = 0  # that end though their node lives; the answer that is under way to it may be lost as well
-    losses: int = 0  # of all that the store holds
-    damages: int = 0  # of one value in the store
-    holds: int = 0  # tasks that are put off for any while
+    workers: int = 0  # workers that die
+    nodes: int = 0  # nodes that die
+    leases: int = 0  # leases that end though their node lives; an answer that is under way to it may be lost as well
+    losses: int = 0  # times that the store loses everything
+    damages: int = 0  # values in the store that are overwritten
+    holds: int = 0  # tasks that are put off for any time
 
 
 class Member(NamedTuple):
-    """A worker. It computes nothing: only how far it is counts."""
+    """A worker. It computes nothing: it is known by how far it is."""
 
     name: str
     version: int = -1
     lineage: int = -1
     generation: int = 0  # the newest one that it is in
-    digest: int = -1  # that of this generation, numbered
-    formed: bool = False  # it has the state that the digest tells, and the addresses of all members
+    digest: int = -1  # of this generation, numbered; -1: not known yet
+    formed: bool = False  # it has the addresses of all members, and its state is at the digest's version or later
 
 
 class Machine(NamedTuple):
@@ -46,20 +46,20 @@ class Machine(NamedTuple):
     over: bool = False  # it has heard that the job is done
     lease: int = 0
     former: tuple[int, ...] = ()  # leases of earlier lives
-    prefix: str | None = None  # what it watches
-    asked: tuple[int, ...] = ()  # requests, numbered: one is made after the other
+    prefix: str | None = None  # of the keys that it watches
+    asked: tuple[int, ...] = ()  # requests, numbered; they are made one after the other
     told: tuple[Input, ...] = ()  # answers on their way
     changes: tuple[Change, ...] = ()  # on their way
-    members: tuple[Member, ...] = ()
-    started: int = 0  # so many workers ever
+    members: tuple[Member, ...] = ()  # its living workers
+    started: int = 0  # workers that it ever started
     checkpoints: tuple[tuple[int, int], ...] = ()  # version and lineage
     addresses: tuple[tuple[int, int], ...] = ()  # how many have arrived, by generation
     announced: int = 0  # the newest generation that was carried out here
-    disturbed_at: float = -1.0  # when something last kept it from taking part
+    disturbed_at: float = -1.0  # when a fault last kept it from taking part
 
 
 class StoreContents(NamedTuple):
-    """What the store holds."""
+    """Everything that the store holds."""
 
     revision: int = 0
     entries: tuple[Entry, ...] = ()
@@ -71,17 +71,16 @@ class StoreContents(NamedTuple):
 
 
 class NodeWorld(NamedTuple):
-    """`queue`: tasks in the order in which they are due. `held`: those that are put off, and whether time has passed
-    since. `ledger`: lineage and version of every commit. `decided`: generations and digests that decisions told."""
+    """All machines and the store at one moment."""
 
-    now: float
+    now: float  # seconds
     store: StoreContents
     hosts: tuple[Machine, ...]
-    faults: NodeFaults
-    queue: tuple[Task, ...] = ()
-    held: tuple[tuple[Task, bool], ...] = ()
-    ledger: frozenset[tuple[int, int]] = frozenset()
-    decided: frozenset[tuple[Any, ...]] = frozenset()
+    faults: NodeFaults  # that may still strike
+    queue: tuple[Task, ...] = ()  # in the order in which they are due
+    held: tuple[tuple[Task, bool], ...] = ()  # tasks that are put off, and whether time has passed since
+    ledger: frozenset[tuple[int, int]] = frozenset()  # lineage and version of every commit
+    decided: frozenset[tuple[Any, ...]] = frozenset()  # generations and digests that decisions told
 
     def put(self, number: int, **changed: Any) -> NodeWorld:
         """Return the world with this host changed."""
@@ -107,8 +106,8 @@ class Numbered(Generic[T]):
 
 
 def hashable(value: Any) -> Any:
-    """Return what is equal for equal values and can be hashed. Mappings in another order are not equal: their text in
-    the store is not, either."""
+    """Return a value that can be hashed, and that is equal for equal values. Mappings in another order do not count as
+    equal, because their text in the store is not equal either."""
     if isinstance(value, State):
         return value
     if is_dataclass(value) and not isinstance(value, type):

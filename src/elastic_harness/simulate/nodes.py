@@ -1,8 +1,8 @@
 """Several nodes that agree through a store, in virtual time: the production protocol under faults drawn from a seed.
 
-Driven here are `membership.node.Node`, `membership.leader.step` and `EmbeddedStore` themselves; placement, the decision
-over a step's headers and reconciliation are the production functions too. Only what a worker computes is abstract (see
-`workers.py`), and what lies between: the way to the store and back takes a random while, and can be cut.
+The simulator drives `membership.node.Node`, which drives the leader's protocol. Placement, the decision over a step's
+headers and reconciliation are the production functions too. The store is `EmbeddedStore`. Workers are abstract (see
+`workers.py`), and so is the network: the way to the store and back takes a random time, and can be cut.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from elastic_harness.simulate.store import EmbeddedStore
 from elastic_harness.simulate.workers import Workers, kept_with
 from elastic_harness.simulate.world import Message, SimulatedWorker, Violation, World
 
-TTL_S = 2.0
-KEEP_ALIVE_S = 0.6
+TTL_S = 2.0  # of a lease
+KEEP_ALIVE_S = 0.6  # between two requests to keep a lease alive
 TICK_S = 0.05
 WAY_S = 0.004  # to the store or back, on average
-RETRY_S = 0.2
+RETRY_S = 0.2  # until a request that was lost is sent again
 WORK_S = 0.006  # between two things that workers do, on average
-RESTART_S = 0.5  # of a worker or a node that died
-CONNECT_S = 2.0  # that a member may take to be reached
-NOTICE_S = 0.3  # until a broken connection is noticed, at most
-TRACE_MAX = 10_000
+RESTART_S = 0.5  # until a worker or a node that died is started again
+CONNECT_S = 2.0  # a member that was not reached for so long is given up
+NOTICE_S = 0.3  # until a broken connection is noticed, about
+TRACE_MAX = 10_000  # lines
 AHEAD_S_MAX, FASTER_MAX = 1e4, 0.05  # no two nodes' clocks agree, nor do they run equally fast
-LASTING = (1, 1, 1, 5)  # some faults outlast a stop and a start
-AWAY_S_MAX = 2.0  # nobody is waited for any longer when the store has lost everything: what only they know is lost
-GRACE_S = 1.0  # that a node has for leaving
-JOIN_S = 1.0  # that others have to join
-NOTICED_S = 4.0  # after which whatever befell a node has been dealt with
+LASTING = (1, 1, 1, 5)  # factors of a fault's length; some faults outlast a stop and a start
+AWAY_S_MAX = 2.0  # if the store loses everything, no fault lasts longer: the others wait 3 s for what a node knows
+GRACE_S = 1.0  # a node has so long to leave
+JOIN_S = 1.0  # other nodes have so long to join
+NOTICED_S = 4.0  # so long after a fault its effects on a node are over
 CHECKPOINT_EVERY = (3, 8)  # steps
-QUIET_S = 60.0 + core.APART_S  # after the last fault: so long the job may take to get done
+QUIET_S = 60.0 + core.APART_S  # after the last fault the job may take so long to get done
 
 
 @dataclass(frozen=True)
 class Fault:
-    """At `at` seconds, for `lasts_s` seconds where it lasts. `nodes`: whom it befalls."""
+    """One fault of a run."""
 
-    at: float
+    at: float  # seconds
     kind: str
-    nodes: tuple[int, ...] = ()
-    lasts_s: float = 0.0
+    nodes: tuple[int, ...] = ()  # the nodes that it strikes
+    lasts_s: float = 0.0  # if it is of a kind that lasts
 
     def __str__(self) -> str:
         lasting = f" for {self.lasts_s:.2f} s" if self.lasts_s else ""
@@ -75,7 +75,7 @@ DAMAGES = ("", "7", "{}", "[" * 9, "z", "run/node/nobody")
 def draw(
     rng: random.Random, count: int, node_count: int, from_s: float, to_s: float, kinds: Sequence[str] = KINDS
 ) -> list[Fault]:
-    """Faults at random moments."""
+    """Return faults at random moments, in the order of time."""
     faults = []
     for _ in range(count):
         some = rng.sample(range(node_count), rng.randint(1, max(1, node_count // 2)))
@@ -90,13 +90,12 @@ def draw(
 
 @dataclass
 class Host:
-    """A machine: the node that runs on it and its way to the store. `life`: how often it was started. `inbox`: what a
-    paused node will be told when it goes on."""
+    """A machine: the node that runs on it and its way to the store."""
 
     node: Node
-    ahead_s: float = 0.0  # its clock: at time 0, and how much faster than time
-    faster: float = 0.0
-    life: int = 0
+    ahead_s: float = 0.0  # what its clock shows at time 0 …
+    faster: float = 0.0  # … and how much faster than time it runs
+    life: int = 0  # how often the node was started again
     lease: int = 0
     up: bool = True
     paused: bool = False
@@ -104,23 +103,23 @@ class Host:
     hears: bool = True  # answers reach it
     loses_answer: bool = False
     watch: Watch | None = None
-    watching: int = 0  # counts what it followed; what was before is not delivered any more
-    read: int = 0  # the newest of them whose entries have arrived
+    watching: int = 0  # counts its requests to follow; answers to earlier ones are not delivered any more
+    read: int = 0  # the newest of these requests whose entries have arrived
     polling: bool = False
-    known: Known = field(default_factory=Known)  # what is in its folder
-    history: str = ""
-    checkpoints: tuple[tuple[int, int], ...] = ()  # in its folder too
+    known: Known = field(default_factory=Known)  # in its folder
+    history: str = ""  # in its folder
+    checkpoints: tuple[tuple[int, int], ...] = ()  # in its folder: version and lineage
     excluded: bool = False
     workers: list[int] = field(default_factory=list)
     leaving: bool = False  # no worker is started any more
-    well_since: float = 0.0  # nothing keeps it from taking part since then
+    well_since: float = 0.0  # since then no fault keeps it from taking part
     addresses: dict[int, set[str]] = field(default_factory=dict)  # that arrived, by generation
-    inbox: list[nodes.Input] = field(default_factory=list)
+    inbox: list[nodes.Input] = field(default_factory=list)  # a paused node is told this when it goes on
 
 
 class Simulation(Workers):
-    """One run. `run` raises Violation. `spare_nodes`: so many more than there is work for. `least_nodes`: with fewer
-    the job waits. `shards`: so many workers are a replica. Every checkpoint has all shards."""
+    """One run. `run` raises Violation. `spare_nodes`: so many nodes more than there is work for. `least_nodes`: with
+    fewer the job waits. `shards`: so many workers are a replica. Every checkpoint has all shards."""
 
     def __init__(
         self,
@@ -159,10 +158,10 @@ class Simulation(Workers):
         least, most = least_nodes * per_node, (node_count - spare_nodes) * per_node
         least = -(-least // shards) * shards
         self._limits = Limits(least, most, least, join_timeout_s=JOIN_S, min_nodes=least_nodes, shards=shards)
-        self._unable: World | None = None  # nobody was able to do anything in it …
+        self._unable: World | None = None  # no worker was able to do anything in it …
         self._unable_at = -1  # … when there had been so many changes
-        self._connects: dict[int, tuple[int, float]] = {}  # by worker: in which generation, since when
-        self._changes = 0  # of what workers can do, beside the world's
+        self._connects: dict[int, tuple[int, float]] = {}  # by worker: generation to connect in, since when
+        self._changes = 0  # of what workers can do, besides changes of the world
         self.world = World(-1, (), (), (), (), frozenset(), frozenset(), (), self.size.faults)
         self.hosts: list[Host] = []
         for number in range(node_count):
@@ -180,7 +179,7 @@ class Simulation(Workers):
         return self.rng.expovariate(1.0 / WAY_S)
 
     def run(self) -> None:
-        """To the end of the job. Raises Violation."""
+        """Run the job to its end. Raises Violation."""
         for fault in self.faults:
             self.after(fault.at, lambda f=fault: self._strike(f))  # type: ignore[misc]
         last = max((fault.at + fault.lasts_s for fault in self.faults), default=0.0)
@@ -249,7 +248,7 @@ class Simulation(Workers):
 
     @property
     def trace(self) -> list[str]:
-        """What happened, a line each; the last TRACE_MAX."""
+        """The last TRACE_MAX events of the run, a line each."""
         return [
             f"{at:8.3f} {'' if number < 0 else f'n{number} '}{what} {str(thing)[:240]}"
             for at, number, what, thing in self._trace
@@ -282,7 +281,7 @@ class Simulation(Workers):
             self._request(number, life, arrive, again=False)
 
     def _request(self, number: int, life: int, arrive: Callable[[], None], *, again: bool = True) -> None:
-        """Something that a node asks of the store; what does not get there is sent again."""
+        """Send a node's request to the store. A request that does not get there is sent again."""
         host = self.hosts[number]
 
         def send() -> None:
@@ -337,7 +336,7 @@ class Simulation(Workers):
                         host.addresses.setdefault(generation, set()).update(by_key)
                 case nodes.Damaged():
                     pass
-                case nodes.Excluded():  # its history is another: it is launched with a new folder
+                case nodes.Excluded():  # its history is another, so it is launched again with a new folder
                     host.excluded = True
                     self.after(0.0, lambda life=host.life: self._kill(number, life))  # type: ignore[misc]
 
@@ -362,7 +361,7 @@ class Simulation(Workers):
 
         def arrive() -> None:
             if host.watching != watching:
-                return  # something else is followed by now
+                return  # the node follows something else by now
             host.watch, read = line.follow(self.store, asked)
             self._answer(number, life, read, lambda: host.watching == watching, watching)
 
@@ -370,7 +369,7 @@ class Simulation(Workers):
         self._request(number, life, arrive)
 
     def _write(self, number: int, life: int, lease: int, write: nodes.Write) -> None:
-        """What is lost on the way is sent again, once its outcome is known: as `etcd.store` and `etcd.once` do."""
+        """Send a write. A node whose answer is lost learns the outcome later, as `etcd.store` and `etcd.once` do."""
         host = self.hosts[number]
 
         def arrive() -> None:
@@ -388,7 +387,7 @@ class Simulation(Workers):
         self._request(number, life, arrive)
 
     def _pass_changes(self) -> None:
-        """Whatever changed sets out to those who watch."""
+        """Let all changes set out to the nodes that watch."""
         for number, host in enumerate(self.hosts):
             if host.watch is not None and not host.polling:
                 host.polling = True
@@ -412,16 +411,16 @@ class Simulation(Workers):
         return self._names[index]
 
     def lead(self, world: World, event: int, now: float = 0.0) -> World:
-        """What the model of one node gives to its leader at once is told to the node here."""
+        """Keep the event, to tell it to the worker's node. The model of one node gives it to the leader at once."""
         self._told.append(self.events[event])
         return world
 
     def speaks(self, who: int, members: tuple[int, ...]) -> bool:
-        """The first member on each node."""
+        """Return whether this is the first member on its node."""
         return who == next(m for m in members if self._home[m] == self._home[who])
 
     def save(self, world: World, who: int) -> World:
-        """Every node saves for itself."""
+        """Save a checkpoint in the folder of the worker's node."""
         host, w = self.hosts[self._home[who]], world.workers[who]
         host.checkpoints = kept_with(host.checkpoints, w.version, w.lineage)
         return self.lead(world, self.event(core.Saved(w.version)))
@@ -430,7 +429,7 @@ class Simulation(Workers):
         return self.hosts[self._home[who]].checkpoints
 
     def mail(self, world: World, target: int, message: Message) -> World:
-        """What does not get through breaks the connection for this generation."""
+        """Deliver a message. If the network is cut, the connection is broken for this generation instead."""
         if self._is_cut(message.source, target):
             broken = (message.generation, min(message.source, target), max(message.source, target))
             return world._replace(links=world.links | {broken})
@@ -443,7 +442,7 @@ class Simulation(Workers):
         return sorted({*super().failing(world, who, w), *cut})
 
     def report_trouble(self, world: World, who: int, event: core.Trouble) -> World:
-        """A worker knows of all that its network is cut to."""
+        """Report trouble. A worker names all members to which its network is cut."""
         w = world.workers[who]
         cut = tuple(self.name(m) for m in w.members if self._is_cut(who, m))
         event = replace(event, peers=cut or event.peers, cut=bool(cut), holds=w.version >= 0)
@@ -453,7 +452,7 @@ class Simulation(Workers):
         return frozenset((self._home[a], self._home[b])) in self._cuts
 
     def _work(self) -> None:
-        """One thing that some worker can do."""
+        """Let one worker do one thing that it can do, both chosen at random."""
         self.after(self.rng.expovariate(1.0 / WORK_S), self._work)
         if self.world is self._unable and self._unable_at == self._changes:
             return
@@ -488,7 +487,7 @@ class Simulation(Workers):
             yield "cannot connect", self.give_up_connecting
 
     def give_up_connecting(self, world: World, who: int) -> World:
-        """Say who cannot be reached, and wait for the next generation."""
+        """Name the members that cannot be reached, and wait for the next generation."""
         w = world.workers[who]
         missing = set(map(self.name, w.successors)) - self.hosts[self._home[who]].addresses.get(w.target, set())
         if not w.heard.urgent(w.reacted):
@@ -496,7 +495,7 @@ class Simulation(Workers):
         return self.react(self.put(world, who, self.aborted(w)), who)
 
     def connected(self, w: SimulatedWorker, who: int) -> bool:
-        """Whether it is known where all members are."""
+        """Return whether the addresses of all members are known."""
         return set(map(self.name, w.successors)) <= self.hosts[self._home[who]].addresses.get(w.target, set())
 
     def _do(self, who: int, act: Callable[..., World], *args: Any) -> None:
@@ -504,7 +503,7 @@ class Simulation(Workers):
         self._drain(who)
 
     def _drain(self, who: int) -> None:
-        """What the worker said reaches its node; one that has ended is replaced."""
+        """Tell the worker's node all that the worker said. Replace a worker that has ended."""
         number = self._home[who]
         told, self._told = self._told, []
         told += [self.events[e] for e in self.world.up[who]]
@@ -563,8 +562,8 @@ class Simulation(Workers):
                         self._do(who, self.die)
 
     def _decided(self, decision: Mapping[str, Any]) -> None:
-        """A decision is in the store. It is carried out some time, also if it is out of date by then; what it has to
-        satisfy it has to satisfy now."""
+        """Check a decision that is now in the store. It must satisfy the invariants now: nodes may carry it out later,
+        when it is out of date."""
         history = decision["about"].get(HISTORY, "")
         for action in (decode(action) for _, action in decision["actions"]):
             match action:
@@ -585,8 +584,8 @@ class Simulation(Workers):
                         self._check_kept(digest, saved=decision["known"]["saved"])
 
     def _check_kept(self, digest: Digest, *, saved: bool) -> None:
-        """Nobody begins again while somebody who could take part has the state, nor at zero before a host with a
-        checkpoint had time to come."""
+        """Check that the run does not begin again while nodes that could take part have the state, nor at step 0
+        before a node with a checkpoint had time to come."""
         since, self._without_since = self._without_since, None
         kinds = {source.kind for source in digest.sources.values()}
         if kinds.isdisjoint(("init", "restore")):
@@ -664,7 +663,7 @@ class Simulation(Workers):
             case "store loses all":
                 leases = rng.getrandbits(48)  # etcd draws them at random
                 self.store = EmbeddedStore(lambda: self.store_clock, revision=rng.randrange(3), lease=leases)
-            case "store damaged":  # by somebody who writes into it: what it says hangs on no lease then
+            case "store damaged":  # somebody writes into it: such values are on no lease
                 entries = self.store.range(nodes.EVERYTHING)
                 for entry in rng.sample(entries, rng.randint(0, len(entries))):
                     self.store.txn({}, [Put(entry.key, rng.choice(DAMAGES))])
@@ -677,12 +676,12 @@ class Simulation(Workers):
         self._change()
 
     def _change(self) -> None:
-        """Somebody may be able to do something now, though the world is the same."""
+        """Note that some worker may be able to do something now, though the world is the same."""
         self._changes += 1
 
     def _leave(self, number: int) -> None:
-        """A node is asked to stop: its workers go at a step boundary, or are ended after the grace; then it is launched
-        anew."""
+        """Ask a node to stop. Its workers leave at a step boundary, or are ended after the grace. Then the node is
+        launched again."""
         host = self.hosts[number]
         if not host.up or host.leaving:
             return
@@ -697,7 +696,7 @@ class Simulation(Workers):
             return
         host.up, host.paused, host.watch, host.polling, host.leaving = False, False, None, False, False
         host.addresses.clear()
-        if life is not None and self.store_up and host.reaches:  # it leaves in good order
+        if life is not None and self.store_up and host.reaches:  # it ends in good order, and gives its lease back
             self.store.revoke(host.lease)
             self._pass_changes()
         host.life += 1
@@ -727,7 +726,7 @@ class Simulation(Workers):
         self._tell_node(number, *inbox)
 
     def _cut_off(self, numbers: Iterable[int], seconds: float, *ways: str) -> None:
-        """Let these nodes not reach the store, or not hear it, for a while."""
+        """Cut these nodes off for a while: their requests do not arrive, or the store's answers do not, or both."""
 
         def set_all(value: bool) -> None:
             for number in numbers:
@@ -744,7 +743,8 @@ class Simulation(Workers):
 
     @property
     def store_clock(self) -> float:
-        """Leases do not end while the store is away: etcd begins them anew then."""
+        """The store's time. It stands still while the store is away, so no lease ends then: etcd begins their time
+        anew."""
         return (self.now if self.store_up else self._away_since) - self._away_s
 
     def _look_for_ended_leases(self) -> None:

@@ -1,4 +1,4 @@
-"""A store in memory that does what etcd does, for simulated clusters."""
+"""A store in memory that behaves as etcd does, for simulated clusters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HISTORY_EVENTS_MAX = 10_000
 
 class EmbeddedStore:
     """A store in memory. Not safe for several threads. `revision`, `lease`: the last ones that were ever used.
-    `entries`, `leases`: what it holds; these leases never end by themselves."""
+    `entries`, `leases`: its contents at first. These leases never end by themselves."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class EmbeddedStore:
 
     @property
     def leases(self) -> tuple[int, ...]:
-        """Those that have not ended."""
+        """The leases that have not ended."""
         self._expire()
         return tuple(self._leases)
 

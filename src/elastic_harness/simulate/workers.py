@@ -1,6 +1,8 @@
-"""What a worker does, one method per thing, so that a planted mistake is a subclass with one method replaced.
+"""The behaviour of workers, one method for each thing that they do. So a planted mistake is a subclass with one method
+replaced.
 
-Placement and the decision over a step's headers are the production functions; the rest mirrors `train`.
+Placement, the decision over a step's headers, and what a worker concludes from the generations it has heard of are the
+production functions. The rest mirrors `train`.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ CHECKPOINTS_KEPT = 3
 
 
 def kept_with(checkpoints: tuple[tuple[int, int], ...], version: int, lineage: int) -> tuple[tuple[int, int], ...]:
-    """With one more, newest first: of equal versions the newest lineage's."""
+    """Return the checkpoints with one more, newest first, at most 3. It replaces one of the same version."""
     known = dict(checkpoints) | {version: lineage}
     return tuple(sorted(known.items(), reverse=True))[:CHECKPOINTS_KEPT]
 
 
 def grid_of(generation: Generation) -> Grid | None:
-    """The generation's rows and columns; None with one shard."""
+    """Return the generation's rows and columns; None with one shard."""
     if not generation.shards:
         return None
     rows, columns = (tuple(tuple(map(index_of, part)) for part in g) for g in (generation.rows, generation.columns))
@@ -38,7 +40,7 @@ def as_ranges(lanes: Gradient) -> LaneRanges:
 
 
 class Workers(Cluster):
-    """Every worker, as abstract as can be: a gradient is known by the lanes in it."""
+    """All workers, as abstract as possible: a gradient is known by the lanes in it."""
 
     def __init__(self, size: Size) -> None:
         super().__init__(size)
@@ -47,6 +49,7 @@ class Workers(Cluster):
     # ---- a step
 
     def abilities(self, world: World, who: int, w: SimulatedWorker) -> Iterator[tuple[Any, ...]]:
+        """Yield (what, method, and its arguments) for everything that this worker can do now."""
         if w.mode == "repair":
             if self.repair_message(world, who, w) is not None:
                 yield "repaired", self.repair
@@ -73,7 +76,7 @@ class Workers(Cluster):
                     yield f"link to {self.name(peer)} fails", self.trouble, peer
 
     def failing(self, world: World, who: int, w: SimulatedWorker) -> list[int]:
-        """Peers to whom the connection is broken."""
+        """Return the peers to which the connection is broken."""
         if not (world.links or self.size.resets):
             return []
         broken = {b if a == who else a for g, a, b in world.links if g in (-1, w.gen) and who in (a, b)}
@@ -81,7 +84,7 @@ class Workers(Cluster):
         return sorted((broken | dead) & set(w.members))
 
     def lacks(self, world: World, who: int, w: SimulatedWorker, peer: int) -> bool:
-        """Whether anything is still due from `peer`."""
+        """Return whether this worker still waits for anything from `peer`."""
         if w.mode == "repair":
             return w.expect.endswith(f":{peer}") and self.repair_message(world, who, w) is None
         mail = {(m.kind, m.source) for m in world.mail[who] if (m.generation, m.step) == (w.gen, w.version)}
@@ -90,7 +93,7 @@ class Workers(Cluster):
         return ("H", peer) not in mail or owned or unsealed
 
     def column(self, w: SimulatedWorker) -> tuple[int, ...]:
-        """The members that hold the same shard: gradients are summed among them."""
+        """Return the members that hold the same shard. Gradients are summed among them."""
         return w.grid.columns[w.shard] if w.grid is not None else w.members
 
     def owner(self, w: SimulatedWorker, block: int) -> int:
@@ -107,7 +110,7 @@ class Workers(Cluster):
         return w.mode == "step" and not w.serve and not w.todo and not w.sent
 
     def send(self, world: World, who: int, to: tuple[int, ...] | None = None) -> World:
-        """The header to every member, the partial sums to every block's owner in the column."""
+        """Send the header to every member, and the partial sums to every block's owner in the column."""
         w = world.workers[who]
         world = self.put(world, who, w._replace(sent=True))
         header = (w.heard.planned(w.gen), self.canary(w, who), w.stop)
@@ -127,7 +130,7 @@ class Workers(Cluster):
         }
 
     def reducible(self, world: World, who: int, w: SimulatedWorker) -> list[tuple[int, Gradient]] | None:
-        """The blocks this worker owns, summed, once everyone's part is there."""
+        """Return the blocks that this worker owns, summed; None before every member's part is there."""
         if w.mode != "step" or not w.sent or w.reduced:
             return None
         blocks = []
@@ -153,11 +156,12 @@ class Workers(Cluster):
         return world
 
     def sealable(self, world: World, who: int, w: SimulatedWorker) -> bool:
-        """Whether this member has all that it needs to apply the step to its shard, and has not said so."""
+        """Return whether this member has all that it needs to apply the step to its shard, and has not said so."""
         return w.grid is not None and not w.sealed and self.complete(world, who, w)
 
     def seal(self, world: World, who: int, to: tuple[int, ...] | None = None) -> World:
-        """Tell every member so. From now on this one keeps the sum, whatever happens: others may apply the step."""
+        """Tell every member that this one can apply the step. From now on it keeps the sum, whatever happens, because
+        others may apply the step."""
         w = world.workers[who]
         verdict = self.verdict(w, self.all_signals(world, who, w))
         if not verdict.commit:
@@ -170,13 +174,13 @@ class Workers(Cluster):
         return world
 
     def committable(self, world: World, who: int, w: SimulatedWorker) -> bool:
-        """Whether this member may apply the step: with several shards, once it knows that every other one can."""
+        """Return whether this member may apply the step. With several shards it must know that all others can."""
         if w.grid is None:
             return self.complete(world, who, w)
         return bool(w.sealed) and set(self.arrived(world, who, w, "S", 0)) == set(w.members)
 
     def complete(self, world: World, who: int, w: SimulatedWorker) -> bool:
-        """Everything has been received: every member's header and every block."""
+        """Return whether every member's header and every block have been received."""
         if w.mode != "step" or not w.sent:
             return False
         if set(self.arrived(world, who, w, "H", 0)) < set(w.members):
@@ -184,7 +188,7 @@ class Workers(Cluster):
         return all(self.owner(w, block) in self.arrived(world, who, w, "R", block) for block in range(self.size.blocks))
 
     def gradient(self, world: World, who: int, w: SimulatedWorker) -> Gradient:
-        """The sum that has arrived, alike in all blocks."""
+        """Return the sum that has arrived. It must be the same in all blocks."""
         gradients = {self.arrived(world, who, w, "R", block)[self.owner(w, block)] for block in range(self.size.blocks)}
         if len(gradients) > 1:
             raise Violation("torn blocks", f"{self.name(who)} step {w.version}: {sorted(gradients)}")
@@ -224,12 +228,12 @@ class Workers(Cluster):
         return world
 
     def signals(self, w: SimulatedWorker, header: tuple[Any, ...]) -> Signals:
-        """A header as the gate knows it."""
+        """Return a header as the gate takes it."""
         switch, canary, stop = header
         return Signals(w.gen, w.version, switch, stop, canary, canary_batch=0, state=0)
 
     def stop_at_boundary(self, world: World, who: int) -> World:
-        """Save, and leave."""
+        """Save if this worker speaks for its node, and leave."""
         w = world.workers[who]
         if self.speaks(who, w.members):
             world = self.save(world, who)
@@ -246,13 +250,13 @@ class Workers(Cluster):
         return canaries_due([rank for rank, m in enumerate(w.members) if m in w.due], len(w.members))
 
     def canary(self, w: SimulatedWorker, who: int) -> int:
-        """The hash of what this member computes, if it is due."""
+        """Return the hash of this member's canary, 0 if none is due."""
         if w.members.index(who) not in self.canaries(w)[0]:
             return 0
         return 2 if who in self.size.bad else 1
 
     def refuse(self, world: World, who: int, unfit: tuple[int, ...]) -> World:
-        """Somebody's arithmetic differs: nobody commits, and the first member that is fit says who it is."""
+        """Commit nothing, because some members' arithmetic differs. The first member that is fit names them."""
         w = world.workers[who]
         reference = self.canaries(w)[1]
         if reference is not None and w.members[reference] not in self.size.bad:
@@ -267,13 +271,14 @@ class Workers(Cluster):
         return self.react(self.put(world, who, self.aborted(w)), who)
 
     def applied(self, w: SimulatedWorker, gradient: Gradient) -> SimulatedWorker:
-        """`apply`: the one thing that changes training state, never interrupted."""
+        """Apply a step. Only this changes training state, and it is never interrupted."""
         record = (w.version, gradient)
         return w._replace(version=w.version + 1, value=(*w.value, gradient), record=record, sealed=())
 
     def record_commit(self, world: World, who: int) -> World:
-        """The commit message: the agent writes the ledger, the leader learns that the run is born. It is read before
-        this worker can count as lost, and nothing else depends on when, so it takes effect at once."""
+        """Send the commit message: the agent writes the ledger, and the leader learns that the run is born. The agent
+        reads the message before it can count this worker as lost. Nothing else depends on the moment, so the message
+        takes effect at once."""
         w = world.workers[who]
         if w.version < 1:
             return world
@@ -283,7 +288,7 @@ class Workers(Cluster):
         return self.lead(world, self.event(core.Committed(w.version - 1)))
 
     def speaks(self, who: int, members: tuple[int, ...]) -> bool:
-        """Whether a member tells of commits, and saves."""
+        """Return whether a member tells of commits, and saves."""
         return who == members[0]
 
     def enter(self, world: World, w: SimulatedWorker, step: int) -> World:
@@ -294,14 +299,14 @@ class Workers(Cluster):
         return self.size.checkpoint_every > 0 and version % self.size.checkpoint_every == 0
 
     def save(self, world: World, who: int) -> World:
-        """Save a checkpoint where all can read it."""
+        """Save a checkpoint where all workers can read it."""
         w = world.workers[who]
         return world._replace(checkpoints=kept_with(world.checkpoints, w.version, w.lineage))
 
     def finish(self, world: World, who: int) -> World:
         w = world.workers[who]._replace(mode="fin", todo=())
         world = self.put(world, who, w)
-        if w.members[0] == who:  # saves the result before it says so: the line after the last step's
+        if w.members[0] == who:  # it saves the result before it says that it has finished: one line more
             world = self.enter(world, w, w.version)
         world = self.report(world, who, core.Finished(self.name(who), w.version))
         if w.stop:
@@ -309,12 +314,12 @@ class Workers(Cluster):
         return self.react(world, who)
 
     def at_boundary(self, world: World, who: int) -> World:
-        """Everyone has agreed to move on after the step just committed."""
+        """Wait for the next generation: all members have agreed to move on after the step just committed."""
         w = world.workers[who]._replace(mode="wait", target=0, boundary=True)
         return self.react(self.put(world, who, w), who)
 
     def await_digest(self, world: World, who: int, generation: Generation) -> World:
-        """Report, and wait. Before a planned generation what others are to have from here is still sent meanwhile."""
+        """Report, and wait for the digest. Before a planned generation this member still serves others meanwhile."""
         w = world.workers[who]
         w = w._replace(
             mode="wait", heard=replace(w.heard, urgent_number=0), reacted=generation.number, target=generation.number,
@@ -342,8 +347,8 @@ class Workers(Cluster):
         )
 
     def trouble(self, world: World, who: int, peer: int) -> World:
-        """A broken link without a known death: tell, unless somebody has announced why, and wait for the next
-        generation."""
+        """React to a broken link without a known death. Tell the leader, unless an urgent generation was announced
+        already, and wait for the next one."""
         w = world.workers[who]
         if not w.heard.urgent(w.reacted):
             trouble = core.Trouble(self.name(who), w.reacted, (self.name(peer),))
@@ -356,7 +361,7 @@ class Workers(Cluster):
     # ---- what the agent says
 
     def hear(self, world: World, who: int, count: int = 1) -> World:
-        """Take so many messages, which arrived before the worker looked, and react to what is known then."""
+        """Take so many messages, which arrived before the worker looked, and react to all of them together."""
         messages, rest = world.down[who][:count], world.down[who][count:]
         world = world._replace(down=(*world.down[:who], rest, *world.down[who + 1 :]))
         w = world.workers[who]
@@ -379,7 +384,7 @@ class Workers(Cluster):
         raise AssertionError(message)
 
     def react(self, world: World, who: int) -> World:
-        """What follows from what was heard, as `train.loop` and `train.recovery` have it."""
+        """Do what follows from the messages that were heard, as `train.loop` and `train.recovery` do."""
         w = world.workers[who]
         if w.heard.urgent(w.reacted) and (w.mode in ("step", "repair") or w.target):
             w = self.aborted(w)
@@ -395,7 +400,7 @@ class Workers(Cluster):
         return self.accept(world, who, self.digests[w.digest]) if self.acceptable(w, who) else world
 
     def acceptable(self, w: SimulatedWorker, who: int) -> bool:
-        """Whether the digest is known that this worker waits for, and it is connected."""
+        """Return whether this worker knows the digest that it waits for, and is connected."""
         if w.mode != "wait" or w.digest < 0 or self.digests[w.digest].generation != w.target:
             return False
         return self.connected(w, who)
@@ -404,7 +409,7 @@ class Workers(Cluster):
         return True
 
     def aborted(self, w: SimulatedWorker) -> SimulatedWorker:
-        """Out of whatever it did; finished lanes stay."""
+        """Return the worker after it has stopped what it did. Its finished lanes stay."""
         return w._replace(
             mode="wait", digest=-1, target=0, successors=(), next_grid=None, boundary=False,
             todo=(), sent=False, reduced=False, serve=(), expect="",
@@ -413,6 +418,7 @@ class Workers(Cluster):
     # ---- recovery
 
     def accept(self, world: World, who: int, digest: Digest) -> World:
+        """Enter the digest's generation, and do or begin what the digest asks of this member."""
         w = world.workers[who]
         me = self.name(who)
         source = digest.sources.get(me)
@@ -470,7 +476,8 @@ class Workers(Cluster):
         return self.repaired(world, who, digest.version)
 
     def repeat_commit(self, world: World, who: int) -> World:
-        """The first rank may have died before its commit message, so the first one ahead sends it again."""
+        """Send the commit message again, as the first member that keeps its state: rank 0 may have died before it
+        could."""
         return self.record_commit(world, who)
 
     def dealt(

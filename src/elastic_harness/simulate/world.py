@@ -1,4 +1,4 @@
-"""One state of the modelled cluster, and what may be wrong with it. Plain, hashable values."""
+"""One state of the modelled cluster, and a violation of what must hold in it. Plain, hashable values."""
 
 from __future__ import annotations
 
@@ -12,67 +12,61 @@ from elastic_harness.train.heard import Heard
 Contribution = tuple[int, int]
 """(step, lane): stands for that lane's gradient at that step."""
 Gradient = tuple[Contribution, ...]
-"""A reduced gradient is known by what was summed into it; a correct one holds every lane of its step once."""
+"""A reduced gradient is known by the contributions in it. A correct one holds every lane of its step once."""
 Value = tuple[Gradient, ...]
 """Training state after v steps is known by the v gradients that were applied."""
 
 
 class Grid(NamedTuple):
-    """Who computes with whom, and who holds which shard."""
+    """The members of a generation with several shards, as rows and columns."""
 
-    rows: tuple[tuple[int, ...], ...]
-    columns: tuple[tuple[int, ...], ...]
+    rows: tuple[tuple[int, ...], ...]  # the members of each compute together
+    columns: tuple[tuple[int, ...], ...]  # the members of each hold the same shard
 
 
 class SimulatedWorker(NamedTuple):
-    """One member. mode: idle (never told of a generation), wait (for a generation or a digest), repair (for state
-    from a donor), step, fin (committed the last step), over (left in good order).
+    """One member.
 
-    gen/members: the group it exchanges in. heard: of generations; digest: the newest one heard of. reacted: the newest
-    generation it has reacted to. target: the one it reported for (0: none). boundary: it waits, but not for a failure.
-    lanes: finished lanes of step `version`. serve: members that take state from here. due: members whose canary is
-    compared in this step. told: the agent ever named it in a generation. stop: asked to leave at a step boundary.
-    fenced: declared lost, but still running.
-
-    Of several shards only: grid, next_grid: of `members` and `successors`. shard: which one `value` is. sealed: the
-    column's sum for step `version`, once the others were told that it is there.
+    mode: idle (never told of a generation), wait (for a generation or a digest), repair (waits for what it takes from a
+    donor), step, fin (committed the last step), over (dead, gone, or told that the job is done).
     """
 
     up: bool = True
-    fenced: bool = False
-    told: bool = False
-    stop: bool = False
+    fenced: bool = False  # declared lost, but still running
+    told: bool = False  # some generation has named it
+    stop: bool = False  # asked to leave at a step boundary
     mode: str = "idle"
-    gen: int = 0
-    members: tuple[int, ...] = ()
-    heard: Heard = Heard()
-    digest: int = -1
-    reacted: int = 0
-    target: int = 0
-    successors: tuple[int, ...] = ()
-    boundary: bool = True
+    gen: int = 0  # the generation that it exchanges in …
+    members: tuple[int, ...] = ()  # … and the members of that
+    heard: Heard = Heard()  # of generations
+    digest: int = -1  # the newest one that it has heard of, numbered
+    reacted: int = 0  # the newest generation that it has reacted to
+    target: int = 0  # the generation that it reported for and waits for; 0: none
+    successors: tuple[int, ...] = ()  # the members of `target`
+    boundary: bool = True  # it waits at a step boundary, not after a failure
     lineage: int = 0
     from_step: int = 0
     version: int = -1
     value: Value = ()
     record: tuple[int, Gradient] | None = None
-    lanes: Gradient = ()
-    todo: tuple[int, ...] = ()
-    sent: bool = False
-    reduced: bool = False
-    serve: tuple[tuple[int, str], ...] = ()
-    expect: str = ""
+    lanes: Gradient = ()  # finished ones of step `version`
+    todo: tuple[int, ...] = ()  # lanes that it has still to compute
+    sent: bool = False  # its header and partial sums
+    reduced: bool = False  # the blocks that it owns
+    serve: tuple[tuple[int, str], ...] = ()  # members that take something from this one, and what
+    expect: str = ""  # what it waits for, and from which donor
     verified: bool = False
-    due: tuple[int, ...] = ()
-    grid: Grid | None = None
-    next_grid: Grid | None = None
-    shard: int = 0
-    sealed: Gradient = ()
+    due: tuple[int, ...] = ()  # members whose canary is due in this step
+    # with several shards only
+    grid: Grid | None = None  # of `members`
+    next_grid: Grid | None = None  # of `successors`
+    shard: int = 0  # which one `value` is
+    sealed: Gradient = ()  # the column's sum for step `version`, once the others were told that it is there
 
 
 class Message(NamedTuple):
-    """Worker to worker. kind: H(eader), P(artial sums for a block's owner), R(educed block), S(eal), replay, forward,
-    state."""
+    """A message from worker to worker. kind: H(eader), P(artial sums for a block's owner), R(educed block), S(eal),
+    replay, forward, state."""
 
     kind: str
     generation: int
@@ -83,7 +77,7 @@ class Message(NamedTuple):
 
 
 class Faults(NamedTuple):
-    """What may still go wrong."""
+    """How often something may still go wrong, by kind."""
 
     crashes: int = 0
     joins: int = 0
@@ -94,29 +88,27 @@ class Faults(NamedTuple):
 
 
 class World(NamedTuple):
-    """leader: number of an interned leader state. mail: messages that arrived (a receiver may look at them whenever
-    it likes, which is the delay). down/up: leader to worker and back, first in first out. links: broken links as
-    (generation or -1 for every one, member, member). ledger: (lineage, from_step, step) of the lines written.
-    checkpoints: (version, lineage), newest first."""
+    """The whole cluster at one moment. A message in `mail` has arrived, but its receiver may look at it at any later
+    time: so messages are delayed."""
 
-    leader: int
+    leader: int  # the leader's state, numbered
     workers: tuple[SimulatedWorker, ...]
-    mail: tuple[frozenset[Message], ...]
-    down: tuple[tuple[tuple[object, ...], ...], ...]
-    up: tuple[tuple[int, ...], ...]
-    links: frozenset[tuple[int, int, int]]
-    ledger: frozenset[tuple[int, int, int]]
-    checkpoints: tuple[tuple[int, int], ...]
+    mail: tuple[frozenset[Message], ...]  # by receiver
+    down: tuple[tuple[tuple[object, ...], ...], ...]  # from the leader to each worker, first in first out
+    up: tuple[tuple[int, ...], ...]  # events from each worker to the leader, numbered, first in first out
+    links: frozenset[tuple[int, int, int]]  # broken ones: generation (-1: every one), member, member
+    ledger: frozenset[tuple[int, int, int]]  # lineage, from_step and step of each line
+    checkpoints: tuple[tuple[int, int], ...]  # version and lineage, newest first
     faults: Faults
 
 
 Move = tuple[object, ...]
-"""What happened, for a trace: a name and who it happened to."""
+"""An entry of a trace: the name of what happened, and the worker that it happened to."""
 
 
 @dataclass(frozen=True)
 class Violation(Exception):
-    """An invariant does not hold. `kind` is a stable name, `detail` says what was seen."""
+    """An invariant does not hold. `kind` is a stable name, `detail` gives the facts."""
 
     kind: str
     detail: str
@@ -126,7 +118,7 @@ class Violation(Exception):
 
 
 def followed(ledger: frozenset[tuple[int, int, int]]) -> set[int]:
-    """The steps that a ledger with these lines accounts for: `ledger.follow` says so, as it does for users."""
+    """Return the steps that a ledger with these lines accounts for, by `ledger.follow`, as users are told."""
     lines = [_line(*line) for line in sorted(ledger)]
     return set(follow(lines))
 
@@ -137,5 +129,5 @@ def _line(lineage: int, from_step: int, step: int) -> LedgerLine:
 
 @lru_cache(maxsize=256)
 def canonical(version: int, lanes: int) -> Value:
-    """The only right state after `version` steps."""
+    """Return the only right state after `version` steps."""
     return tuple(tuple((s, lane) for lane in range(lanes)) for s in range(version))
