@@ -1,1 +1,1 @@
-"""The contract: what two processes of a job must agree on, each thing once."""
+"""The contract: everything that two processes of a job must agree on, each thing once."""

@@ -1,4 +1,4 @@
-"""The board: a page of memory in which a worker shows what it does, and which its agent reads at any time, also after
+"""The board: a page of memory in which a worker shows what it does. Its agent reads the page at any time, also after
 the worker's death."""
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _WITHOUT_STEP = (Phase.STARTING, Phase.FINISHED, Phase.WAITING)
 
 @dataclass(frozen=True)
 class Reading:
-    """What a worker last said about itself."""
+    """The board as the worker last wrote it."""
 
-    beat: int  # rises with everything that the worker shows
+    beat: int  # rises each time that the worker shows something
     generation: int
     phase: int  # a Phase, if the worker wrote what it should
     step: int
     slot: int
     since: float  # UNIX time at which the phase began
-    deadline_ms: int  # 0: the phase may last as long as it likes
+    deadline_ms: int  # 0: the phase may last for any time
 
     @property
     def where(self) -> str:
@@ -80,7 +80,7 @@ class BoardReader:
 
 
 class Board:
-    """The worker's side. `show` costs about a microsecond; without an agent it goes to memory that nobody reads."""
+    """The worker's side. `show` costs about a microsecond. Without an agent it writes to memory that nobody reads."""
 
     def __init__(self, descriptor: int | None) -> None:
         if descriptor is None:
@@ -96,7 +96,7 @@ class Board:
         self.sample_ids: list[int] = []  # of the slot; for error reports, not on the page
 
     def show(self, phase: Phase, step: int = -1, slot: int = -1, deadline_s: float = 0.0) -> None:
-        """Enter a phase. `deadline_s`: how long it may last before the agent takes the worker for hung (0: any)."""
+        """Enter a phase. `deadline_s`: if it lasts longer, the agent takes the worker for hung; 0: never."""
         self._beat += 1
         self.phase, self.step, self.slot = phase, step, slot
         _LAYOUT.pack_into(

@@ -1,4 +1,4 @@
-"""What the process that writes checkpoints says: one line of JSON for each event."""
+"""The events that the process which writes checkpoints tells: one line of JSON each."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ ALARMING = frozenset(
         "keeper_failed",
     }
 )
-"""Events that a user is to see at once."""
+"""Events that a user has to see at once."""
 
 
 def alarm(event: str, fields: dict[str, Any]) -> str:
-    """Return what a user is to see of an event; empty if that is nothing."""
+    """Return the line that a user has to see of an event; "" if there is none."""
     if event not in ALARMING:
         return ""
     return f"{event.replace('_', ' ')}: {fields.get('error') or fields.get('repaired')}"
 
 
 def print_alarm(event: str, fields: dict[str, Any]) -> None:
-    """Print what a user is to see of an event, where no agent does it."""
+    """Print the line that a user has to see of an event, in a process without an agent that would."""
     if said := alarm(event, fields):
         print(f"elastic-harness: {said}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class CheckpointEvent:
-    """What became of a checkpoint. From the process that writes them, or a worker."""
+    """An event in the life of a checkpoint. The process that writes checkpoints sends it, or a worker."""
 
     event: str
     fields: dict[str, Any]
@@ -57,7 +57,7 @@ class CheckpointEvent:
 
     @staticmethod
     def from_line(line: bytes) -> CheckpointEvent:
-        """Raises Malformed for anything that `to_line` did not write."""
+        """Return the event in a line. Raises Malformed for a line that `to_line` did not write."""
         try:
             return shape.build(CheckpointEvent, decode(line))
         except ValueError as error:

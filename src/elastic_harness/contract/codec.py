@@ -1,6 +1,6 @@
-"""How a message goes over the wire: a class for each message, and one codec for all.
+"""Turns messages into what goes over the wire and back: a class for each message, and one codec for all.
 
-Both ends check a message before they act on it, so that one which is wrong is an error of that message alone.
+Both ends check a message before they act on it. So a wrong message is an error of that message alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Codec:
         return {self._tag: self._names[type(message)], **as_fields(message)}
 
     def unpack(self, data: Message) -> Any:
-        """Return the message that was packed; fields that its class does not have are left out. Raises Malformed."""
+        """Return the message that was packed, without fields that its class does not have. Raises Malformed."""
         name = data.get(self._tag)
         if not isinstance(name, str):
             raise Malformed(f"a message without a {self._tag} ({sorted(data)[:8]})")

@@ -1,4 +1,5 @@
-"""What a command asks an agent on the run's control socket. The answer is a JSON object of its own."""
+"""The requests that a command sends to an agent on the run's control socket. Each answer is a JSON object of its
+own."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from elastic_harness.contract.codec import Codec
 
 @dataclass(frozen=True)
 class GetStatus:
-    """What does the run do?"""
+    """Tell what the run does."""
 
 
 @dataclass(frozen=True)

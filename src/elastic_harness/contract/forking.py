@@ -1,4 +1,4 @@
-"""What the agent, its fork server and the blanks that the server forks say to each other."""
+"""The messages between the agent, its fork server and the blanks that the server forks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class UnsafeModule:
 
 @dataclass(frozen=True)
 class BlankForked:
-    """A blank was forked; the end of its connection comes with this."""
+    """A blank was forked. The agent's end of the connection to it comes with this message."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,15 @@ FROM_FORK_SERVER = Codec({"ready": Preloaded, "unsafe": UnsafeModule, "blank": B
 
 @dataclass(frozen=True)
 class BlankPid:
-    """Which process the blank is."""
+    """The blank's process id."""
 
     pid: int
 
 
 @dataclass(frozen=True)
 class BlankOrder:
-    """What a blank is to become. Its output's descriptor comes with this, then those that `variables` name."""
+    """The worker that a blank has to become. The descriptor for its output comes with this message, and then the
+    descriptors that `variables` name."""
 
     command: tuple[str, ...]
     environment: dict[str, str]

@@ -1,4 +1,4 @@
-"""What agent and worker say to each other. docs/protocol.md lists these messages."""
+"""The messages between agent and worker. docs/protocol.md lists them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LinkTrouble:
 
 @dataclass(frozen=True)
 class SetValue:
-    """A value for the other members of the generation, which find each other through it. In base64."""
+    """A value for the other members of the generation, in base64. Through these values members find each other."""
 
     generation: int
     key: str
@@ -49,7 +49,7 @@ class SetValue:
 
 @dataclass(frozen=True)
 class GetValue:
-    """The worker waits for a value; the agent sends it as soon as it is there."""
+    """The worker waits for a value. The agent sends it as soon as it is there."""
 
     generation: int
     key: str
@@ -57,23 +57,23 @@ class GetValue:
 
 @dataclass(frozen=True)
 class PolicyDecision:
-    """An update policy did not let a step's update through as it was."""
+    """An update policy changed or refused a step's update."""
 
     policy: str
     verdict: Literal["scale", "skip", "halt"]
     reason: str
-    scale: float  # what the gradient was multiplied with; 0: nothing was applied
+    scale: float  # the factor of the gradient; 0: nothing was applied
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def in_words(self, step: int) -> str:
-        """Say it in a line."""
+        """Return the decision as one line."""
         done = f"scaled by {self.scale:g}" if self.verdict == "scale" else "skipped"
         return f"the update of step {step} was {done}: {self.reason}"
 
 
 def decided(decisions: Sequence[PolicyDecision]) -> dict[str, Any]:
-    """Return the fields that event and ledger have of decisions: none without any. `skipped`: why nothing was
-    applied."""
+    """Return the fields about decisions for the event and the ledger; none without decisions. `skipped`: why nothing
+    was applied."""
     skipped = [each.reason for each in decisions if each.verdict != "scale"]
     fields = {"decisions": [as_fields(each) for each in decisions], "skipped": "; ".join(skipped)}
     return {name: value for name, value in fields.items() if value}
@@ -81,7 +81,8 @@ def decided(decisions: Sequence[PolicyDecision]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Commit:
-    """A step was committed. From the first member of each node; one that becomes that repeats the last one."""
+    """A step was committed. The first member of each node sends it. A member that becomes the first repeats the last
+    one."""
 
     lineage: int
     step: int
@@ -93,7 +94,7 @@ class Commit:
     grad_norm: float | None = None
     step_s: float | None = None
     decisions: tuple[PolicyDecision, ...] = ()
-    bad_samples: dict[str, list[int]] = field(default_factory=dict)  # by slot, where the loss is not finite
+    bad_samples: dict[str, list[int]] = field(default_factory=dict)  # by slot, if its loss is not finite
     ledger: dict[str, Any] | None = None
 
     @property
@@ -106,7 +107,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class HandOver:
-    """One side of a hand-over of the whole state, for the ledger. From giver and taker."""
+    """One side of a hand-over of the whole state, for the ledger. Giver and taker both send it."""
 
     ledger: dict[str, Any]
 
@@ -140,7 +141,7 @@ class ScriptError:
 
 @dataclass(frozen=True)
 class UnfitPeer:
-    """The gate refused a peer's canary, or with `samples` what it has read."""
+    """The gate refused a peer's canary or state, or with `samples` the samples that the peer has read."""
 
     member: str
     reason: str
@@ -149,7 +150,7 @@ class UnfitPeer:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """The worker is not in that generation. It has reached the boundary before it, and ends."""
+    """The worker is not in that generation. It has reached the boundary before the generation, and ends."""
 
     generation: int
 
@@ -170,8 +171,8 @@ class LoopLeft:
 
 @dataclass(frozen=True)
 class EndAsked:
-    """A script has called `run.stop`: the run is to end after that step. The agent passes it on, also to workers that
-    come later."""
+    """A script has called `run.stop`: the run has to end after that step. The agent passes the request on, also to
+    workers that come later."""
 
     step: int
     reason: str
@@ -190,7 +191,7 @@ class WeightsNotSaved:
 
 @dataclass(frozen=True)
 class Imported:
-    """What the worker has imported by its first commit, if the fork server wants to know."""
+    """The modules that the worker has imported by its first commit, if the agent wants to know them."""
 
     modules: tuple[str, ...]
 

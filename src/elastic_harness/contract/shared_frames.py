@@ -1,5 +1,5 @@
-"""The shared memory that outlives a node's workers, before anything is in it: who starts the processes makes it, and
-hands its descriptors down, to the writer too."""
+"""The shared memory that outlives a node's workers, before anything is in it. The process that starts the workers
+creates it, and hands its descriptors down to them and to the writer."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import struct
 from collections.abc import Sequence
 
 FRAMES = 2  # snapshots that are kept at once
-LEDGER_AT = 512  # where a snapshot says which attempt waits for the ledger, and the agent that it need not
+LEDGER_AT = 512  # a snapshot says there which attempt waits for the ledger, and the agent that it need not wait
 _WORD = struct.Struct("<Q")
 
 
 def create() -> list[int]:
-    """Descriptors of empty frames, which only processes that are given them inherit."""
+    """Return descriptors of empty frames. Only processes that are given them inherit them."""
     return [os.memfd_create(f"snapshot-{number}", os.MFD_CLOEXEC) for number in range(FRAMES)]
 
 
 def wake_descriptor() -> int:
-    """An eventfd with which anyone wakes the writer."""
+    """Return an eventfd with which any process wakes the writer."""
     return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
 
@@ -31,7 +31,7 @@ def from_text(text: str) -> list[int]:
 
 
 def note_ledger(descriptors: Sequence[int], attempt: int) -> None:
-    """As the agent: say that the ledger has all steps before this snapshot, if it is still here."""
+    """Note, as the agent, that the ledger has all steps before this snapshot, if the snapshot is still here."""
     for descriptor in descriptors:
         waiting = os.pread(descriptor, _WORD.size, LEDGER_AT)
         if waiting == _WORD.pack(attempt):

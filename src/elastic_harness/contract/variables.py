@@ -1,4 +1,4 @@
-"""The names of the environment variables through which a job's processes and its user tell each other something."""
+"""The names of the environment variables through which a job's processes, and its user, pass values on."""
 
 from __future__ import annotations
 

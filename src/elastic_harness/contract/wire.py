@@ -20,7 +20,7 @@ class Closed(ConnectionError):
 
 
 class Malformed(ValueError):
-    """What was received is no message, or not one that its reader can act on."""
+    """The received bytes are no message, or none that its reader can act on."""
 
 
 def encode(message: Message) -> bytes:
@@ -31,7 +31,7 @@ def encode(message: Message) -> bytes:
 
 
 def as_fields(value: Any) -> dict[str, Any]:
-    """Return a dataclass as JSON has it: its fields by name. What these hold stays as it is."""
+    """Return a dataclass as JSON has it: its fields by name. Their values stay as they are."""
     return shape.told(value)
 
 
@@ -44,7 +44,7 @@ def decode(body: bytes) -> Message:
 
 
 def send(sock: socket.socket, message: Message) -> None:
-    """Send one message on a blocking socket; raises `Closed` if the other end is gone."""
+    """Send one message on a blocking socket. Raises `Closed` if the other end is gone."""
     try:
         sock.sendall(encode(message))
     except OSError as error:
@@ -52,21 +52,21 @@ def send(sock: socket.socket, message: Message) -> None:
 
 
 class Decoder:
-    """Cuts received bytes into frames; feed it whatever `recv` returned, and `decode` each frame by itself."""
+    """Cuts received bytes into frames. Feed it all that `recv` returned, and `decode` each frame by itself."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the frames that are complete now. Raises Malformed if a frame is announced that is too long; after
-        that nothing can be made of the stream."""
+        """Return the frames that are complete now. Raises Malformed if a frame that is too long is announced. After
+        that the rest of the stream cannot be read."""
         self._buffer += data
         frames: list[bytes] = []
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > MAX_MESSAGE_BYTES:
                 if frames:
-                    break  # those come first; the next call says what is wrong
+                    break  # return these first; the next call raises
                 raise Malformed(f"the announcement of {length} bytes in one message; the limit is {MAX_MESSAGE_BYTES}")
             if len(self._buffer) < _LENGTH.size + length:
                 break
@@ -87,8 +87,8 @@ class Channel:
         send(self.sock, message)
 
     def receive(self) -> Message:
-        """The next message; blocks until there is one. Raises `Closed` at the end of the stream, `Malformed` for what
-        is no message."""
+        """Return the next message; block until there is one. Raises `Closed` at the end of the stream, and `Malformed`
+        for bytes that are no message."""
         while not self._frames:
             try:
                 data = self.sock.recv(1 << 16)
