@@ -5,7 +5,7 @@
     ResumableDataset   samples in an order that survives restarts  Mixture      several data sets in proportions
     CheckpointManager  the same checkpoints for any script         HarnessError what is raised on purpose
 
-Importing this package is cheap: whatever needs torch is loaded when it is first used.
+Importing this package is cheap: everything that needs torch is loaded when it is first used.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Never shows a traceback for an error that we raise on purpose."""
+    """Run one command, and return its exit code. Never show a traceback for an error that we raise on purpose."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in COMMANDS:
         module, function, _ = COMMANDS[arguments[0]]

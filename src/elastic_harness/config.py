@@ -1,8 +1,9 @@
-"""The settings that the harness itself reads: typed, checked where they are built, each default written exactly once.
+"""The settings that the harness itself reads. They are typed and checked when they are built; each default stands here
+once.
 
-A file or a ``section.key=value`` override may only name keys that exist here; whatever is wrong is a
-``ConfigError`` that names the key, its value, what is required and what to do. Units come last in names.
-This module imports neither torch nor numpy: the command line and the agent use it.
+A file or a ``section.key=value`` override may only name keys that exist here. Everything else, and every wrong value,
+raises a ``ConfigError`` that names the key, its value, what is required and what to do. Units come last in names. This
+module imports neither torch nor numpy, because the command line and the agent use it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ConfigT = TypeVar("ConfigT", bound="Config")
 
 @dataclass(frozen=True)
 class TrainingConfig(Section):
-    """What one optimizer step is, and how many there are."""
+    """The size of one optimizer step, and how many steps there are."""
 
     section: ClassVar[str] = "training"
 
@@ -94,13 +95,14 @@ class ElasticConfig(Section):
 
 @dataclass(frozen=True)
 class CheckpointConfig(Section):
-    """When state is copied to shared memory, written to disk and uploaded; how much of it stays; what a failure means.
+    """When state is copied to shared memory, written to disk and uploaded, how much of it stays, and what a failure
+    means.
 
-    Intervals are in steps; 0: never, except at the end. "auto" keeps a tier where saving costs as much as it saves,
-    from its measured cost and the time between failures, between `interval_min_s` and `interval_max_s`.
+    Intervals are in steps; 0: never, except at the end. With "auto" a tier saves as often as is worth its cost. The
+    interval follows from the measured cost and the time between failures, within `interval_min_s` and `interval_max_s`.
 
-    `peer_copies` and `node_name` are for `CheckpointManager` in a process group on several nodes: what each rank has in
-    memory is copied to so many other nodes, which costs as much memory there again; see docs/checkpoints.md.
+    `peer_copies` and `node_name` are for `CheckpointManager` in a process group on several nodes. There each rank's
+    snapshots in memory are copied to so many other nodes. Each copy costs as much memory again: docs/checkpoints.md.
     """
 
     section: ClassVar[str] = "checkpoint"
@@ -144,13 +146,13 @@ class CheckpointConfig(Section):
 
     @property
     def upload_url(self) -> str | None:
-        """Where checkpoints are uploaded to; a bare name is a bucket in S3."""
+        """The URL that checkpoints are uploaded to. A bare name is a bucket in S3."""
         return self.s3_bucket if self.s3_bucket is None or "://" in self.s3_bucket else f"s3://{self.s3_bucket}"
 
 
 @dataclass(frozen=True)
 class Config(Section):
-    """All that the harness itself needs to know; enough for a script with its own model and data.
+    """All settings of the harness itself. They are enough for a script with its own model and data.
 
     A program with settings of its own may hold them in sections of a subclass; `config.yaml` records them too.
     """
@@ -174,30 +176,30 @@ class Config(Section):
         return self.training.lanes or min(self.slots, 8 * self.elastic.max_workers)
 
     def unread(self) -> list[str]:
-        """Return what is set here and has no effect in a loop of one's own, each with what to do there instead."""
+        """Return the settings that have no effect in a loop of one's own, each with what to do there instead."""
         return []
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what the bits of a step depend on and `start` cannot see: entries of the run's fingerprint, as plain
-        values."""
+        """Return entries of the run's fingerprint, as plain values: what the bits of a step depend on, but `start`
+        cannot see."""
         return {}
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole configuration as plain values that YAML and JSON can hold."""
+        """Return the whole configuration as plain values that YAML and JSON can hold."""
         return plain(dataclasses.asdict(self))
 
     def to_yaml(self) -> str:
-        """The whole configuration as YAML; ``load_config`` reads back an equal one."""
+        """Return the whole configuration as YAML. ``load_config`` reads back an equal one."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     @classmethod
     def from_dict(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-        """The configuration that these plain values describe; what they leave out has its default."""
+        """Return the configuration that these plain values describe. A setting that they leave out has its default."""
         return build(cls, values, "")
 
 
 def load_config(cls: type[ConfigT], path: str | Path | None, overrides: Sequence[str] = ()) -> ConfigT:
-    """The configuration of class ``cls`` from a YAML file (or none) and ``section.key=value`` overrides.
+    """Return the configuration of class ``cls`` from a YAML file (or none) and ``section.key=value`` overrides.
 
     Later overrides win over earlier ones and over the file. Raises ConfigError for anything that is wrong.
     """

@@ -1,4 +1,4 @@
-"""Settings from a YAML file and ``section.key=value`` overrides; every key must be a field of its section."""
+"""Settings from a YAML file and ``section.key=value`` overrides. Every key must be a field of its section."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def _unknown(prefix: str, name: str, values: Mapping[str, Any], allowed: Sequence[str]) -> ConfigError:
-    """The error for a key that is no field of its section; `values` holds all such keys."""
+    """Return the error for a key that is no field of its section. `values` holds all such keys."""
     if trainers := own_loop.refusals(prefix, values):
         return ConfigError(" ".join(trainers))
     key = f"{prefix}{name}"
@@ -27,8 +27,8 @@ def _unknown(prefix: str, name: str, values: Mapping[str, Any], allowed: Sequenc
 
 
 def check_keys(cls: type[Any], values: Any, prefix: str) -> None:
-    """Raises ConfigError for the first key that is no field of its section, with the closest one that is, or for all
-    keys that are the built-in trainer's."""
+    """Raise ConfigError for the first key that is no field of its section, with the closest field; or for all keys that
+    are the built-in trainer's."""
     if not isinstance(values, Mapping):
         name = prefix.rstrip(".") or "the configuration"
         raise ConfigError(f"{name} is {values!r}, but must be a mapping of keys to values.")
@@ -43,7 +43,7 @@ def check_keys(cls: type[Any], values: Any, prefix: str) -> None:
 
 
 def build(cls: type[SectionT], values: Mapping[str, Any], prefix: str) -> SectionT:
-    """The section that these values describe; what they leave out has its default."""
+    """Return the section that these values describe. A setting that they leave out has its default."""
     check_keys(cls, values, prefix)
     arguments: dict[str, Any] = {}
     for name, hint in field_types(cls).items():
@@ -58,7 +58,7 @@ def build(cls: type[SectionT], values: Mapping[str, Any], prefix: str) -> Sectio
 
 
 def apply_override(cls: type[Any], values: dict[str, Any], override: str) -> None:
-    """Sets one ``section.key=value`` in ``values``, the value read as YAML."""
+    """Set one ``section.key=value`` in ``values``. The value is read as YAML."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(
@@ -83,7 +83,7 @@ def apply_override(cls: type[Any], values: dict[str, Any], override: str) -> Non
 
 
 def _nested(key: str, text: str) -> dict[str, Any]:
-    """The mapping in which a file would hold one setting."""
+    """Return the mapping in which a file would hold one setting."""
     name, _, rest = key.partition(".")
     return {name: {rest: text} if rest else text}
 
@@ -100,7 +100,7 @@ def _override_value(key: str, text: str, hint: Any) -> Any:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that is written twice, where YAML would quietly take the last."""
+    """Refuses a key that is written twice. YAML would quietly take the last."""
 
 
 def _construct_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -120,7 +120,7 @@ _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _c
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; an empty file holds an empty one."""
+    """Return the mapping in a YAML file. An empty file holds an empty one."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:

@@ -1,8 +1,8 @@
 """Files that a crash leaves old or new, never half of each.
 
-A file is written under a temporary name and synced; it gets its name, and the folder is synced. So a reader finds
-what was there before or what was to be there, also after the writer was killed between any two system calls, on a
-full disk, and after a power cut.
+A file is written under a temporary name and synced. Then it gets its name, and the folder is synced. So a reader finds
+either the old file or the new one: also after the writer was killed between any two system calls, on a full disk, and
+after a power cut.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from elastic_harness.errors import InfrastructureError
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary name; the file that is written there becomes `path` when the block ends. If the block raises,
-    `path` is as it was and the temporary file is gone. A folder will do too where `path` is not there yet. Raises
+    """Yield a temporary name. The file that is written there becomes `path` when the block ends. If the block raises,
+    `path` is as it was and the temporary file is gone. It may be a folder too, if `path` does not exist yet. Raises
     OSError."""
     with _beside(path) as temporary:
         yield temporary
@@ -30,7 +30,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def making(path: Path) -> Iterator[Path]:
-    """As `replacing`, but a file that another process has made meanwhile stays. Raises OSError."""
+    """Do as `replacing`, but keep a file that is there already, perhaps made by another process. Raises OSError."""
     with _beside(path) as temporary:
         yield temporary
         sync(temporary)
@@ -41,7 +41,7 @@ def making(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """A temporary name, which is gone afterwards."""
+    """Yield a temporary name, and remove afterwards what is still there."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
     try:
         yield temporary
@@ -60,22 +60,22 @@ def write(path: Path, content: bytes) -> None:
 
 
 def rename(temporary: Path, path: Path) -> None:
-    """Give a file that is complete its name, durably. Raises OSError."""
+    """Give a complete file its name, durably. Raises OSError."""
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what writers of `path` that were killed have left beside it. For its only writer: a second one would lose
-    the file that it is writing, and fail."""
+    """Remove the temporary files that killed writers of `path` have left beside it. Only its single writer may call
+    this: a second writer would lose the file that it is writing, and fail."""
     for leftover in path.parent.glob(f".{path.name}.*.tmp"):
         with contextlib.suppress(OSError):
             leftover.unlink()
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to disk. A file system that cannot sync folders is taken as it is."""
+    """Bring a file, or the names in a folder, to disk. If the file system cannot sync folders, go on without."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -87,7 +87,7 @@ def sync(path: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> InfrastructureError:
-    """What a disk that refuses means for a run, in words."""
+    """Return the error for a write that the disk refuses, with what it means for a run."""
     return InfrastructureError(
         f"cannot write {path}: {error.strerror or error}; free space or make the folder writable, then start again "
         "with the same run folder to resume"

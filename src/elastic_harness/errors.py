@@ -1,4 +1,4 @@
-"""Exceptions, grouped by what the caller does about them, and the exit codes they map to.
+"""Exceptions, grouped by what the caller does about them, and their exit codes.
 
 HarnessError
 ├── ConfigError            fix the configuration            exit 2
@@ -27,13 +27,13 @@ EXIT_TERMINATED = 143
 
 
 class HarnessError(Exception):
-    """Base of everything this package raises on purpose."""
+    """The base of all errors that this package raises on purpose."""
 
     exit_code = EXIT_INFRASTRUCTURE
 
 
 class ConfigError(HarnessError):
-    """The configuration or the command line is wrong; the message names the key, the value and what is allowed."""
+    """The configuration or the command line is wrong. The message names the key, the value and what is allowed."""
 
     exit_code = EXIT_CONFIG
 
@@ -45,11 +45,11 @@ class UserCodeError(HarnessError):
 
 
 class Diverged(UserCodeError):
-    """Training does not get on: the updates of many steps in a row were not finite."""
+    """Training makes no progress: the updates of many steps in a row were not finite."""
 
 
 class InfrastructureError(HarnessError):
-    """The machine, the disk or the network failed in a way the harness could not work around."""
+    """The machine, the disk or the network failed, and the harness could not work around it."""
 
     exit_code = EXIT_INFRASTRUCTURE
 
@@ -59,18 +59,18 @@ class CheckpointCorrupt(InfrastructureError):
 
 
 class Inconsistent(InfrastructureError):
-    """What must hold whatever fails does not: a bug of ours, or memory that changed. Going on could train on wrong
-    numbers, so nobody does. It is no `assert`, which PYTHONOPTIMIZE would take out."""
+    """An invariant is broken that must hold whatever fails: by a bug of ours, or by memory that changed. To go on could
+    mean to train on wrong numbers, so the run stops. This is no `assert`, because PYTHONOPTIMIZE would remove it."""
 
 
 class Recoverable(HarnessError):
-    """Raised and caught inside the training loop; leads to a recovery."""
+    """Is raised and caught inside the training loop, and leads to a recovery."""
 
 
 class PeerFailed(Recoverable):
-    """A collective broke: a peer died, the gate refused the step, or this worker broke the group because of newer news.
-    `peers` are the members it was waiting for, as far as known. A transport knows their `ranks`;
-    whoever knows the members calls `name`."""
+    """A collective broke: a peer died, the gate refused the step, or this worker broke the group because it heard of a
+    newer generation. `peers` are the members that it was waiting for, as far as known. A transport knows only their
+    `ranks`. Code that knows the members calls `name`."""
 
     def __init__(self, message: str, peers: tuple[str, ...] = (), ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -78,13 +78,13 @@ class PeerFailed(Recoverable):
         self.ranks = ranks
 
     def name(self, members: Sequence[str]) -> None:
-        """Fill in `peers`."""
+        """Fill in `peers` from `ranks`."""
         self.peers = self.peers or tuple(members[rank] for rank in self.ranks)
 
 
 class Unreachable(PeerFailed):
-    """The kernel itself says so: no packet comes from these ranks, which need not have done anything wrong. `ways`: for
-    each of them its address, and how it shows."""
+    """No packet comes from these ranks, as the kernel says. The ranks need not have done anything wrong. `ways`: for
+    each rank its address, and how the kernel shows it."""
 
     def __init__(self, ways: Mapping[int, str]) -> None:
         told = ", ".join(f"rank {rank} at {way}" for rank, way in sorted(ways.items()))
@@ -93,4 +93,4 @@ class Unreachable(PeerFailed):
 
 
 class GenerationChanged(Recoverable):
-    """A newer generation was announced; whatever belongs to the old one is void."""
+    """A newer generation was announced. Everything that belongs to the old one is void."""

@@ -2,9 +2,10 @@
 
     ELASTIC_HARNESS_FAILPOINTS="apply.optimizer member=w1-1 step=3 kill; recovery.reported member=w2-1 hit=2 stop"
 
-Each rule: a name, conditions (`member=`, `step=`, `hit=` the how-manieth time the place is passed with the other
-conditions met, 1 by default), and what happens: `kill` (SIGKILL), `stop` (SIGSTOP), `raise`, or `pause:SECONDS`.
-Rules of a member id that is not this worker's are ignored, so a restarted worker (a new member) does not fail again.
+Each rule has the name of a place, conditions and an action. The conditions are `member=`, `step=` and `hit=N`: act the
+N-th time that the place is reached with the other conditions met (default 1). The actions are `kill` (SIGKILL), `stop`
+(SIGSTOP), `raise` and `pause:SECONDS`. A worker ignores rules with another member's id. So a restarted worker, which is
+a new member, does not fail again.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ PLACES = (
 
 
 class InjectedError(RuntimeError):
-    """What the `raise` action raises."""
+    """The error of the `raise` action."""
 
 
 @dataclass
@@ -98,7 +99,8 @@ _RULES: list[_Rule] = []
 
 
 def arm() -> None:
-    """Take the rules of this member from the environment: at import, and again where that has become another's."""
+    """Take the rules of this member from the environment: at import, and again when a forked process has taken the
+    environment of a worker."""
     member = os.environ.get(MEMBER, "")
     _RULES[:] = [r for r in _parse(os.environ.get(FAILPOINTS, "")) if r.member in (None, member)]
 

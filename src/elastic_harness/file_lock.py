@@ -1,4 +1,4 @@
-"""A folder that belongs to one job at a time: a lock file that says who holds it, and never outlives its holders."""
+"""A folder that belongs to one job at a time. A lock file names the holder, and the lock never outlives its holders."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from elastic_harness.errors import ConfigError, InfrastructureError
 
 
 def take(path: Path, busy: str, wait_s: float = 60.0) -> int:
-    """Lock a file, made with its folder if it is not there; returns the lock's descriptor. The lock is held as long as
-    any process keeps the descriptor open. A holder whose first process has ended is about to let go: it is waited for,
-    up to `wait_s`. Raises ConfigError with `busy` (in which {holder} stands for the process) if somebody else has it,
+    """Lock a file, and return the lock's descriptor. The file and its folder are created if they are missing. The lock
+    is held as long as any process keeps the descriptor open. If the process that took the lock has ended, the others
+    are about to let go, and this call waits for them up to `wait_s`.
+
+    Raises ConfigError with the text `busy` ({holder} in it stands for the process id) if another job has the lock, and
     InfrastructureError if the file cannot be used."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

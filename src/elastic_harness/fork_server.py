@@ -1,11 +1,12 @@
-"""A process that has imported torch and what else the workers import, and forks them: a worker starts in milliseconds.
+"""The fork server: a process that has imported torch, and all else that workers import. Workers that it forks start in
+milliseconds.
 
-It runs no code of the user's, has one thread, no connection but the one to its agent, no open device and no random
-numbers drawn. What it forks is a *blank*: a child that waits for its orders. The child that forks it ends at once, so
-the blank becomes the agent's own child: it is watched, reaped and ended like any other. On its order a blank takes the
-environment, descriptors and command line of a worker and becomes it.
+The server runs no code of the user's. It has one thread, no connection but the one to its agent and no open device, and
+it has drawn no random numbers. It forks *blanks*: children that wait for their orders. A child between server and blank
+ends at once, so the blank becomes the agent's own child. The agent watches, reaps and ends it like any other. When its
+order comes, a blank takes the environment, descriptors and command line of a worker, and becomes that worker.
 
-`contract/forking.py` has what agent, server and blanks say to each other.
+`contract/forking.py` has the messages between agent, server and blanks.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ from elastic_harness.contract.forking import (
     UnsafeModule,
 )
 
-PARENT_PATIENCE_S = 5.0
-DESCRIPTORS_MAX = 64
+PARENT_PATIENCE_S = 5.0  # a blank ends if it is not the agent's child after so long
+DESCRIPTORS_MAX = 64  # in one message to a blank
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m elastic_harness.fork_server", description=__doc__)
     parser.add_argument("--control", type=int, required=True, help="the descriptor of the connection to the agent")
     given = parser.parse_args()
-    sys.path.pop(0)  # the folder this was started in: whose it is depends on the command of the worker
-    gc.disable()  # while it imports, which makes no garbage worth looking for
+    sys.path.pop(0)  # the folder in which the server was started; a worker's command decides which folder belongs there
+    gc.disable()  # while the server imports: that makes hardly any garbage
     become(*serve(socket.socket(fileno=given.control), os.getppid()))
 
 
@@ -63,8 +64,8 @@ def main() -> None:
 
 
 def serve(control: socket.socket, agent_pid: int) -> tuple[BlankOrder, list[int]]:
-    """Import and fork as the agent says, until it closes the connection. Returns in a blank that got its order, with
-    that and its descriptors."""
+    """Import and fork as the agent says, until the agent closes the connection; then the process ends. The function
+    returns only in a blank that got its order, with the order and its descriptors."""
     channel = wire.Channel(control)
     while True:
         try:
@@ -76,8 +77,8 @@ def serve(control: socket.socket, agent_pid: int) -> tuple[BlankOrder, list[int]
                 unsafe = preload(modules)
                 if unsafe is not None:
                     channel.send(FROM_FORK_SERVER.pack(unsafe))
-                    os._exit(0)  # what it has started cannot be undone
-                gc.freeze()  # so that a collection in a child does not touch, and thereby copy, what is shared
+                    os._exit(0)  # what the import has started cannot be undone
+                gc.freeze()  # a collection in a child then does not touch the shared memory, which would copy it
                 channel.send(FROM_FORK_SERVER.pack(Preloaded(loaded_files())))
             case Fork(count):
                 for done in range(count):
@@ -91,8 +92,8 @@ def serve(control: socket.socket, agent_pid: int) -> tuple[BlankOrder, list[int]
 
 
 def preload(modules: Iterable[str]) -> UnsafeModule | None:
-    """Import these; one that cannot be imported is left to whoever needs it. Returns the first that leaves something
-    behind that a forked process must not inherit, and what that is."""
+    """Import these modules. A module that cannot be imported is left to the worker that needs it. Return the first
+    module that leaves something behind which a forked process must not inherit, and what that is."""
     for name in modules:
         if name in sys.modules:
             continue
@@ -106,9 +107,8 @@ def preload(modules: Iterable[str]) -> UnsafeModule | None:
 
 
 def fork_blank(control: socket.socket, agent_pid: int) -> tuple[BlankOrder, list[int]] | None:
-    """Fork a blank that is the agent's child, and tell the agent. Returns None here, and in the blank what
-    `wait_for_order` does.
-    Raises OSError, here alone, if there is no room for another process."""
+    """Fork a blank that is the agent's child, and tell the agent. Return None in the server, and in the blank the
+    result of `wait_for_order`. Raises OSError, in the server alone, if there is no room for another process."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with mine, theirs:
         if not _fork_orphan():
@@ -121,7 +121,8 @@ def fork_blank(control: socket.socket, agent_pid: int) -> tuple[BlankOrder, list
 
 
 def _fork_orphan() -> bool:
-    """Fork a process whose parent has ended; whether this is it. Raises OSError, in the old process alone."""
+    """Fork a process whose parent ends at once. Return True in that process, False in the old one. Raises OSError, in
+    the old process alone."""
     sys.stdout.flush()
     sys.stderr.flush()
     between = os.fork()
@@ -142,7 +143,7 @@ def _fork_orphan() -> bool:
 
 
 def _become_child_of(agent_pid: int) -> None:
-    """Wait until the one in between is gone, and die with the agent from then on."""
+    """Wait until the process in between is gone. From then on, die with the agent."""
     give_up_at = time.monotonic() + PARENT_PATIENCE_S
     while os.getppid() != agent_pid:
         if time.monotonic() > give_up_at:
@@ -153,8 +154,8 @@ def _become_child_of(agent_pid: int) -> None:
 
 
 def wait_for_order(agent: socket.socket) -> tuple[BlankOrder, list[int]]:
-    """Say which process this is, and block until its order and the descriptors come. The process ends if the agent goes
-    away instead."""
+    """Tell the agent this process's id, and block until its order and the descriptors come. The process ends if the
+    agent goes away instead."""
     try:
         wire.send(agent, BLANK.pack(BlankPid(os.getpid())))
         decoder = wire.Decoder()
@@ -173,7 +174,8 @@ def wait_for_order(agent: socket.socket) -> tuple[BlankOrder, list[int]]:
 
 
 def become(order: BlankOrder, given: Sequence[int]) -> None:
-    """Be the worker that was ordered: its output, environment and priority, then its program, as `python` runs it."""
+    """Become the worker that was ordered: take its output, environment and priority, then run its program as `python`
+    does."""
     output, *descriptors = given
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -189,14 +191,14 @@ def become(order: BlankOrder, given: Sequence[int]) -> None:
         os.environ[name] = ",".join(str(descriptors[index]) for index in indexes)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed()  # from the system, as at its import; the standard library does so by itself
+        numpy.random.seed()  # from the system, as at its import; Python's own generator does so by itself
     failpoints.arm()
     gc.enable()
     run_program(order.command)
 
 
 def run_program(command: Sequence[str]) -> None:
-    """Run `python …` in this process. An error is shown as Python would, without the frames of this module."""
+    """Run `python …` in this process. Show an error as Python does, without the frames of this module."""
     _, *arguments = command
     sys.orig_argv = list(command)
     safe = getattr(sys.flags, "safe_path", False)
@@ -242,7 +244,7 @@ def _run_script(path: str, safe: bool) -> None:
 
 
 def _traces() -> dict[str, Any]:
-    """What a forked process would inherit besides memory."""
+    """Return what a forked process would inherit besides memory."""
     return {
         "threads": set(os.listdir("/proc/self/task")),
         "descriptors": _descriptors(),
@@ -252,7 +254,7 @@ def _traces() -> dict[str, Any]:
 
 
 def _left_behind(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """What an import has started, opened or drawn that must not be shared; "" if nothing."""
+    """Return what an import has started, opened or drawn that must not be shared; "" if nothing."""
     threads = len(after["threads"] - before["threads"])
     if threads:
         return f"it starts {threads} thread{'s' * (threads > 1)}"
@@ -278,7 +280,7 @@ def _must_not_be_shared(what: str) -> bool:
 
 
 def _random_states() -> dict[str, Any]:
-    """The states of the generators that exist by now."""
+    """Return the states of the random generators that exist by now."""
     states: dict[str, Any] = {"random": hash(random.getstate())}
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and hasattr(numpy, "random"):
@@ -290,8 +292,8 @@ def _random_states() -> dict[str, Any]:
 
 
 def loaded_files() -> tuple[tuple[str, int, int], ...]:
-    """The files whose change makes this process stale: every one outside of the standard library and installed
-    packages, and of each installed package the one that its import begins with."""
+    """Return the files whose change makes this process stale: all that it has imported from outside of the standard
+    library and of installed packages, and from each installed package the file with which its import begins."""
     paths = sysconfig.get_paths()
     standard, installed = (paths["stdlib"], paths["platstdlib"]), (paths["purelib"], paths["platlib"])
     found = {}

@@ -20,9 +20,10 @@ def launch(command: Sequence[str | Path], **options: object) -> int:
     """Run a job to its end, and return its exit code.
 
     command: a script, or "-m" and a module, with its arguments. options: those of `elastic-harness launch`, with "_" in
-    place of "-", as in launch(["train.py", "--lr", "0.1"], nproc_per_node=2, run_dir="runs/a", fresh=True). The job is
-    in processes of its own: nothing of it is in this one, not even a signal handler. KeyboardInterrupt stops it at the
-    next step boundary, a second one at once; it does not outlive this process. Raises ConfigError for wrong options.
+    place of "-", as in launch(["train.py", "--lr", "0.1"], nproc_per_node=2, run_dir="runs/a", fresh=True). The job
+    runs in processes of its own. Nothing of it is in this process, not even a signal handler. KeyboardInterrupt stops
+    the job at the next step boundary, and a second one stops it at once. The job does not outlive this process. Raises
+    ConfigError for wrong options.
     """
     arguments = [*_spelled(options), *map(str, command)]
     said = io.StringIO()
@@ -45,7 +46,7 @@ def launch(command: Sequence[str | Path], **options: object) -> int:
 
 
 def _spelled(options: dict[str, object]) -> list[str]:
-    """The options as on a command line; what is False or None is left out."""
+    """Return the options as on a command line, without those that are False or None."""
     words = []
     for name, value in options.items():
         if value is not None and value is not False:

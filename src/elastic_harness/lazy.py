@@ -9,7 +9,7 @@ from typing import Any
 
 
 def attach(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's `__getattr__` and `__dir__`: `homes` gives the module in which each name is."""
+    """Return a package's `__getattr__` and `__dir__`. `homes` gives the module in which each name is."""
 
     def get(name: str) -> Any:
         if name not in homes:

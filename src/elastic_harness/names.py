@@ -1,4 +1,4 @@
-"""Names that become a folder, a key in a store, or a part of a URL: one rule for all of them."""
+"""One rule for all names that become a folder, a key in a store, or a part of a URL."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ RULE = "letters, digits, '.', '_' and '-', at most 101 of them, the first a lett
 
 
 def check_name(what: str, name: str | None, why: str = "") -> str:
-    """Return the name. Raises ConfigError if it could lead elsewhere than into its own folder."""
+    """Return the name. Raises ConfigError if it breaks the rule, so that no name leads out of its own folder."""
     if name is None or not NAME.fullmatch(name):
         raise ConfigError(f"{what} is {name!r}; {why}it must be of {RULE}")
     return name
 
 
 def integer_variable(name: str, default: int | None = None) -> int:
-    """Return what an environment variable says. Raises ConfigError for what is no whole number."""
+    """Return the number in an environment variable. Raises ConfigError if the text is no whole number."""
     text = os.environ.get(name, "" if default is None else str(default))
     try:
         return int(text)

@@ -1,4 +1,4 @@
-"""A folder in object storage or behind HTTP, through obstore: what our own parts need of it, with our own errors."""
+"""A folder in object storage or behind HTTP, through obstore: the calls that our parts need, with our own errors."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class NotThere(ConfigError):
 
 
 class ObjectStore:
-    """The objects below a URL. Credentials are those of the usual environment variables. Every call blocks; it raises
-    NotThere for what is not there, ConfigError for what is not allowed, InfrastructureError if the storage does not
-    answer."""
+    """The objects below a URL. Credentials are those of the usual environment variables. Every call blocks. It raises
+    NotThere if the object does not exist, ConfigError if the credentials are not enough, and InfrastructureError if
+    the storage does not answer."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -48,12 +48,12 @@ class ObjectStore:
         return int(self._ask(name, lambda: self._obstore.head(self._store, name))["size"])
 
     def read(self, name: str, low: int, high: int) -> bytes:
-        """The bytes from low to high of one object."""
+        """Return the bytes from low to high of one object."""
         return bytes(self.view(name, low, high))
 
     def view(self, name: str, low: int, high: int) -> memoryview:
-        """The same, without a copy."""
-        if low == high:  # which storages refuse: a range has a first byte
+        """Return the same bytes, without a copy."""
+        if low == high:  # storages refuse an empty range
             return memoryview(b"")
         content = memoryview(self._ask(name, lambda: self._obstore.get_range(self._store, name, start=low, end=high)))
         if len(content) != high - low:
@@ -63,21 +63,21 @@ class ObjectStore:
         return content
 
     def put_file(self, name: str, path: Path, mbps_max: float = 0.0) -> None:
-        """Upload a file, in parts if it is large; an object of that name is replaced. `mbps_max`: megabits per second
-        at most, 0: no limit."""
+        """Upload a file, in parts if it is large. An object of that name is replaced. `mbps_max`: megabits per second
+        at most; 0: no limit."""
         self._ask(name, lambda: self._obstore.put(self._store, name, _paced(path, mbps_max) if mbps_max else path))
 
     def put(self, name: str, content: bytes) -> None:
-        """Upload a small object; one of that name is replaced."""
+        """Upload a small object. An object of that name is replaced."""
         self._ask(name, lambda: self._obstore.put(self._store, name, content, use_multipart=False))
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects; those that are not there are no error."""
+        """Remove objects. Objects that do not exist are no error."""
         if names:
             self._ask(names[0], lambda: self._obstore.delete(self._store, list(names)))
 
     def create(self, name: str, content: bytes) -> bool:
-        """Upload an object that must not exist yet; False if it does."""
+        """Upload an object that must not exist yet. Return False if it does."""
         exists = self._obstore.exceptions.AlreadyExistsError
 
         def put() -> bool:
@@ -90,11 +90,12 @@ class ObjectStore:
         return bool(self._ask(name, put))
 
     def names(self) -> list[str]:
-        """All objects below the URL."""
+        """Return the names of all objects below the URL."""
         return self._ask("", lambda: [str(entry["path"]) for page in self._obstore.list(self._store) for entry in page])
 
     def _ask(self, name: str, request: Callable[[], Any]) -> Any:
-        """The answer. obstore tries again if the storage refuses, but not if it breaks off: that is done here."""
+        """Return the answer to a request. obstore tries again if the storage refuses. If the storage breaks off, this
+        function tries again."""
         errors, where = self._obstore.exceptions, f"{self.url}/{name}"
         for pause_s in PAUSES_S:
             time.sleep(pause_s)
@@ -113,7 +114,7 @@ class ObjectStore:
 
 
 def _paced(path: Path, mbps_max: float) -> Iterator[bytes]:
-    """A file's content in pieces, as fast as is allowed."""
+    """Yield a file's content in pieces, as fast as is allowed."""
     begun, sent = time.monotonic(), 0
     with path.open("rb") as file:
         while piece := file.read(PIECE_BYTES):

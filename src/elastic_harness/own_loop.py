@@ -1,4 +1,4 @@
-"""The settings that only the built-in trainer reads, and what a loop of one's own does instead."""
+"""The settings that only the built-in trainer reads, and what to do instead in a loop of one's own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OLD, _NEW = "training.", "trainer."
 
 
 def refusal(key: str, value: object) -> str:
-    """Return that only the built-in trainer reads this setting, and what to do in a loop of one's own."""
+    """Return a sentence: only the built-in trainer reads this setting, and what to do in a loop of one's own."""
     place = _moved(key)
     section = place.partition(".")[0]
     reads = "reads it" if place == key else f"reads it, as {place}"
@@ -37,7 +37,7 @@ def refusal(key: str, value: object) -> str:
 
 
 def refusals(prefix: str, values: Mapping[str, Any]) -> list[str]:
-    """Return a refusal for each setting among these keys, unknown in the section `prefix`, that is the trainer's."""
+    """Return a refusal for each of these keys that is the trainer's. The section `prefix` does not know them."""
     found: list[str] = []
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -63,6 +63,6 @@ def moved_override(word: str) -> str:
 
 
 def _moved(key: str) -> str:
-    """Return where a setting is that once was in another section, else the key itself."""
+    """Return the new key of a setting that once was in another section, else the key itself."""
     place = _NEW + key.removeprefix(_OLD)
     return place if key.startswith(_OLD) and place in INSTEAD else key

@@ -1,9 +1,9 @@
-"""Decisions about a run that are yours: what becomes of a step's update.
+"""Decisions about a run that are yours: whether and how a step's update is applied.
 
-An update policy sees the facts of a step before its update is applied, the same facts on all workers, and says what
-shall be done: apply it, apply a part of it, skip it, or end the run. It is a pure function of its own state and these
-facts, so all workers come to the same, also one that replays the step after a failure. The harness keeps the state: it
-is part of the training state, so checkpoints hold it and workers that join receive it.
+An update policy sees the facts of a step before its update is applied. They are the same on all workers. The policy
+says what to do: apply the update, apply it scaled, skip it, or end the run. A policy is a pure function of its own
+state and these facts. So all workers decide the same, also a worker that replays the step after a failure. The harness
+keeps the policy's state as a part of the training state, so checkpoints hold it and workers that join receive it.
 
     @dataclass(frozen=True)
     class HalveSpikes:
@@ -34,22 +34,22 @@ from typing import Any, Protocol
 from elastic_harness.errors import UserCodeError
 
 State = dict[str, Any]
-"""Of a policy: names and plain values (numbers, texts, None, lists, tuples, dicts). Never changed in place."""
+"""A policy's state: names and plain values (numbers, texts, None, lists, tuples, dicts). Never changed in place."""
 
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What is known of a step before its update is applied: the same to the bit on all workers."""
+    """The facts about a step before its update is applied. They are the same to the bit on all workers."""
 
     step: int
     loss: float  # mean over the step's target tokens
-    grad_norm: float  # of the mean gradient, before clipping; may be infinite where `scaler_skips`
+    grad_norm: float  # of the mean gradient, before clipping; may be infinite if `scaler_skips`
     lr: float  # of the first parameter group
     slot_losses: tuple[float, ...]  # (N,) mean loss of each slot; 0 where its weight is
     slot_weights: tuple[float, ...]  # (N,) 1: a full micro-batch
     finite: bool = True  # whether the gradient can be applied
     scaler_skips: bool = False  # a GradScaler sees the infinity, skips the update by itself and lowers its scale
-    bad_buffers: tuple[str, ...] = ()  # that would become non-finite where they are finite
+    bad_buffers: tuple[str, ...] = ()  # finite buffers that the step would make non-finite
 
     @property
     def bad_slots(self) -> tuple[int, ...]:
@@ -87,7 +87,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Halt:
-    """Skip the update, and end the job after this step: it fails with this reason."""
+    """Skip the update, and end the job after this step. The job fails with this reason."""
 
     reason: str
     evidence: Mapping[str, Any] = field(default_factory=dict)
@@ -100,9 +100,9 @@ Verdict = Apply | Skip | Halt
 
 
 class UpdatePolicy(Protocol):
-    """A frozen dataclass whose fields are its settings. Give `start(policies=[…])` those of your own; the same on all
-    workers. Policies are asked in the order in which they are given, after the harness's own (`nonfinite`). The first
-    that skips or halts decides, and the others are not asked about that step; scales are multiplied."""
+    """A frozen dataclass whose fields are its settings. Give your policies to `start(policies=[…])`, the same on all
+    workers. The harness asks its own policy (`nonfinite`) first, then yours in the given order. The first policy that
+    skips or halts decides, and the others are not asked about that step. Scales are multiplied."""
 
     @property
     def name(self) -> str:
@@ -112,8 +112,8 @@ class UpdatePolicy(Protocol):
         """Return the state before step 0."""
 
     def before_apply(self, state: State, facts: StepFacts) -> tuple[State, Verdict]:
-        """Decide about a step: return the state after it, and what shall be done. Pure: no clock, no random numbers, no
-        rank, nothing that is kept elsewhere. It is called twice for each step, which notices some of that."""
+        """Decide about a step. Return the state after it, and what to do. Pure: no clock, no random numbers, no rank,
+        nothing that is kept elsewhere. The harness calls it twice for each step, to notice some of these."""
 
 
 def _need_reason(verdict: Verdict, reason: str) -> None:

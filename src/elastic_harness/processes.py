@@ -1,4 +1,4 @@
-"""What Linux tells of processes, and how it ties them to each other."""
+"""Asks Linux about processes, and ties processes to each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 class Stat(NamedTuple):
-    """What `/proc/PID/stat` holds. All is empty if the process is gone."""
+    """The fields of `/proc/PID/stat` that we use. All are empty if the process is gone."""
 
     state: str = ""  # one letter: T is stopped by a signal (not by a debugger), Z has ended and was not reaped
     started_at: str = ""  # in ticks of the kernel's clock: tells a process from a later one with the same id
@@ -28,7 +28,7 @@ class Stat(NamedTuple):
 
 
 def stat(pid: int) -> Stat:
-    """Read what the kernel tells of a process."""
+    """Return what the kernel tells of a process."""
     with contextlib.suppress(OSError):
         return Stat.parse(Path(f"/proc/{pid}/stat").read_bytes())
     return Stat()
@@ -42,7 +42,7 @@ def children() -> list[int]:
 
 
 def die_with_parent(parent_pid: int, signal_number: int) -> None:
-    """Let the kernel send this process a signal when its parent's thread ends. May be called between fork and exec."""
+    """Have the kernel send this process a signal when its parent's thread ends. May be called between fork and exec."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
     if os.getppid() != parent_pid:  # the parent has ended before the kernel was asked
         os._exit(128 + signal_number)

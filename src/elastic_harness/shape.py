@@ -1,5 +1,5 @@
-"""What comes from outside this process, a message, a record or a file: parsed, and compared with the shape that its
-reader expects, before anything is done with it.
+"""Parses data from outside this process (a message, a record or a file), and compares it with the shape that its reader
+expects, before it is used.
 
 A shape is a table of field names and types, written as type hints. A field whose type admits None may be left out.
 Whole numbers fit 64 bits, so that each can be packed, compared and printed.
@@ -17,14 +17,14 @@ from typing import Any, Literal, TypeVar
 
 Shape = Mapping[str, Any]
 WHOLE_MAX = 1 << 63
-UNTOLD = {"untold": True}  # metadata of a field that is left out of what is written while it holds its default
+UNTOLD = {"untold": True}  # metadata of a field that is not written while it holds its default
 _Built = TypeVar("_Built")
 _SHOWN_CHARS = 80
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "an object", None: "null"}
 
 
 def parse(text: str | bytes) -> Any:
-    """Return what a JSON text holds. Raises ValueError for any other text, also one that is nested too deeply."""
+    """Return the value of a JSON text. Raises ValueError for any other text, also if it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -32,7 +32,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Return the JSON object that a text holds. Raises ValueError for anything else."""
+    """Return the JSON object in a text. Raises ValueError for anything else."""
     value = parse(text)
     if not isinstance(value, dict):
         raise ValueError(f"it is {_described(type(value))}, not an object")
@@ -40,7 +40,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def expect(values: Mapping[str, Any], shape: Shape) -> None:
-    """Raise ValueError that names the first field which is missing or of another type. Other fields may be there."""
+    """Raise ValueError if a field is missing or of another type; it names the first one. Other fields may be there."""
     for name, hint in shape.items():
         if not _test(hint)(values.get(name)):
             if name not in values:
@@ -51,8 +51,8 @@ def expect(values: Mapping[str, Any], shape: Shape) -> None:
 
 
 def build(cls: type[_Built], values: Mapping[str, Any]) -> _Built:
-    """Return the dataclass whose fields these JSON values are, with tuples and dataclasses inside where its types have
-    them. Other values may be there. Raises ValueError that names the first field which is wrong."""
+    """Return the dataclass whose fields these JSON values are. Its values become tuples and dataclasses where its types
+    say so. Other values may be there. Raises ValueError, which names the first wrong field."""
     shape = of(cls)  # type: ignore[arg-type]
     given = {name: _built(hint, values[name]) for name, hint in shape.items() if name in values}
     whole = {**defaults(cls), **given}
@@ -76,7 +76,7 @@ def _built(hint: Any, value: Any) -> Any:
 
 
 def defaults(cls: Any) -> dict[str, Any]:
-    """Return what a dataclass's fields hold if nothing is given."""
+    """Return the defaults of a dataclass's fields."""
     missing = dataclasses.MISSING
     fixed = {f.name: f.default for f in dataclasses.fields(cls) if f.default is not missing}
     return fixed | {f.name: f.default_factory() for f in dataclasses.fields(cls) if f.default_factory is not missing}
@@ -105,7 +105,7 @@ def of(cls: Any) -> Shape:
 
 @cache
 def _test(hint: Any) -> Callable[[Any], bool]:
-    """Whether a value is of this type. JSON has lists where we have tuples, and keys that are text."""
+    """Return a test for values of this type. JSON has lists where we have tuples, and its keys are text."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return lambda value: True

@@ -24,7 +24,7 @@ class Section:
         self.check()
 
     def check(self) -> None:
-        """Raises ConfigError if a value is out of its range."""
+        """Raise ConfigError if a value is out of its range."""
 
     def _key(self, name: str) -> str:
         return f"{self.section}.{name}" if self.section else name
@@ -45,31 +45,31 @@ class Section:
 
 
 def plain(value: Any) -> Any:
-    """The value with lists in place of tuples, as YAML and JSON have them."""
+    """Return the value with lists in place of tuples, as YAML and JSON have them."""
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
     return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def setting_error(key: str, value: object, requirement: str, advice: str = "") -> ConfigError:
-    """The error for one setting: its name, its value, what is required, and what to do."""
+    """Return the error for one setting: its name, its value, what is required, and what to do."""
     shown = list(value) if isinstance(value, tuple) else value
     return ConfigError(f"{key} is {shown!r}, but {requirement}" + (f"; {advice}" if advice else "") + ".")
 
 
 def nearest_multiple(value: int, factor: int) -> int:
-    """The positive multiple of ``factor`` closest to ``value``, for advice."""
+    """Return the positive multiple of ``factor`` closest to ``value``, for advice."""
     return max(1, round(value / factor)) * factor
 
 
 def field_types(cls: type[Any]) -> dict[str, Any]:
-    """The resolved type of every field of a dataclass, in order."""
+    """Return the resolved type of every field of a dataclass, in order."""
     hints = typing.get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
 
 
 def section_class(hint: Any) -> type[Any] | None:
-    """The section that a field of this type holds, or None for a plain setting."""
+    """Return the section that a field of this type holds; None for a plain setting."""
     return hint if isinstance(hint, type) and issubclass(hint, Section) else None
 
 
@@ -88,7 +88,7 @@ def _describe(hint: Any) -> str:
 
 
 def convert(key: str, value: Any, hint: Any) -> Any:
-    """The value as its field's type; raises ConfigError if it is of another kind."""
+    """Return the value as its field's type. Raises ConfigError if it is of another kind."""
     ok, converted = fit(value, hint)
     if not ok:
         raise setting_error(key, value, f"must be {_describe(hint)}")
@@ -96,7 +96,7 @@ def convert(key: str, value: Any, hint: Any) -> Any:
 
 
 def fit(value: Any, hint: Any) -> tuple[bool, Any]:
-    """Whether the value is of this type, and the value converted to it."""
+    """Return whether the value is of this type, and the value converted to it."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         fits = (fit(value, a) for a in args)
@@ -122,7 +122,8 @@ def fit(value: Any, hint: Any) -> tuple[bool, Any]:
 
 
 def _fit_float(value: Any) -> tuple[bool, Any]:
-    """YAML 1.1 reads ``3e-4`` as text (it wants ``3.0e-4``), so text that spells a number counts as one."""
+    """Do as `fit`, for a number. YAML 1.1 reads ``3e-4`` as text (it wants ``3.0e-4``), so text that spells a number
+    counts as one."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return False, value
     try:

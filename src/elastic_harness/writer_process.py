@@ -1,9 +1,9 @@
-"""The process that takes snapshots from shared memory to disk, for whoever watches over it: the agent of a node, or a
-script that has no agent.
+"""Watches over the writer, the process that takes snapshots from shared memory to disk. The agent of a node does so, or
+a script without an agent.
 
     start → pump what it says → reap → start again after a pause, until it is over
 
-Whatever ends it, another one takes over: what is in memory comes to disk.
+Whatever ends a writer, another one takes over, so the snapshots in memory still come to disk.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from elastic_harness import processes
 from elastic_harness.contract import shared_frames, variables
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
 
-RESTART_DELAYS_S = (0.0, 0.2, 1.0, 5.0)  # after so many deaths in a row; the last for all further ones
-DEATHS_MAX = 5  # in a row; after more, who waits for a checkpoint is told that it will not come
-LONG_LIFE_S = 600.0  # a writer that lived so long does not count as one of a row
+RESTART_DELAYS_S = (0.0, 0.2, 1.0, 5.0)  # after the first, second, … death in a row; the last for all further ones
+DEATHS_MAX = 5  # in a row; after more, a script that waits for a checkpoint is told that it will not come
+LONG_LIFE_S = 600.0  # the death of a writer that lived so long begins a new row
 STOPPED_S = 5.0  # a writer that was stopped (SIGSTOP) for so long is killed
 
 
 def restart_delay_s(deaths: int, *, finishing: bool) -> float | None:
-    """After how long to start another writer when so many have died in a row; None: never. While training goes on the
-    cause may go away, so there is always another one; at the end nobody waits for ever."""
+    """Return the pause before another writer is started, when so many have died in a row; None: start none. While
+    training goes on there is always another one, because the cause may go away. At the end nobody waits for ever."""
     if finishing and deaths > DEATHS_MAX:
         return None
     return RESTART_DELAYS_S[min(deaths, len(RESTART_DELAYS_S)) - 1]
@@ -39,18 +39,18 @@ def restart_delay_s(deaths: int, *, finishing: bool) -> float | None:
 
 @dataclass(frozen=True)
 class WriterCommand:
-    """How a writer is started."""
+    """The facts with which a writer is started."""
 
     folder: Path  # where checkpoints go
     frames: Sequence[int]  # descriptors of the shared memory
     wake: int  # the eventfd that says there is something to do
-    lock: int | None = None  # a descriptor that it holds until everything is on disk
-    log: Path | None = None  # what it says on standard error; None: as this process
+    lock: int | None = None  # a descriptor that the writer holds until everything is on disk
+    log: Path | None = None  # the file for its standard error; None: the same as this process
     keep: str | None = None  # the key under which the memory is kept for the next job if this process dies
-    copies: Sequence[int] = ()  # descriptors of other ranks' snapshots, to be kept too
+    copies: Sequence[int] = ()  # descriptors of other ranks' snapshots, which are kept too
 
     def spawn(self, name: str) -> subprocess.Popen[bytes]:
-        """Start one. Raises OSError."""
+        """Start a writer. Raises OSError."""
         command = [sys.executable, "-m", "elastic_harness.checkpoint.writer", "--folder", str(self.folder.absolute())]
         command += ["--frames", shared_frames.to_text(self.frames), "--wake", str(self.wake)]
         if self.lock is not None:
@@ -70,9 +70,10 @@ class WriterCommand:
 
 
 class WriterProcess:
-    """One writer after the other. `report(event, fields)` is told what it says, and what became of it. For one thread.
+    """One writer after the other. `report(event, fields)` is called for each event that a writer tells, and for its
+    death. For one thread.
 
-    `restart_in_s`: after so long the caller has to call `start`; None if one runs, or none is to be started."""
+    `restart_in_s`: the caller calls `start` after so long; None if a writer runs, or no other is needed."""
 
     def __init__(self, command: WriterCommand, report: Callable[[str, dict[str, Any]], None]) -> None:
         self._command = command
@@ -102,12 +103,12 @@ class WriterProcess:
 
     @property
     def over(self) -> bool:
-        """Whether it was asked to end, and has: nothing is left to be done, or no writer can do it."""
+        """Whether the writer was asked to end, and has ended: everything is done, or no writer can do it."""
         return self._finishing and not self.running and self.restart_in_s is None
 
     @property
     def trouble(self) -> str:
-        """Why nothing comes to disk, in words; empty while there is hope."""
+        """Why nothing comes to disk, in words; "" while a writer runs, or may still do it."""
         if self.running or self._deaths <= DEATHS_MAX:
             return ""
         return (
@@ -116,7 +117,7 @@ class WriterProcess:
         )
 
     def start(self) -> bool:
-        """Start one, or note that this failed. Returns whether one runs."""
+        """Start a writer, or note that this failed. Return whether one runs."""
         self._starts += 1
         self._started_at, self._stopped_at, self._partial = time.monotonic(), None, b""
         try:
@@ -130,7 +131,8 @@ class WriterProcess:
         return True
 
     def pump(self) -> bool:
-        """Pass on what it has said; call when its output is readable. False at its end."""
+        """Pass on the events that the writer has told. Call this when its output is readable. Return False at the
+        output's end."""
         data = os.read(self.output, 1 << 16)
         self._partial += data
         *lines, self._partial = self._partial.split(b"\n")
@@ -145,7 +147,7 @@ class WriterProcess:
         return bool(data)
 
     def reap(self) -> None:
-        """After the end of its output: note how it ended, and whether another one is to be started."""
+        """Note how the writer ended, and whether another one has to be started. Call this after its output's end."""
         process, self._process = self._process, None
         assert process is not None and process.stdin is not None and process.stdout is not None
         code = process.wait()
@@ -156,8 +158,8 @@ class WriterProcess:
             self._died(code, self._how_it_ended(code))
 
     def check_stopped(self) -> None:
-        """Kill it if it stands still because somebody has stopped it: everybody waits for it, and another one can do
-        its work. Call this about once a second."""
+        """Kill the writer if somebody has stopped it (SIGSTOP) for STOPPED_S: others wait for it, and another one can
+        do its work. Call this about once a second."""
         if self._process is None or processes.stat(self._process.pid).state != "T":
             self._stopped_at = None
         elif self._stopped_at is None:
@@ -166,8 +168,8 @@ class WriterProcess:
             self._process.kill()
 
     def finish(self, *, keep: bool = False) -> None:
-        """Ask it to bring everything to its end, and to end. `keep`: what is in memory is then kept for the next job.
-        If it has died, another one does it: see `restart_in_s`."""
+        """Ask the writer to do all that is left, and to end. `keep`: the memory is then kept for the next job. If the
+        writer has died, another one does this: see `restart_in_s`."""
         self._finishing, self._last_word = True, b"keep\n" if keep else b"done\n"
         if self._process is not None:
             self._say_last_word()
@@ -175,7 +177,7 @@ class WriterProcess:
             self.restart_in_s = 0.0
 
     def kill(self) -> None:
-        """End it at once, and start no other."""
+        """Kill the writer at once, and start no other."""
         self._finishing = self._killed = True
         self.restart_in_s = None
         if self._process is not None:
@@ -183,7 +185,8 @@ class WriterProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _say_last_word(self) -> None:
-        """A word and not only the end of its input: who was forked from this process may hold that open."""
+        """Write the last word to the writer's input. To close the input is not enough: another process that was forked
+        from this one may hold it open."""
         assert self._process is not None and self._process.stdin is not None
         with contextlib.suppress(OSError):
             os.write(self._process.stdin.fileno(), self._last_word)
