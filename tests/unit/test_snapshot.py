@@ -78,8 +78,8 @@ def test_a_snapshot_counts_when_all_shares_are_there(memory: Memory) -> None:
 
 
 def test_a_snapshot_of_a_run_counts_when_the_ledger_is_as_far(memory: Memory) -> None:
-    frames, state = Frames(memory), some_state(10)
-    taken = frames.begin(10, 0, list(state), {"meta": {}}, awaits_ledger=True)
+    frames, state = Frames(memory, await_ledger=True), some_state(10)
+    taken = frames.begin(10, 0, list(state), {"meta": {}})
     assert taken is not None
     for number in (taken.control.attempt - 1, taken.control.attempt + 1):
         shared_frames.note_ledger(memory, number)
@@ -87,7 +87,7 @@ def test_a_snapshot_of_a_run_counts_when_the_ledger_is_as_far(memory: Memory) ->
     assert taken.copied and not taken.complete and not taken.waits_for_disk and versions(frames) == []
     shared_frames.note_ledger(memory, taken.control.attempt)
     assert taken.complete and versions(Frames(memory)) == [10], "as another process sees it"
-    take(frames, 11)
+    take(Frames(memory), 11)
     assert versions(frames) == [11, 10], "one that does not wait for the ledger"
 
 

@@ -18,25 +18,16 @@ from elastic_harness.errors import HarnessError, InfrastructureError
 
 class Saver:
     """Saves for one process. `report(event, fields)` is told what went wrong. `own`: this process's writer, if no agent
-    has one. `awaits_ledger`: a snapshot only counts once the agent has written down the steps before it. A report asks
-    the agent for that."""
+    has one. A snapshot that awaits the ledger is reported when it is begun: that asks the agent to answer."""
 
     def __init__(
-        self,
-        tiers: Tiers,
-        config: CheckpointConfig,
-        policy: Policy,
-        report: Report,
-        own: OwnWriter | None = None,
-        *,
-        awaits_ledger: bool = False,
+        self, tiers: Tiers, config: CheckpointConfig, policy: Policy, report: Report, own: OwnWriter | None = None
     ) -> None:
         self.tiers = tiers
         self.policy = policy
         self.timing = Timing(config)
         self._report = report
         self._own = own
-        self._awaits_ledger = awaits_ledger
 
     @property
     def alone(self) -> bool:
@@ -58,10 +49,10 @@ class Saver:
 
     def begin(self, state: Captured, *, to_disk: bool, shares: int = 1) -> Snapshot | None:
         """Start copying a state to shared memory, as `Tiers.begin`; None if no place is free there now."""
-        snapshot = self.tiers.begin(state, shares=shares, to_disk=to_disk, awaits_ledger=self._awaits_ledger)
+        snapshot = self.tiers.begin(state, shares=shares, to_disk=to_disk)
         if snapshot is not None:
             self.timing.saved(to_disk=to_disk)
-            if self._awaits_ledger:
+            if snapshot.awaits_ledger:
                 self._report("checkpoint_begun", {"attempt": snapshot.control.attempt})
         return snapshot
 

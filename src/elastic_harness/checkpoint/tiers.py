@@ -107,24 +107,15 @@ class Tiers:
 
     # ---- saving
 
-    def begin(
-        self, state: Captured, *, shares: int = 1, to_disk: bool = True, awaits_ledger: bool = False
-    ) -> Snapshot | None:
+    def begin(self, state: Captured, *, shares: int = 1, to_disk: bool = True) -> Snapshot | None:
         """Open a snapshot and start copying this process's share of it, the first. Return None if all frames are in
-        use. The tensors must not change before `join`. `awaits_ledger`: as for `Frames.begin`. Does not block, except
-        for an earlier copy."""
+        use. The tensors must not change before `join`. Does not block, except for an earlier copy."""
         self.join()
         if self._writer is not None:
             self._writer.keep_alive()
         lineage = int(state.meta.get("lineage", 0))
         snapshot = self._frames.begin(
-            state.version,
-            lineage,
-            list(state.tensors),
-            state.header,
-            shares=shares,
-            to_disk=to_disk,
-            awaits_ledger=awaits_ledger,
+            state.version, lineage, list(state.tensors), state.header, shares=shares, to_disk=to_disk
         )
         if snapshot is not None:
             failpoint("checkpoint.begun", state.version)

@@ -196,7 +196,7 @@ def make_saver(
     handed = os.environ.pop(variables.SNAPSHOTS, None)
     if handed is not None:
         *descriptors, wake = shared_frames.from_text(handed)
-        frames, own = Frames(descriptors, wake), None
+        frames, own = Frames(descriptors, wake, await_ledger=True), None
         for descriptor in descriptors:
             os.close(descriptor)
     elif os.environ.get("RANK", "0") == "0":
@@ -205,10 +205,7 @@ def make_saver(
         frames = own.frames
     else:
         frames, own = Frames([]), None
-    saver = Saver(
-        Tiers(frames, folder, own, report), config, policy, report, own, awaits_ledger=handed is not None
-    )
-    return RunSaver(saver, registry, inherited)
+    return RunSaver(Saver(Tiers(frames, folder, own, report), config, policy, report, own), registry, inherited)
 
 
 def _is_saved(snapshot: Snapshot, version: int, lineage: int) -> bool:

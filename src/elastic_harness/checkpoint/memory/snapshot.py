@@ -75,11 +75,13 @@ class Control(NamedTuple):
 
 class Frames:
     """A node's frames, as one process sees them. `wake`: an eventfd that tells the writer that there is something to
-    do, or None."""
+    do, or None. `await_ledger`: a snapshot that this process begins is not complete before the agent has called
+    `note_ledger` for it."""
 
-    def __init__(self, descriptors: Sequence[int], wake: int | None = None) -> None:
+    def __init__(self, descriptors: Sequence[int], wake: int | None = None, *, await_ledger: bool = False) -> None:
         self._frames = [_Frame(descriptor) for descriptor in descriptors]
         self._wake = wake
+        self._await_ledger = await_ledger
 
     def begin(
         self,
@@ -90,11 +92,9 @@ class Frames:
         *,
         shares: int = 1,
         to_disk: bool = True,
-        awaits_ledger: bool = False,
     ) -> Snapshot | None:
         """Open a snapshot in a free frame; return None if none is free now. `header` is JSON and goes with the
-        snapshot. `awaits_ledger`: the snapshot is not complete before the agent has called `note_ledger` for it. Does
-        not block. Raises InfrastructureError if there is not enough memory."""
+        snapshot. Does not block. Raises InfrastructureError if there is not enough memory."""
         if not 1 <= shares <= MAX_SHARES:
             raise InfrastructureError(f"{shares} workers on one node, 1 to {MAX_SHARES} can share a snapshot.")
         text = json.dumps({**header, "slices": [list(of) for of in slices]}, separators=(",", ":")).encode()
@@ -132,7 +132,7 @@ class Frames:
                     continue
                 short = frame.shortage(nbytes)
                 if not short:
-                    frame.open(control, text, awaits_ledger=awaits_ledger)
+                    frame.open(control, text, awaits_ledger=self._await_ledger)
                     return Snapshot(frame, control, positions)
         if short and newest is None:
             raise InfrastructureError(short)
@@ -200,10 +200,15 @@ class Snapshot:
         return all(word == self.control.attempt for word in words)
 
     @property
+    def awaits_ledger(self) -> bool:
+        """Whether the agent has still to say that the ledger has all steps before it."""
+        awaiting, noted = _PAIR.unpack_from(self._frame.map, LEDGER_AT)
+        return bool(awaiting == self.control.attempt != noted)
+
+    @property
     def complete(self) -> bool:
         """Whether it may be restored: all shares are copied, and the ledger has the steps before it."""
-        awaiting, noted = _PAIR.unpack_from(self._frame.map, LEDGER_AT)
-        return self.copied and (awaiting != self.control.attempt or noted == self.control.attempt)
+        return self.copied and not self.awaits_ledger
 
     @property
     def outcome(self) -> SnapshotOutcome:
