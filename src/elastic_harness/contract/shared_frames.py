@@ -34,5 +34,5 @@ def note_ledger(descriptors: Sequence[int], attempt: int) -> None:
     """Note, as the agent, that the ledger has all steps before this snapshot, if the snapshot is still here."""
     for descriptor in descriptors:
         waiting = os.pread(descriptor, _WORD.size, LEDGER_AT)
-        if waiting == _WORD.pack(attempt):
+        if waiting and _WORD.unpack(waiting) == (attempt,):
             os.pwrite(descriptor, waiting, LEDGER_AT + _WORD.size)
