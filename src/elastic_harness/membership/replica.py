@@ -45,8 +45,8 @@ def zip_rows(
     The other members are zipped anew: first those on the same node, then the rest in order. There are as many rows as
     the shortest column has members.
     """
-    known = [(shard, member) for shard, column in enumerate(columns) for member in column]
-    rows = [row for row in old_rows if len(row) == len(columns) and set(known).issuperset(enumerate(row))]
+    known = {(shard, member) for shard, column in enumerate(columns) for member in column}
+    rows = [row for row in old_rows if len(row) == len(columns) and known.issuperset(enumerate(row))]
     by_node = [_by_node(column) for column in _without(columns, rows)]
     for node in by_node[0]:
         rows += zip(*(column.get(node, ()) for column in by_node), strict=False)
