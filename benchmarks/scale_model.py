@@ -24,8 +24,7 @@ from typing import Any
 
 from benchmarks import effective
 from elastic_harness.comm.mesh import NONCE_BYTES, published
-from elastic_harness.membership import leader as core
-from elastic_harness.membership import line
+from elastic_harness.membership import line, protocol
 from elastic_harness.membership import node as nodes
 from elastic_harness.membership.codec import to_text
 from elastic_harness.membership.node import Node
@@ -109,7 +108,7 @@ class LargeCluster:
         for host in self.hosts:
             self._carry_out(host, host.node.start())
             for member in host.members:
-                self._tell(host, nodes.Happened(core.Ready(member)))
+                self._tell(host, nodes.Happened(protocol.Ready(member)))
             self._after(self.rng.uniform(0, TICK_S), partial(self._tick, host))
             self._after(self.rng.uniform(0, KEEP_ALIVE_S), partial(self._keep_alive, host))
         self._run_until_agreed(0)
@@ -126,7 +125,7 @@ class LargeCluster:
         dead = host.members.pop(self.rng.randrange(len(host.members)))
 
         def notice() -> None:
-            self._tell(host, nodes.Happened(core.Lost(dead)))
+            self._tell(host, nodes.Happened(protocol.Lost(dead)))
             for each in self.hosts:
                 self._after(self._way(), partial(self._notice_break, each, dead))
 
@@ -165,12 +164,12 @@ class LargeCluster:
 
     def _notice_break(self, host: LargeHost, dead: str) -> None:
         for member in host.members:
-            self._tell(host, nodes.Happened(core.Trouble(member, host.has, (dead,))))
+            self._tell(host, nodes.Happened(protocol.Trouble(member, host.has, (dead,))))
 
     def _commit(self) -> None:
         self.step += 1
         for host in self.hosts:
-            self._tell(host, nodes.Happened(core.Committed(self.step)))
+            self._tell(host, nodes.Happened(protocol.Committed(self.step)))
 
     # ---- time
 
@@ -238,9 +237,9 @@ class LargeCluster:
                     self._ask(host, partial(self._follow, host, output))
                 case nodes.Write():
                     self._ask(host, partial(self._write, host, output))
-                case nodes.Carry(core.Announce(generation)):
+                case nodes.Carry(protocol.Announce(generation)):
                     self._report(host, generation)
-                case nodes.Carry(core.Publish(digest)):
+                case nodes.Carry(protocol.Publish(digest)):
                     host.digest = digest
                     self._look(host)
                 case nodes.Deliver(values):
@@ -254,13 +253,13 @@ class LargeCluster:
             if host.has > self._before:
                 self._lacking.discard(host)
 
-    def _report(self, host: LargeHost, generation: core.Generation) -> None:
+    def _report(self, host: LargeHost, generation: protocol.Generation) -> None:
         ranks = {member: rank for rank, member in enumerate(generation.members)}
         for member in host.members:
             rank = ranks.get(member)
             if rank is not None:
                 report = Report(generation.number, self.step, self.step - 1, ((2 * rank, 2 * rank + 1),), (), True)
-                self._tell(host, nodes.Happened(core.Reported(member, report)))
+                self._tell(host, nodes.Happened(protocol.Reported(member, report)))
                 blob = address(self.rng, host.number)
                 self._tell(host, nodes.Offered(generation.number, str(rank), base64.b64encode(blob).decode()))
 

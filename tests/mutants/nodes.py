@@ -93,7 +93,7 @@ PATCHES = [
     ),
     Planted(
         "nodes that died with the leader are not missed",
-        "lead._step([*map(leader.Lost, lost), *lead._scaled()], now)",
+        "lead._step([*map(protocol.Lost, lost), *lead._scaled()], now)",
         "lead._step(lead._scaled(), now)",
     ),
     Planted(
@@ -105,8 +105,8 @@ PATCHES = [
     ),
     Planted(
         "what was not read is forgotten with the lease",
-        "events = [*map(leader.Ready, self.members), *leaving, *unread]",
-        "events = [*map(leader.Ready, self.members), *leaving]",
+        "events = [*map(protocol.Ready, self.members), *leaving, *unread]",
+        "events = [*map(protocol.Ready, self.members), *leaving]",
         shape=with_faults("cut all from store", "kill worker"),
     ),
     Planted(
@@ -127,7 +127,7 @@ PATCHES = [
     ),
     Planted(
         "a node that comes back forgets its workers",
-        "events = [*map(leader.Ready, self.members), *leaving, *unread]",
+        "events = [*map(protocol.Ready, self.members), *leaving, *unread]",
         "events = unread",
     ),
 ]

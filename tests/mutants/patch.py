@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType, ModuleType
 
-from elastic_harness.membership import decide, lead, leader, node, own_record, reconcile, replica
+from elastic_harness.membership import decide, lead, node, own_record, protocol, reconcile, replica
 from elastic_harness.train import gate, heard
 
-PLANTABLE = (decide, gate, heard, lead, leader, node, own_record, reconcile, replica)
+PLANTABLE = (decide, gate, heard, lead, node, own_record, protocol, reconcile, replica)
 SOURCES = {module: inspect.getsource(module) for module in PLANTABLE}
 
 

@@ -13,14 +13,14 @@ from typing import Any
 from unittest import mock
 
 from elastic_harness.membership import decide as deciding
-from elastic_harness.membership import leader as core
+from elastic_harness.membership import protocol
 from elastic_harness.membership.types import Digest, Generation, Report, Source
 from elastic_harness.simulate.model import Model, Size
 from elastic_harness.simulate.world import Faults, Gradient, Grid, Message, SimulatedWorker, World
 from elastic_harness.train.gate import GateVerdict, Signals
 from mutants.patch import Patch
 
-honest_decide, honest_reconcile = core.decide, core.reconcile
+honest_decide, honest_reconcile = protocol.decide, protocol.reconcile
 
 
 class LaggardGoesOn(Model):
@@ -63,7 +63,7 @@ class TornUpdate(Model):
 class ErrorsNotReported(Model):
     """A broken link without a death is nobody's business."""
 
-    def report_trouble(self, world: World, who: int, event: core.Trouble) -> World:
+    def report_trouble(self, world: World, who: int, event: protocol.Trouble) -> World:
         return world
 
 
@@ -120,7 +120,7 @@ class CanaryNotCompared(Model):
 class LeftOutNotTold(Model):
     """Only the members of the generation just before are told of the next one."""
 
-    def audience(self, world: World, before: core.State, generation: Generation) -> list[int]:
+    def audience(self, world: World, before: protocol.State, generation: Generation) -> list[int]:
         old = before.generation.members if before.generation else ()
         return [i for i in super().audience(world, before, generation) if self.name(i) in {*old, *generation.members}]
 
@@ -146,26 +146,26 @@ class NumberReused(Model):
     """A generation that was never formed gives its number back."""
 
     @staticmethod
-    def leader_step(state: core.State, event: core.Event, now: float) -> Any:
-        if isinstance(event, core.Lost) and state.generation is not None and not state.formed:
+    def leader_step(state: protocol.State, event: protocol.Event, now: float) -> Any:
+        if isinstance(event, protocol.Lost) and state.generation is not None and not state.formed:
             state = replace(state, number=state.number - 1)
-        return core.step(state, event, now)
+        return protocol.step(state, event, now)
 
 
 class DigestBeforeAllReports(Model):
     """The leader concludes from the first report, and takes the others to be as far."""
 
     @staticmethod
-    def leader_step(state: core.State, event: core.Event, now: float) -> Any:
-        state, actions = core.step(state, event, now)
+    def leader_step(state: protocol.State, event: protocol.Event, now: float) -> Any:
+        state, actions = protocol.step(state, event, now)
         generation = state.generation
         if generation is None or state.formed or state.done or not state.reports:
             return state, actions
-        if not isinstance(event, core.Reported) or state.reports[0][1].version < 0:
+        if not isinstance(event, protocol.Reported) or state.reports[0][1].version < 0:
             return state, actions
         as_far = Report(generation.number, state.reports[0][1].version)
         everyone = tuple((m, dict(state.reports).get(m, as_far)) for m in generation.members)
-        state, more = core._form(replace(state, reports=everyone), generation, now)
+        state, more = protocol._form(replace(state, reports=everyone), generation, now)
         return state, actions + more
 
 
@@ -245,15 +245,15 @@ def forgetting_birth(generation: Any, reports: Any, *, born: bool, lineage: int,
     return honest_reconcile(generation, reports, born=False, lineage=lineage, from_step=from_step)
 
 
-def ever_finished(state: core.State, current: Any) -> bool:
+def ever_finished(state: protocol.State, current: Any) -> bool:
     return state.formed and all(m in dict(state.finished) for m in current.members)
 
 
-def never_needed(state: core.State, member: str) -> bool:
+def never_needed(state: protocol.State, member: str) -> bool:
     return False
 
 
-def never_before(state: core.State, member: str, generation: int) -> bool:
+def never_before(state: protocol.State, member: str, generation: int) -> bool:
     return False
 
 
@@ -280,7 +280,7 @@ class Mutant:
         if not self.name:
             yield self.model(self.size)
             return
-        with mock.patch.object(core, self.name, self.function):
+        with mock.patch.object(protocol, self.name, self.function):
             yield self.model(self.size)
 
 

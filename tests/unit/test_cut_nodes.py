@@ -11,11 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic_harness.agent.decisions.unreachable import Cuts
-from elastic_harness.membership import leader
+from elastic_harness.membership import protocol
 from elastic_harness.membership.codec import encode
 from elastic_harness.membership.decide import Form, View, decide, on_connected_nodes
 from elastic_harness.membership.lead import Lead
-from elastic_harness.membership.leader import (
+from elastic_harness.membership.protocol import (
     APART_S,
     HEARING_S,
     Action,
@@ -45,7 +45,7 @@ def pairs(*names: str) -> frozenset[frozenset[str]]:
 def run(state: State, *happened: Event, now: float = 0.0) -> tuple[State, list[Action]]:
     actions: list[Action] = []
     for event in happened:
-        state, more = leader.step(state, event, now)
+        state, more = protocol.step(state, event, now)
         actions.extend(more)
     return state, actions
 
@@ -56,7 +56,7 @@ def announced(actions: list[Action]) -> list[tuple[str, ...]]:
 
 def formed(*names: str, limits: Limits | None = None) -> State:
     """A leader whose first generation has these members and is formed."""
-    state, _ = leader.steps(State(limits or Limits(1, 8, len(names))), [Ready(m) for m in names], 0.0)
+    state, _ = protocol.steps(State(limits or Limits(1, 8, len(names))), [Ready(m) for m in names], 0.0)
     state, _ = run(state, *(Reported(m, Report(1, 5)) for m in names))
     assert state.formed and state.generation is not None and state.generation.members == names
     return state
@@ -150,7 +150,7 @@ def test_nobody_is_waited_for_who_would_not_go_on_anyway() -> None:
 def test_who_has_just_come_does_not_displace_who_holds_the_state(received: bool) -> None:
     """All have reported, so the generation is formed, but whether the newcomers have received the state they alone
     know."""
-    state, _ = leader.steps(formed("a/0"), [Scaled(8), Ready("b/0"), Ready("b/1")], 0.0)
+    state, _ = protocol.steps(formed("a/0"), [Scaled(8), Ready("b/0"), Ready("b/1")], 0.0)
     reports = {"a/0": Report(2, 7), "b/0": Report(2, -1), "b/1": Report(2, -1)}
     state, _ = run(state, *(Reported(m, report) for m, report in reports.items()))
     assert state.formed
@@ -162,7 +162,7 @@ def test_who_has_just_come_does_not_displace_who_holds_the_state(received: bool)
 
 def test_who_has_finished_is_not_left_out_for_its_silence() -> None:
     """Nothing tells it of a cut: it exchanges nothing any more. The other one would do the last step again."""
-    state, _ = leader.steps(formed("a/0"), [Scaled(8), Ready("b/0")], 0.0)
+    state, _ = protocol.steps(formed("a/0"), [Scaled(8), Ready("b/0")], 0.0)
     state, _ = run(state, Reported("a/0", Report(2, 7)), Reported("b/0", Report(2, -1)))
     state, _ = run(state, Finished("a/0", 7), Trouble("b/0", 2, ("a/0",), cut=True), now=1.0)
     _, actions = run(state, Tick(), now=1.0 + GRACE_S)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_harness.membership import leader, node
+from elastic_harness.membership import node, protocol
 from elastic_harness.membership.codec import from_text, to_text
 from elastic_harness.membership.records import read_decision, read_record, read_state, read_values
 from elastic_harness.membership.store import Put
@@ -45,7 +45,7 @@ def complaints(nodes: Nodes, key: str) -> list[str]:
 
 def addressed(nodes: Nodes) -> None:
     """The members of the newest generation tell where they are, so that there are values."""
-    number = nodes.actions("a", leader.Announce)[-1].generation.number
+    number = nodes.actions("a", protocol.Announce)[-1].generation.number
     for rank, name in enumerate(nodes.nodes):
         nodes.tell(name, node.Offered(number, str(rank), f"at {name}"))
     nodes.tick()
@@ -81,17 +81,17 @@ def test_a_leader_that_never_read_it_begins_with_what_the_nodes_know(key: str) -
     two(nodes)
     (leading,) = [name for name in "ab" if nodes.nodes[name].leads]
     (other,) = set("ab") - {leading}
-    numbers = [a.generation.number for a in nodes.actions(other, leader.Announce)]
+    numbers = [a.generation.number for a in nodes.actions(other, protocol.Announce)]
     nodes.cut.add(leading)
     nodes.store.txn({}, [Put(key, "damaged")])
     nodes.remove(leading)
     nodes.cut.clear()
     go_on(nodes, 40)
     made = nodes.nodes[other]
-    assert made.state.protocol is not None and made.state.protocol.born
-    last = nodes.actions(other, leader.Announce)[-1].generation
+    assert made.state.led is not None and made.state.led.born
+    last = nodes.actions(other, protocol.Announce)[-1].generation
     assert last.members == (f"{other}/w0",) and last.number > max(numbers)
-    assert not nodes.actions(other, leader.Evict) and not nodes.actions(other, leader.Pause)[3:]
+    assert not nodes.actions(other, protocol.Evict) and not nodes.actions(other, protocol.Pause)[3:]
 
 
 def test_a_leader_whose_decisions_are_damaged_while_it_decides_begins_anew() -> None:
@@ -99,16 +99,16 @@ def test_a_leader_whose_decisions_are_damaged_while_it_decides_begins_anew() -> 
     nodes = Nodes()
     two(nodes)
     (leading,) = [name for name in "ab" if nodes.nodes[name].leads]
-    numbers = [a.generation.number for a in nodes.actions(leading, leader.Announce)]
+    numbers = [a.generation.number for a in nodes.actions(leading, protocol.Announce)]
     nodes.cut.add(leading)
-    nodes.tell(leading, node.Happened(leader.Lost(f"{leading}/w0")))
-    nodes.tell(leading, node.Happened(leader.Ready(f"{leading}/w1")))
+    nodes.tell(leading, node.Happened(protocol.Lost(f"{leading}/w0")))
+    nodes.tell(leading, node.Happened(protocol.Ready(f"{leading}/w1")))
     nodes.store.txn({}, [Put(node.DECISION, "damaged"), Put(node.STATE, "damaged")])
     nodes.cut.clear()
     nodes.settle()
     go_on(nodes, 40)
     for name in "ab":
-        last = nodes.actions(name, leader.Announce)[-1].generation
+        last = nodes.actions(name, protocol.Announce)[-1].generation
         assert set(last.members) == {"a/w0", "b/w0", f"{leading}/w1"} - {f"{leading}/w0"}
         assert last.number > max(numbers)
 
@@ -123,7 +123,7 @@ def test_a_node_of_which_the_next_leader_can_read_nothing_keeps_its_workers() ->
     report(nodes)
     (leading,) = [name for name in "abc" if nodes.nodes[name].leads]
     one, other = sorted(set("abc") - {leading})
-    before = len(nodes.actions(one, leader.Announce))
+    before = len(nodes.actions(one, protocol.Announce))
     nodes.cut |= {leading, one, other}
     nodes.store.txn({}, [Put(nodes.nodes[other].state.own.key, "damaged")])
     nodes.remove(leading)
@@ -131,10 +131,10 @@ def test_a_node_of_which_the_next_leader_can_read_nothing_keeps_its_workers() ->
     nodes.settle()
     go_on(nodes, 40)
     for name in (one, other):
-        everyone = {m for a in nodes.actions(name, leader.Announce)[-1:] for m in a.generation.members}
+        everyone = {m for a in nodes.actions(name, protocol.Announce)[-1:] for m in a.generation.members}
         assert everyone == {f"{one}/w0", f"{other}/w0"}
     assert whole(nodes, nodes.nodes[other].state.own.key)
-    assert all(f"{other}/w0" in a.generation.members for a in nodes.actions(one, leader.Announce)[before:])
+    assert all(f"{other}/w0" in a.generation.members for a in nodes.actions(one, protocol.Announce)[before:])
 
 
 JSON = st.recursive(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_harness.membership import leader, line, node
+from elastic_harness.membership import line, node, protocol
 from elastic_harness.membership.codec import PACKED_FROM, encode, from_text, to_text
 from elastic_harness.membership.lead import Lead
 from elastic_harness.membership.node import (
@@ -57,7 +57,7 @@ class Nodes:
         self.settle()
 
     def ready(self, name: str, member: str) -> None:
-        self.tell(name, Happened(leader.Ready(member)))
+        self.tell(name, Happened(protocol.Ready(member)))
 
     def remove(self, name: str) -> None:
         """The node is gone, and its lease ends."""
@@ -117,32 +117,32 @@ def report(nodes: Nodes, version: int = 3) -> None:
     """Members of a planned generation arrive, until there is none that is not formed."""
     for _ in range(4):
         for name in list(nodes.nodes):
-            announced = nodes.actions(name, leader.Announce)
+            announced = nodes.actions(name, protocol.Announce)
             if announced and f"{name}/w0" in announced[-1].generation.members:
                 number = announced[-1].generation.number
-                nodes.tell(name, Happened(leader.Reported(f"{name}/w0", Report(number, version))))
+                nodes.tell(name, Happened(protocol.Reported(f"{name}/w0", Report(number, version))))
         nodes.tick()
 
 
 def members(nodes: Nodes, name: str) -> tuple[str, ...]:
-    return nodes.actions(name, leader.Announce)[-1].generation.members
+    return nodes.actions(name, protocol.Announce)[-1].generation.members
 
 
 def test_two_nodes_form_a_generation() -> None:
     nodes = Nodes()
     two(nodes)
     assert set(members(nodes, "a")) == {"a/w0", "b/w0"} == set(members(nodes, "b"))
-    assert nodes.actions("b", leader.Publish)[-1].digest.generation == len(nodes.actions("b", leader.Announce))
+    assert nodes.actions("b", protocol.Publish)[-1].digest.generation == len(nodes.actions("b", protocol.Announce))
 
 
 def test_in_peace_nothing_is_written() -> None:
     nodes = Nodes()
     two(nodes)
-    nodes.tell("a", Happened(leader.Committed(3)))
+    nodes.tell("a", Happened(protocol.Committed(3)))
     before = nodes.writes
     for step in range(4, 400):
         for name in "ab":
-            nodes.tell(name, Happened(leader.Committed(step)))
+            nodes.tell(name, Happened(protocol.Committed(step)))
         nodes.tick()
     assert nodes.writes <= before + 2  # the first commit that each node hears of
 
@@ -150,7 +150,7 @@ def test_in_peace_nothing_is_written() -> None:
 def test_addresses_arrive_when_every_member_has_one() -> None:
     nodes = Nodes()
     two(nodes)
-    number = len(nodes.actions("a", leader.Announce))
+    number = len(nodes.actions("a", protocol.Announce))
     nodes.tell("a", Offered(number, "0", "here"))
     assert not [o for o in nodes.seen["b"] if isinstance(o, Deliver)]
     nodes.tell("b", Offered(number, "1", "there"))
@@ -162,7 +162,7 @@ def test_a_value_of_one_member_arrives_too() -> None:
     """As NCCL has it, where only rank 0 has something to say."""
     nodes = Nodes()
     two(nodes)
-    number = len(nodes.actions("a", leader.Announce))
+    number = len(nodes.actions("a", protocol.Announce))
     nodes.tell("a", Offered(number, "id", "x"))
     nodes.tick()
     assert [o for o in nodes.seen["b"] if isinstance(o, Deliver)][-1].values[number] == {"id": "x"}
@@ -192,9 +192,9 @@ def test_a_node_that_leaves_disturbs_nobody() -> None:
     nodes = Nodes()
     two(nodes)
     nodes.tell("b", node.NodeLeaves())
-    last = nodes.actions("a", leader.Announce)[-1].generation
+    last = nodes.actions("a", protocol.Announce)[-1].generation
     assert last.members == ("a/w0",) and not last.urgent
-    assert not nodes.actions("a", leader.Stop)
+    assert not nodes.actions("a", protocol.Stop)
 
 
 def test_a_node_that_leaves_still_leaves_when_the_store_has_lost_everything() -> None:
@@ -224,9 +224,9 @@ def test_when_the_store_has_lost_everything_those_who_hold_the_state_go_on(place
     nodes.ready("b", "b/w0")
     nodes.tell("a", node.LeaseEnded())
     assert nodes.nodes["b"].leads
-    before = len(nodes.actions("b", leader.Announce))
+    before = len(nodes.actions("b", protocol.Announce))
     nodes.tick(4.0)
-    first = nodes.actions("b", leader.Announce)[before].generation
+    first = nodes.actions("b", protocol.Announce)[before].generation
     assert first.members == ("a/w0", "b/w0")[:places]
 
 
@@ -238,7 +238,7 @@ def test_when_the_store_has_lost_everything_what_anybody_knew_counts() -> None:
     nodes.ready("a", "a/w0")
     nodes.remove("b")
     nodes.tick(4.0)
-    assert nodes.actions("a", leader.Announce)[0].generation.number > 9 + 100
+    assert nodes.actions("a", protocol.Announce)[0].generation.number > 9 + 100
     known = nodes.nodes["a"].state.own.known
     assert (known.lineage, known.from_step, known.born) == (2, 4, True)
 
@@ -252,19 +252,19 @@ def test_when_the_store_has_lost_everything_nobody_waits_for_a_worker_that_is_mi
         nodes.ready(name, f"{name}/w0")
         nodes.ready(name, f"{name}/w1")
     nodes.tick()
-    number = nodes.actions("a", leader.Announce)[-1].generation.number
+    number = nodes.actions("a", protocol.Announce)[-1].generation.number
     for member in members(nodes, "a"):
-        nodes.tell(node_of(member), Happened(leader.Reported(member, Report(number, 3))))
-    assert len(members(nodes, "a")) == 4 and nodes.actions("a", leader.Publish)[-1].digest.generation == number
-    pauses = len(nodes.actions("b", leader.Pause))
+        nodes.tell(node_of(member), Happened(protocol.Reported(member, Report(number, 3))))
+    assert len(members(nodes, "a")) == 4 and nodes.actions("a", protocol.Publish)[-1].digest.generation == number
+    pauses = len(nodes.actions("b", protocol.Pause))
     nodes.store = EmbeddedStore(lambda: nodes.now)
     nodes.watches.clear()
     for name in "ab":
         nodes.tell(name, node.LeaseEnded())
-    nodes.tell("a", Happened(leader.Lost("a/w0")))
+    nodes.tell("a", Happened(protocol.Lost("a/w0")))
     nodes.tick(4.0)
     assert set(members(nodes, "b")) == {"a/w1", "b/w0", "b/w1"}
-    assert len(nodes.actions("b", leader.Pause)) == pauses
+    assert len(nodes.actions("b", protocol.Pause)) == pauses
 
 
 def test_if_all_leave_the_job_stops() -> None:
@@ -276,22 +276,22 @@ def test_if_all_leave_the_job_stops() -> None:
     nodes.cut.clear()
     report(nodes)
     for name in "ab":
-        assert len(nodes.actions(name, leader.Stop)) <= 1
-    assert nodes.actions("a", leader.Stop) or members(nodes, "a") != ("a/w0", "b/w0")
+        assert len(nodes.actions(name, protocol.Stop)) <= 1
+    assert nodes.actions("a", protocol.Stop) or members(nodes, "a") != ("a/w0", "b/w0")
 
 
 def test_a_stopped_job_begins_again_where_it_was() -> None:
     nodes = Nodes()
     two(nodes)
-    number = nodes.actions("a", leader.Announce)[-1].generation.number
-    nodes.tell("b", Happened(leader.StopAsked("enough")))
-    assert [a.reason for a in nodes.actions("a", leader.Stop)] == ["enough"]
+    number = nodes.actions("a", protocol.Announce)[-1].generation.number
+    nodes.tell("b", Happened(protocol.StopAsked("enough")))
+    assert [a.reason for a in nodes.actions("a", protocol.Stop)] == ["enough"]
     for name in "ab":
         nodes.remove(name)
     nodes.add("c")
     nodes.ready("c", "c/w0")
     nodes.tick()
-    again = nodes.actions("c", leader.Announce)
+    again = nodes.actions("c", protocol.Announce)
     assert [a.generation.members for a in again] == [("c/w0",)]
     assert again[0].generation.number > number
     assert nodes.nodes["c"].state.own.known.born, "it may have committed its first step"
@@ -303,7 +303,7 @@ def test_a_node_that_missed_a_stop_and_a_relaunch_has_no_part_in_what_follows() 
     nodes = Nodes()
     two(nodes)
     nodes.cut.add("b")
-    nodes.tell("a", Happened(leader.StopAsked("enough")))
+    nodes.tell("a", Happened(protocol.StopAsked("enough")))
     nodes.remove("a")
     for name in "cd":
         nodes.add(name)
@@ -311,12 +311,12 @@ def test_a_node_that_missed_a_stop_and_a_relaunch_has_no_part_in_what_follows() 
         nodes.tick()
         assert members(nodes, name) == ("b/w0",), "its record tells of it as before"
         if name == "c":
-            nodes.tell(name, Happened(leader.StopAsked("enough again")))
+            nodes.tell(name, Happened(protocol.StopAsked("enough again")))
             nodes.remove(name)
     carried = len(nodes.seen["b"])
     nodes.cut.clear()
     nodes.settle()
-    assert [o.action for o in nodes.seen["b"][carried:] if isinstance(o, Carry)] == [leader.Stop("enough")]
+    assert [o.action for o in nodes.seen["b"][carried:] if isinstance(o, Carry)] == [protocol.Stop("enough")]
     assert members(nodes, "d") == ("d/w0",)
 
 
@@ -326,7 +326,7 @@ def test_a_worker_that_no_record_names_is_lost(is_gone: bool) -> None:
     lead = Lead("run/node/a.0", 1, LIMITS, 0.0, "origin")
     record: dict[str, Any] = {"about": {}, "places": 1, "members": ["b/w0"], "events": [], "values": {}}
     record |= {"known": vars(Known()), "veterans": []}
-    ready = [[1, encode(leader.Ready("b/w0"))]]
+    ready = [[1, encode(protocol.Ready("b/w0"))]]
     lead = lead.read_all({"run/node/b.0": {**record, "events": ready}}, None, 0.0)
     assert lead.state is not None and lead.state.ready == ("b/w0",)
     lead = lead.changed("run/node/b.0", {**record, "members": []})
@@ -341,7 +341,7 @@ def test_workers_of_a_node_that_comes_to_differ_are_lost() -> None:
     two(nodes)
     nodes.tell("b", node.Described({"seed": 2}))
     assert [o for o in nodes.seen["b"] if isinstance(o, Excluded)]
-    last = nodes.actions("a", leader.Announce)[-1].generation
+    last = nodes.actions("a", protocol.Announce)[-1].generation
     assert last.members == ("a/w0",) and last.urgent and "1 lost" in last.reason
 
 
@@ -349,15 +349,15 @@ def test_a_job_that_finished_stays_finished() -> None:
     nodes = Nodes()
     two(nodes)
     for name in "ab":
-        nodes.tell(name, Happened(leader.Finished(f"{name}/w0", 9)))
-    assert [a.version for a in nodes.actions("a", leader.Done)] == [9]
+        nodes.tell(name, Happened(protocol.Finished(f"{name}/w0", 9)))
+    assert [a.version for a in nodes.actions("a", protocol.Done)] == [9]
     for name in "ab":
         nodes.remove(name)
     nodes.add("late")
-    assert [a.version for a in nodes.actions("late", leader.Done)] == [9]
+    assert [a.version for a in nodes.actions("late", protocol.Done)] == [9]
     nodes.ready("late", "late/w0")
     nodes.tick(10.0)
-    assert not nodes.actions("late", leader.Announce)
+    assert not nodes.actions("late", protocol.Announce)
 
 
 def test_what_a_node_has_missed_counts_as_urgent() -> None:
@@ -367,13 +367,13 @@ def test_what_a_node_has_missed_counts_as_urgent() -> None:
     entry = nodes.store.get(node.DECISION)
     assert entry is not None
     decision = from_text(entry.value)
-    planned = leader.Announce(Generation(90, ("a/w0", "b/w0"), False, "1 joined"))
+    planned = protocol.Announce(Generation(90, ("a/w0", "b/w0"), False, "1 joined"))
     for first, urgent in ((decision["count"] + 1, False), (decision["count"] + 9, True)):
         value = to_text({**decision, "count": first, "actions": [[first, encode(planned)]]})
         decision["count"] = first
         change = Change(entry.revision + first, node.DECISION, Entry(node.DECISION, value, entry.revision + first))
         (carried,) = [o for o in nodes.nodes["b"].take(Saw(change), 0.0) if isinstance(o, Carry)]
-        assert isinstance(carried.action, leader.Announce)
+        assert isinstance(carried.action, protocol.Announce)
         assert carried.action.generation.urgent == urgent
 
 
@@ -393,7 +393,7 @@ def test_those_who_are_missing_do_not_cost_living_ones_their_place() -> None:
     nodes.cut.clear()
     nodes.settle()
     nodes.tick()
-    last = nodes.actions("c", leader.Announce)[-1].generation
+    last = nodes.actions("c", protocol.Announce)[-1].generation
     assert last.members == ("c/w0",) and last.urgent and "2 lost" in last.reason
 
 

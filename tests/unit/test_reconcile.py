@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elastic_harness.contract import wire
 from elastic_harness.contract.messages import TO_AGENT, TO_WORKER
 from elastic_harness.membership.codec import encode, to_text
-from elastic_harness.membership.leader import State
+from elastic_harness.membership.protocol import State
 from elastic_harness.membership.reconcile import CHECKPOINTS_TOLD, reconcile, scattered, worth_telling
 from elastic_harness.membership.replica import deal_columns, zip_rows
 from elastic_harness.membership.types import Digest, Generation, Limits, Report
@@ -87,9 +87,7 @@ def test_nothing_committed_by_anyone_present_is_lost(
 
 
 @given(situations(), st.booleans())
-def test_every_finished_lane_counts_at_most_once(
-    situation: tuple[Generation, dict[str, Report]], born: bool
-) -> None:
+def test_every_finished_lane_counts_at_most_once(situation: tuple[Generation, dict[str, Report]], born: bool) -> None:
     _, reports = situation
     digest = digest_of(situation, born)
     held = [lane for ranges in digest.lanes.values() for lo, hi in ranges for lane in range(lo, hi)]
@@ -103,9 +101,7 @@ def test_every_finished_lane_counts_at_most_once(
 
 
 @given(situations(), st.booleans())
-def test_a_digest_and_its_parts_survive_the_wire(
-    situation: tuple[Generation, dict[str, Report]], born: bool
-) -> None:
+def test_a_digest_and_its_parts_survive_the_wire(situation: tuple[Generation, dict[str, Report]], born: bool) -> None:
     generation, reports = situation
     digest = digest_of(situation, born)
     for codec, value in ((TO_WORKER, digest), (TO_WORKER, generation), *((TO_AGENT, r) for r in reports.values())):

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import effective, scale, scale_model
 from benchmarks.scale_model import Cost, Count, LargeCluster, extrapolate
 
-from elastic_harness.membership import leader
+from elastic_harness.membership import protocol
 from elastic_harness.membership.lead import GENERATIONS_KEPT, Lead
 from elastic_harness.membership.types import Limits
 
@@ -98,10 +98,10 @@ def test_a_decision_names_the_members_of_few_generations() -> None:
 
 
 def test_what_waits_for_time_is_known() -> None:
-    waiting, _ = leader.step(leader.State(Limits(2, 4, 4)), leader.Ready("a"), 0.0)
-    assert leader.timed(waiting)
-    formed, _ = leader.step(leader.State(Limits(1, 1, 1)), leader.Ready("a"), 0.0)
-    assert formed.generation is not None and not leader.timed(formed)
+    waiting, _ = protocol.step(protocol.State(Limits(2, 4, 4)), protocol.Ready("a"), 0.0)
+    assert protocol.timed(waiting)
+    formed, _ = protocol.step(protocol.State(Limits(1, 1, 1)), protocol.Ready("a"), 0.0)
+    assert formed.generation is not None and not protocol.timed(formed)
 
 
 def test_published_figures_come_out_of_the_model() -> None:

@@ -17,7 +17,7 @@ import pytest
 from elastic_harness.commands import simulate
 from elastic_harness.commands.simulate import JobShape, run_seed, run_seeds
 from elastic_harness.errors import ConfigError
-from elastic_harness.membership import leader
+from elastic_harness.membership import protocol
 from elastic_harness.membership.codec import decode, encode
 from elastic_harness.membership.types import Digest, Generation, Limits, Report, Source
 from mutants.nodes import PATCHES, Planted
@@ -155,15 +155,15 @@ def test_when_it_is_stopped_it_says_how_far_it_came(number: signal.Signals, proc
 @pytest.mark.parametrize(
     "value",
     [
-        leader.State(Limits(), failed_slots=((1, 2, "a", "killed"),), overdue=((1, 2.5),), trouble_at=1.5),
-        leader.State(Limits(), apart=((1.5, "a", "b"),), veterans=("a",)),
-        leader.Reported("a", Report(1, 2, 1, ((0, 3),), (4, 2), True)),
-        leader.Publish(Digest(1, 2, 0, 0, {"a": Source("state", "b")}, {"a": ((0, 1),)}, ("b",), ((2, 8.5),)), "why"),
-        leader.Announce(Generation(3, ("a", "b"), True, "why")),
-        leader.Trouble("a", 3, ("b",), cut=True),
-        leader.State(Limits(2, 4, 4, shards=2)),
-        leader.Announce(Generation(3, ("a", "b", "c"), True, "why", (1, 0, 1), (("b", "a"),))),
-        leader.Reported("a", Report(1, 2, 1, shard=1, sealed=True)),
+        protocol.State(Limits(), failed_slots=((1, 2, "a", "killed"),), overdue=((1, 2.5),), trouble_at=1.5),
+        protocol.State(Limits(), apart=((1.5, "a", "b"),), veterans=("a",)),
+        protocol.Reported("a", Report(1, 2, 1, ((0, 3),), (4, 2), True)),
+        protocol.Publish(Digest(1, 2, 0, 0, {"a": Source("state", "b")}, {"a": ((0, 1),)}, ("b",), ((2, 8.5),)), "why"),
+        protocol.Announce(Generation(3, ("a", "b"), True, "why")),
+        protocol.Trouble("a", 3, ("b",), cut=True),
+        protocol.State(Limits(2, 4, 4, shards=2)),
+        protocol.Announce(Generation(3, ("a", "b", "c"), True, "why", (1, 0, 1), (("b", "a"),))),
+        protocol.Reported("a", Report(1, 2, 1, shard=1, sealed=True)),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -51,7 +51,7 @@ from elastic_harness.errors import (
     EXIT_USER_CODE,
     ConfigError,
 )
-from elastic_harness.membership import leader
+from elastic_harness.membership import protocol
 from elastic_harness.membership.poison import evidence
 from elastic_harness.membership.reconcile import worth_telling
 from elastic_harness.membership.records import Known, Values
@@ -126,10 +126,10 @@ class ElasticRun:
             case Report():
                 report = self._within_the_ledger(message)
                 report = worth_telling(report, self.agent.records.lineage, self.agent.records.from_step)
-                self.agreement.tell(leader.Reported(worker.member, report))
+                self.agreement.tell(protocol.Reported(worker.member, report))
             case LinkTrouble(generation, version, peers, ways):
                 self._cuts.tell(ways)
-                self.agreement.tell(leader.Trouble(worker.member, generation, peers, bool(ways), holds=version >= 0))
+                self.agreement.tell(protocol.Trouble(worker.member, generation, peers, bool(ways), holds=version >= 0))
             case SetValue(generation, key, value):
                 self._deliver({generation: {key: value}})
                 self.agreement.offer(generation, key, value)
@@ -141,7 +141,7 @@ class ElasticRun:
                 if self.agent.records.commit(message):
                     self.agent.report.decided(message)
                     self._last_commit = message.metrics
-                self.agreement.tell(leader.Committed(message.step))
+                self.agreement.tell(protocol.Committed(message.step))
             case HandOver(line):
                 self.agent.records.handed_over(line)
             case LogEvent(event, fields):
@@ -153,14 +153,14 @@ class ElasticRun:
             case SlotError(step, slot, error):
                 worker.error = error
                 self._slot_errors[step, slot] = message
-                self.agreement.tell(leader.SlotFailed(worker.member, step, slot, "error"))
+                self.agreement.tell(protocol.SlotFailed(worker.member, step, slot, "error"))
             case ScriptError(error):
                 worker.error = error
             case UnfitPeer(member, reason, samples):
-                self.agreement.tell(leader.Unfit(member, reason, samples))
+                self.agreement.tell(protocol.Unfit(member, reason, samples))
             case LeftOut(generation):
                 worker.release(Why.LEFT_OUT, f"left out of generation {generation}")
-                self.agreement.tell(leader.Lost(worker.member))
+                self.agreement.tell(protocol.Lost(worker.member))
             case Imported(modules):
                 self.agent.forks.learn(modules)
             case EndAsked():
@@ -172,7 +172,7 @@ class ElasticRun:
             case LastStepDone(version):
                 worker.finished = message
                 self._finished[worker.member] = message
-                self.agreement.tell(leader.Finished(worker.member, version))
+                self.agreement.tell(protocol.Finished(worker.member, version))
 
     def _on_end_asked(self, member: str, asked: EndAsked) -> None:
         """Pass on a script's request to end the run after a step, to the other workers here and to other nodes."""
@@ -205,24 +205,24 @@ class ElasticRun:
         self._admission.forget(worker.member)
         for event in self._what_it_shows(worker):
             self.agreement.tell(event)
-        self.agreement.tell(leader.Lost(worker.member))
+        self.agreement.tell(protocol.Lost(worker.member))
 
-    def _what_it_shows(self, worker: Worker) -> list[leader.Event]:
+    def _what_it_shows(self, worker: Worker) -> list[protocol.Event]:
         """Return what a worker's end says about its work, in addition to the loss."""
         if not worker.hello or worker.released or worker.error:
             return []
         if worker.overdue is not None:
             late, deadline_s = worker.overdue, worker.overdue.deadline_ms / 1000
-            shown: list[leader.Event] = [leader.Overdue(worker.member, late.step, deadline_s)]
+            shown: list[protocol.Event] = [protocol.Overdue(worker.member, late.step, deadline_s)]
             if late.phase == Phase.SLOT and deadline_s >= worker.deadline_max_s:
-                shown.append(leader.SlotFailed(worker.member, late.step, late.slot, "overdue"))
+                shown.append(protocol.SlotFailed(worker.member, late.step, late.slot, "overdue"))
             return shown
         reading = worker.board.read()
         if worker.hang or worker.killed_on_request or reading.phase != Phase.SLOT or reading.slot < 0:
             return []
         code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
         how = evidence(code, for_memory=bool(worker.oom_kills))
-        return [leader.SlotFailed(worker.member, reading.step, reading.slot, how)] if how else []
+        return [protocol.SlotFailed(worker.member, reading.step, reading.slot, how)] if how else []
 
     def on_exit(self, worker: Worker) -> None:
         cause, error = self._cause(worker)
@@ -247,7 +247,7 @@ class ElasticRun:
         self._check_hopeless()
 
     def on_saved(self, step: int) -> None:
-        self.agreement.tell(leader.Saved(step))
+        self.agreement.tell(protocol.Saved(step))
 
     def on_tick(self, now: float) -> None:
         if now - self._ticked_at < TICK_S:
@@ -332,11 +332,11 @@ class ElasticRun:
                 for member in self._values.set(generation, key, value):
                     self._tell(member, Value(generation, key, value))
 
-    def _carry_out(self, action: leader.Action) -> None:
+    def _carry_out(self, action: protocol.Action) -> None:
         match action:
-            case leader.Announce(generation):
+            case protocol.Announce(generation):
                 self._announce(generation)
-            case leader.Publish(digest, reason):
+            case protocol.Publish(digest, reason):
                 self._formed = True
                 records = self.agent.records
                 for worker in self.agent.workers.values():
@@ -347,20 +347,20 @@ class ElasticRun:
                 for member in self._members:
                     self._tell(member, digest)
                 self._notice(f"generation {digest.generation}: {reason}")
-            case leader.Pause(reason):
+            case protocol.Pause(reason):
                 self._waiting = reason
                 self._say_waiting(reason)
                 if self._generation is not None:
                     for worker in self.agent.workers.values():
                         if worker.hello:
                             self._tell(worker.member, Wait(reason))
-            case leader.Evict(member, reason, samples):
+            case protocol.Evict(member, reason, samples):
                 self._evict(member, "other_samples" if samples else "unfit", reason)
-            case leader.Poison(at_step, slot, members, reason):
+            case protocol.Poison(at_step, slot, members, reason):
                 self._on_poison(at_step, slot, members, reason)
-            case leader.Done(version):
+            case protocol.Done(version):
                 self._on_done(version)
-            case leader.Stop(reason):
+            case protocol.Stop(reason):
                 self._on_stop(reason)
 
     def _say_waiting(self, reason: str) -> None:
@@ -462,9 +462,7 @@ class ElasticRun:
         if finished is None:
             message = "other nodes have done the last step; to train further, launch another --run-id"
         else:
-            message = (
-                f"{finished.version} steps, loss {finished.final_loss}, weights sha256 {finished.weights_sha256}"
-            )
+            message = f"{finished.version} steps, loss {finished.final_loss}, weights sha256 {finished.weights_sha256}"
             if finished.stop_reason:
                 message += f"; the script ended the run: {finished.stop_reason}"
         self.agent.finish(JobOutcome(EXIT_SUCCESS, "finished", message), graceful=False)
@@ -491,7 +489,7 @@ class ElasticRun:
             self.agent.workers[member].serves_from = self.agent.records.farthest
             if not self._done and self.agent.outcome is None:
                 waited_since = self._admission.began_at if self._generation is None else None
-                self.agreement.tell(leader.Ready(member), waited_since)
+                self.agreement.tell(protocol.Ready(member), waited_since)
 
     def _tell(self, member: str, message: object) -> None:
         worker = self.agent.workers.get(member)

@@ -13,16 +13,17 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from elastic_harness import shape
-from elastic_harness.membership import leader, types
+from elastic_harness.membership import protocol, types
 
 _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
-        types.Generation, types.Report, types.Source, types.Digest, types.Limits, leader.State,
-        leader.Ready, leader.Lost, leader.Reported, leader.Trouble, leader.Committed, leader.Saved,
-        leader.Finished,
-        leader.SlotFailed, leader.Overdue, leader.Unfit, leader.Scaled, leader.Leaving, leader.StopAsked,
-        leader.Announce, leader.Publish, leader.Pause, leader.Evict, leader.Poison, leader.Done, leader.Stop,
+        types.Generation, types.Report, types.Source, types.Digest, types.Limits, protocol.State,
+        protocol.Ready, protocol.Lost, protocol.Reported, protocol.Trouble, protocol.Committed, protocol.Saved,
+        protocol.Finished,
+        protocol.SlotFailed, protocol.Overdue, protocol.Unfit, protocol.Scaled, protocol.Leaving, protocol.StopAsked,
+        protocol.Announce, protocol.Publish, protocol.Pause, protocol.Evict,
+        protocol.Poison, protocol.Done, protocol.Stop,
     )
 }  # fmt: skip
 PACKED_FROM = 2048  # characters; a shorter text stays readable in the store
@@ -86,4 +87,3 @@ def _decode(data: Any) -> Any:
     values = {**shape.defaults(cls), **values}
     shape.expect(values, fields_of)
     return cls(**values)
-

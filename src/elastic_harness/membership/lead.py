@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from elastic_harness.membership import leader
+from elastic_harness.membership import protocol
 from elastic_harness.membership.codec import decode, encode
 from elastic_harness.membership.records import Known, Values
 from elastic_harness.membership.types import Limits, node_of
@@ -52,7 +52,7 @@ class Lead:
     limits: Limits
     patient_until: float | None  # before that the absence of a record says nothing; None: at once, given a decision
     origin: str  # where the numbers of actions began: of the decision that was taken over, or this leader's own
-    state: leader.State | None = None  # of the protocol; None until everything was read
+    state: protocol.State | None = None  # of the protocol; None until everything was read
     missed: bool = False  # members without a record were taken for lost
     all_read: bool = False
     records: Mapping[str, Record] = field(default_factory=dict)  # by key; without those that do not count
@@ -63,8 +63,8 @@ class Lead:
     given_up: frozenset[str] = frozenset()  # unreadable records that were not written anew in time
     wanted: int = 0  # workers, by all records
     taken: Mapping[str, int] = field(default_factory=dict)  # how far each record was read
-    events: tuple[leader.Event, ...] = ()  # read, not yet given to the protocol
-    settled: leader.State | None = None  # the state in which nothing follows from time alone
+    events: tuple[protocol.Event, ...] = ()  # read, not yet given to the protocol
+    settled: protocol.State | None = None  # the state in which nothing follows from time alone
     actions: tuple[tuple[int, Any], ...] = ()  # the newest, numbered and encoded
     count: int = 0  # of all actions ever
     published: News = News()
@@ -122,7 +122,7 @@ class Lead:
     def _readable(self, key: str, record: Record) -> Lead:
         lead = replace(self, damaged=_without(self.damaged, key)) if key in self.damaged else self
         if key in self.given_up:
-            ready = map(leader.Ready, record["members"])
+            ready = map(protocol.Ready, record["members"])
             lead = replace(lead, given_up=self.given_up - {key}, events=(*self.events, *ready))
         return lead
 
@@ -137,7 +137,7 @@ class Lead:
         """Count a node as gone whose record stays unreadable, and its workers as lost."""
         lead = replace(self, damaged=_without(self.damaged, key), given_up=self.given_up | {key})._forget(key)
         gone = (member for member in lead._missing() if node_of(member) == _node_at(key))
-        return replace(lead, events=(*lead.events, *map(leader.Lost, gone)))
+        return replace(lead, events=(*lead.events, *map(protocol.Lost, gone)))
 
     def _missing(self) -> list[str]:
         """Return the workers that the protocol takes for ready, but that no record names."""
@@ -169,7 +169,7 @@ class Lead:
 
     def _lose(self, members: Iterable[str]) -> Lead:
         """Tell the protocol that these workers are lost: no record names them any more."""
-        lost = tuple(map(leader.Lost, members))
+        lost = tuple(map(protocol.Lost, members))
         return self if self.state is None or not lost else replace(self, events=(*self.events, *lost))
 
     def tick(self, now: float) -> Lead:
@@ -184,10 +184,10 @@ class Lead:
             lead = replace(lead, missed=True)
             unread = set(map(_node_at, lead.damaged))  # these nodes may be alive
             lost = [m for m in lead._missing() if node_of(m) not in unread]
-            lead = lead._step([*map(leader.Lost, lost), *lead._scaled()], now)
-        if lead.state is not None and (lead.state is not lead.settled or leader.timed(lead.state)):
+            lead = lead._step([*map(protocol.Lost, lost), *lead._scaled()], now)
+        if lead.state is not None and (lead.state is not lead.settled or protocol.timed(lead.state)):
             count = lead.count
-            lead = lead._step([leader.Tick()], now)
+            lead = lead._step([protocol.Tick()], now)
             lead = replace(lead, settled=lead.state if lead.count == count else None)
         return lead
 
@@ -283,13 +283,13 @@ class Lead:
 
     def _begin_another(self, known: Known, now: float) -> Lead:
         """Begin a job that had ended and was launched again. Only what is known outlives its end."""
-        ready = (leader.Ready(m) for record in self.records.values() for m in record["members"])
+        ready = (protocol.Ready(m) for record in self.records.values() for m in record["members"])
         return replace(self, actions=(), events=(*self.events, *ready))._begin_with(known).step(now)
 
     def _begin_with(self, known: Known) -> Lead:
         """Make a state without a generation. Nobody was in one, so nobody can be missing."""
         veterans = tuple(member for record in self.records.values() for member in record["veterans"])
-        state = leader.State(self.limits, veterans=veterans, **vars(known))
+        state = protocol.State(self.limits, veterans=veterans, **vars(known))
         return replace(self, state=state, missed=True)._follow(list(self.records))
 
     def _take_over(self, decision: Mapping[str, Any], now: float) -> Lead:
@@ -304,7 +304,7 @@ class Lead:
             count=decision["count"],
             published=News(decision["count"], {}, (), Known(**decision["known"])),
         )
-        state: leader.State = decode(decision["state"])
+        state: protocol.State = decode(decision["state"])
         if state.done:
             return lead._begin_another(Known.of(_perhaps_born(state)), now)
         state = _perhaps_born(_later(state, now - decision["now"]))
@@ -315,7 +315,7 @@ class Lead:
         if self.state is None:
             return self
         known, taken = Known.of(self.state), dict(self.taken)
-        events: list[leader.Event] = []
+        events: list[protocol.Event] = []
         overdue = self.overdue
         for key in keys:
             record = self.records[key]
@@ -333,7 +333,7 @@ class Lead:
             return self
         return replace(self, state=state, taken=taken, events=(*self.events, *events), overdue=overdue)
 
-    def _scaled(self) -> list[leader.Event]:
+    def _scaled(self) -> list[protocol.Event]:
         """Return how many workers are wanted now: all that the nodes have places for. The leader changes that only
         after it knows which nodes are gone. If it lowered the number earlier, it would evict workers that are still
         alive."""
@@ -341,12 +341,12 @@ class Lead:
             return []
         limits = self.state.limits
         unchanged = max(limits.min_workers, min(self.wanted, limits.max_workers)) == limits.target
-        return [] if unchanged else [leader.Scaled(self.wanted)]
+        return [] if unchanged else [protocol.Scaled(self.wanted)]
 
-    def _step(self, events: Sequence[leader.Event], now: float) -> Lead:
+    def _step(self, events: Sequence[protocol.Event], now: float) -> Lead:
         if self.state is None or not events:
             return self
-        state, new = leader.steps(self.state, events, now)
+        state, new = protocol.steps(self.state, events, now)
         if not new:
             return replace(self, state=state)
         count = self.count + len(new)
@@ -372,7 +372,7 @@ def _with_history(about: Mapping[str, Any], history: str) -> Mapping[str, Any]:
     return about if HISTORY in about else {**about, HISTORY: history}
 
 
-def _later(state: leader.State, seconds: float) -> leader.State:
+def _later(state: protocol.State, seconds: float) -> protocol.State:
     """Return the state with all of its times moved to this node's clock, because no two nodes' clocks agree."""
     return replace(
         state,
@@ -383,7 +383,7 @@ def _later(state: leader.State, seconds: float) -> leader.State:
     )
 
 
-def _perhaps_born(state: leader.State) -> leader.State:
+def _perhaps_born(state: protocol.State) -> protocol.State:
     """Return the state as born, if any generation was ever formed. Members of which nothing is heard any more may have
     committed the first step, so nobody may begin at zero in silence."""
     return replace(state, born=state.born or state.ever_formed)

@@ -11,11 +11,11 @@ the outcome. The store has:
     run/head/fence      a key on the leader's lease, written with each decision
     run/state           the leader's state, written with the decision; only the next leader reads it
 
-Every node can lead. The leader reads all records, gives their events to `leader.steps`, and publishes the actions. All
-nodes, the leader's own included, carry out the actions in the order in which they were published. Only the holder of
-the leader's key can write a decision, and only on top of the decision that it knows. Events that were read but not yet
-published stay in the records. The next leader begins at the last decision and reads them again, so nothing is lost with
-a leader.
+Every node can lead. The leader reads all records, gives their events to `protocol.steps`, and publishes the actions.
+All nodes, the leader's own included, carry out the actions in the order in which they were published. Only the holder
+of the leader's key can write a decision, and only on top of the decision that it knows. Events that were read but not
+yet published stay in the records. The next leader begins at the last decision and reads them again, so nothing is lost
+with a leader.
 
 While the store is away, nothing is decided. Workers go on stepping, and what happens to them waits to be told.
 """
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from elastic_harness.membership import leader
+from elastic_harness.membership import protocol
 from elastic_harness.membership.codec import decode, to_text
 from elastic_harness.membership.lead import HISTORY, PATIENCE_S, Lead
 from elastic_harness.membership.own_record import NODES, OwnRecord
@@ -53,7 +53,7 @@ STATE = EVERYTHING + "state"
 class Happened:
     """Something happened to a worker of this node."""
 
-    event: leader.Event
+    event: protocol.Event
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Write:
 class Carry:
     """Carry out an action for this node's workers."""
 
-    action: leader.Action
+    action: protocol.Action
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class NodeState:
     lead: Lead | None = None  # if this node leads
 
     @property
-    def protocol(self) -> leader.State | None:
+    def led(self) -> protocol.State | None:
         """The protocol's state, if this node leads."""
         return self.lead.state if self.lead is not None else None
 
@@ -498,7 +498,7 @@ def _heed(state: NodeState, decision: dict[str, Any], now: float) -> Step:
     if state.heeded is None:
         state = replace(state, origin=decision["origin"], heeded=decision["count"])
         if decision["finished"] is not None:
-            done = leader.Done(decision["finished"])
+            done = protocol.Done(decision["finished"])
             return replace(state, own=replace(state.own, ended=done)), (Carry(done),)
     if decision["origin"] != state.origin:  # the store had lost everything, or its decision was unreadable
         known_to_the_store = state.origin_in == state.own.session
@@ -531,9 +531,9 @@ def _carry_out(state: NodeState, actions: Iterable[tuple[int, Any]]) -> Step:
         if own.ended is not None:
             break  # later actions are of a job that was launched again, without this node
         heeded = number
-        if missed and isinstance(action, leader.Announce):  # an action that was missed may be an urgent one
-            action = leader.Announce(replace(action.generation, urgent=True))
-        if isinstance(action, leader.Done | leader.Poison | leader.Stop):
+        if missed and isinstance(action, protocol.Announce):  # an action that was missed may be an urgent one
+            action = protocol.Announce(replace(action.generation, urgent=True))
+        if isinstance(action, protocol.Done | protocol.Poison | protocol.Stop):
             own = own.end(action)
         outputs += (Carry(action),)
     return replace(state, heeded=heeded, own=own), outputs

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic_harness.membership import leader
+from elastic_harness.membership import protocol
 from elastic_harness.membership.codec import encode, to_text
 from elastic_harness.membership.lead import HISTORY
 from elastic_harness.membership.records import Known
@@ -35,8 +35,8 @@ class OwnRecord:
     ever: frozenset[str] = frozenset()  # its workers that were in a generation
     veterans: frozenset[str] = frozenset()  # … in one that was formed: they have, or are about to have, the state
     leaves: bool = False  # all its workers are to leave at a step boundary
-    ended: leader.Action | None = None  # how the job ended
-    events: tuple[tuple[int, leader.Event], ...] = ()  # numbered; without those that a decision says were read
+    ended: protocol.Action | None = None  # how the job ended
+    events: tuple[tuple[int, protocol.Event], ...] = ()  # numbered; without those that a decision says were read
     last: int = 0  # the number of the newest event
     offered: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # values of members, by generation
     changes: int = 0  # of the record, so far
@@ -63,24 +63,24 @@ class OwnRecord:
 
     # ---- what happens on the node
 
-    def happened(self, event: leader.Event) -> OwnRecord:
+    def happened(self, event: protocol.Event) -> OwnRecord:
         """Tell an event. Only the first commit and the first saved checkpoint are told. After the end of the job
         nothing is told."""
         known, members = self.known, self.members
         if self.ended is not None:
             return self
         match event:
-            case leader.Committed() if known.born:
+            case protocol.Committed() if known.born:
                 return self
-            case leader.Committed():
+            case protocol.Committed():
                 known = replace(known, born=True)
-            case leader.Saved() if known.saved:
+            case protocol.Saved() if known.saved:
                 return self
-            case leader.Saved():
+            case protocol.Saved():
                 known = replace(known, saved=True)
-            case leader.Ready(member) if member not in members:
+            case protocol.Ready(member) if member not in members:
                 members = (*members, member)
-            case leader.Lost(member):
+            case protocol.Lost(member):
                 members = tuple(m for m in members if m != member)
         last = self.last + 1
         events = (*self.events, (last, event))
@@ -101,7 +101,7 @@ class OwnRecord:
         """Want no workers any more, and tell that all of them leave."""
         record = replace(self, leaves=True, places=0, changes=self.changes + 1)
         for member in self.members:
-            record = record.happened(leader.Leaving(member))
+            record = record.happened(protocol.Leaving(member))
         return record
 
     def describe(self, about: Mapping[str, Any]) -> OwnRecord:
@@ -121,11 +121,11 @@ class OwnRecord:
         known = self.known.and_also(Known(**decision["known"]))
         return replace(self, about=about, history=history, events=events, known=known)
 
-    def end(self, action: leader.Action) -> OwnRecord:
+    def end(self, action: protocol.Action) -> OwnRecord:
         """Note that the job is over. Others may begin it again while this node's workers end: it offers no places."""
         record = replace(self, places=0, changes=self.changes + 1, events=())
         for member in self.members:
-            record = record.happened(leader.Lost(member))
+            record = record.happened(protocol.Lost(member))
         return replace(record, ended=action)
 
     def take_part(self, members: Sequence[str], *, formed: bool) -> OwnRecord:
@@ -139,7 +139,7 @@ class OwnRecord:
         leave, and must not be taken for new ones. The caller keeps them while the job is paused: then they wait too,
         and may hold the state."""
         gone = {m for m in self.members if m in self.ever and m not in members}
-        events = tuple(e for e in self.events if not (isinstance(e[1], leader.Ready) and e[1].member in gone))
+        events = tuple(e for e in self.events if not (isinstance(e[1], protocol.Ready) and e[1].member in gone))
         return replace(self, members=tuple(m for m in self.members if m not in gone), events=events)
 
     # ---- the store
@@ -159,9 +159,9 @@ class OwnRecord:
     def begin_again(self) -> OwnRecord:
         """Begin another record, because the last one is gone. It names the workers that live, and tells again all
         events that may not have been read. Every event may safely be told twice."""
-        unread = [event for _, event in self.events if not isinstance(event, leader.Ready)]
-        leaving = map(leader.Leaving, self.members if self.leaves else ())
-        events = [*map(leader.Ready, self.members), *leaving, *unread]
+        unread = [event for _, event in self.events if not isinstance(event, protocol.Ready)]
+        leaving = map(protocol.Leaving, self.members if self.leaves else ())
+        events = [*map(protocol.Ready, self.members), *leaving, *unread]
         record = replace(self, session=self.session + 1, events=(), last=0, written=-1, writing=None)
         for event in events:
             record = record.happened(event)

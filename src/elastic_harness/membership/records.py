@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_harness import shape
-from elastic_harness.membership import leader
+from elastic_harness.membership import protocol
 from elastic_harness.membership.codec import decode, from_text
 
 
@@ -27,7 +27,7 @@ class Known:
     saved: bool = False  # a checkpoint was saved at some time
 
     @staticmethod
-    def of(state: leader.State) -> Known:
+    def of(state: protocol.State) -> Known:
         return Known(state.number, state.born, state.lineage, state.from_step, state.saved)
 
     def and_also(self, other: Known) -> Known:
@@ -40,8 +40,8 @@ class Known:
 Values = Mapping[int, Mapping[str, str]]
 """The values that members have set for each other, by generation and key."""
 
-_EVENTS = typing.get_args(leader.Event)
-_ACTIONS = typing.get_args(leader.Action)
+_EVENTS = typing.get_args(protocol.Event)
+_ACTIONS = typing.get_args(protocol.Action)
 _RECORD: shape.Shape = {
     "about": dict[str, Any],
     "places": int,
@@ -87,9 +87,9 @@ def read_decision(text: str) -> dict[str, Any]:
     return decision
 
 
-def read_state(text: str) -> leader.State:
+def read_state(text: str) -> protocol.State:
     """Return the leader's state that stands beside a decision. Raises ValueError."""
-    state: leader.State = _one_of((leader.State,), from_text(text))
+    state: protocol.State = _one_of((protocol.State,), from_text(text))
     return state
 
 

@@ -1,6 +1,6 @@
 """The production leader, the queues between it and the workers, and the invariants that must always hold.
 
-The leader is `membership.leader.step` itself. Its states are numbered, so that worlds stay small and comparable.
+The leader is `membership.protocol.step` itself. Its states are numbered, so that worlds stay small and comparable.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_harness.membership import leader as core
+from elastic_harness.membership import protocol
 from elastic_harness.membership.types import Digest, Generation, Limits
 from elastic_harness.simulate.world import Faults, Message, SimulatedWorker, Violation, World, canonical, followed
 
@@ -45,14 +45,14 @@ def index_of(member: str) -> int:
 class Cluster:
     """Everything but the workers' own behaviour. Pure, except that it remembers states of the leader."""
 
-    leader_step = staticmethod(core.step)
+    leader_step = staticmethod(protocol.step)
 
     def __init__(self, size: Size) -> None:
         self.size = size
-        self.leaders: list[core.State] = []
-        self._leader_ids: dict[core.State, int] = {}
-        self.events: list[core.Event] = []
-        self._event_ids: dict[core.Event, int] = {}
+        self.leaders: list[protocol.State] = []
+        self._leader_ids: dict[protocol.State, int] = {}
+        self.events: list[protocol.Event] = []
+        self._event_ids: dict[protocol.Event, int] = {}
         self.digests: list[Digest] = []
         self._memo: dict[tuple[int, int, float], tuple[int, tuple[Any, ...]]] = {}
 
@@ -68,7 +68,7 @@ class Cluster:
         most = max(n + size.faults.joins, target, *size.faults.scales, 1)
         limits = Limits(size.min_workers, most, target, shards=size.shards)
         world = World(
-            leader=self._intern(core.State(limits)),
+            leader=self._intern(protocol.State(limits)),
             workers=(SimulatedWorker(),) * n,
             mail=(frozenset(),) * n,
             down=((),) * n,
@@ -79,20 +79,20 @@ class Cluster:
             faults=size.faults,
         )
         for i in range(n):
-            world = self.lead(world, self.event(core.Ready(self.name(i))))
+            world = self.lead(world, self.event(protocol.Ready(self.name(i))))
         if self.leaders[world.leader].generation is None:
-            world = self.lead(world, self.event(core.Tick()), LATE)
+            world = self.lead(world, self.event(protocol.Tick()), LATE)
         return world
 
     # ---- the leader
 
-    def _intern(self, state: core.State) -> int:
+    def _intern(self, state: protocol.State) -> int:
         known = self._leader_ids.setdefault(state, len(self.leaders))
         if known == len(self.leaders):
             self.leaders.append(state)
         return known
 
-    def event(self, event: core.Event) -> int:
+    def event(self, event: protocol.Event) -> int:
         known = self._event_ids.setdefault(event, len(self.events))
         if known == len(self.events):
             self.events.append(event)
@@ -112,36 +112,36 @@ class Cluster:
             world = self.act(world, before, action)
         return world
 
-    def act(self, world: World, before: core.State, action: core.Action) -> World:
+    def act(self, world: World, before: protocol.State, action: protocol.Action) -> World:
         match action:
-            case core.Announce(generation):
+            case protocol.Announce(generation):
                 self.check_announcement(world, before, generation)
                 for i in self.audience(world, before, generation):
                     world = self.put(world, i, world.workers[i]._replace(told=True))
                     world = self.tell(world, i, ("generation", generation))
-            case core.Publish(digest, _):
+            case protocol.Publish(digest, _):
                 self.check_digest(world, before, digest)
                 self.digests.append(digest)
                 for member in digest.sources:
                     world = self.tell(world, index_of(member), ("digest", len(self.digests) - 1))
                 return self.deduplicated(world, digest)
-            case core.Pause():
+            case protocol.Pause():
                 for i, w in enumerate(world.workers):
                     if w.told:
                         world = self.tell(world, i, ("pause",))
-            case core.Evict(member):
+            case protocol.Evict(member):
                 world = self.die(world, index_of(member))
-            case core.Done(version):
+            case protocol.Done(version):
                 self.check_done(world, version)
                 for i, w in enumerate(world.workers):
                     if w.told:
                         world = self.tell(world, i, ("done",))
-            case core.Stop():
+            case protocol.Stop():
                 for i in range(len(world.workers)):
                     world = self.ask_to_stop(world, i)
         return world
 
-    def audience(self, world: World, before: core.State, generation: Generation) -> list[int]:
+    def audience(self, world: World, before: protocol.State, generation: Generation) -> list[int]:
         """Return the workers to tell of a generation: its members, and all that were in a generation before and must
         know that this one leaves them out."""
         return [i for i, w in enumerate(world.workers) if w.told or self.name(i) in generation.members]
@@ -158,7 +158,7 @@ class Cluster:
 
     # ---- invariants
 
-    def check_announcement(self, world: World, before: core.State, generation: Generation) -> None:
+    def check_announcement(self, world: World, before: protocol.State, generation: Generation) -> None:
         if generation.number <= before.number:
             raise Violation("generation number reused", f"{generation.number} after {before.number}")
         old = before.generation.shard_of if before.generation else {}
@@ -186,7 +186,7 @@ class Cluster:
             if [shard_of.get(member) for member in row] == list(range(self.size.shards)) and row not in generation.rows:
                 raise Violation("whole row broken", f"{row} in {generation}")
 
-    def check_digest(self, world: World, before: core.State, digest: Digest) -> None:
+    def check_digest(self, world: World, before: protocol.State, digest: Digest) -> None:
         kinds = {source.kind for source in digest.sources.values()}
         newest = max((lineage for lineage, _, _ in world.ledger), default=-1)
         if not kinds.isdisjoint(("init", "restore")) and digest.lineage <= newest:
@@ -204,7 +204,7 @@ class Cluster:
             if "init" in kinds and stored and digest.lineage == newest + 1 and self.size.shards == 1:
                 raise Violation("checkpoint given up", f"{member} has {stored}: {digest}")
 
-    def check_shards(self, world: World, before: core.State, digest: Digest) -> None:
+    def check_shards(self, world: World, before: protocol.State, digest: Digest) -> None:
         """Check that the run goes on from its state while each shard has a holder, and that a member in no row has no
         lanes."""
         workers = [world.workers[index_of(member)] for member in digest.sources]
@@ -282,7 +282,7 @@ class Cluster:
         modes = {self.name(i): world.workers[i].mode for i in healthy}
         raise Violation("stuck", f"{modes}, leader in generation {state.generation}, paused: {state.paused!r}")
 
-    def can_go_on(self, state: core.State, members: list[str], finished: bool) -> bool:
+    def can_go_on(self, state: protocol.State, members: list[str], finished: bool) -> bool:
         """Return whether these members are enough, in whole rows. One row is enough if they hold every shard and one of
         them has finished."""
         given = state.generation.shard_of if state.generation is not None else {}
@@ -314,7 +314,7 @@ class Cluster:
         d = world.down
         return world._replace(down=(*d[:who], (*d[who], message), *d[who + 1 :]))
 
-    def report(self, world: World, who: int, *events: core.Event) -> World:
+    def report(self, world: World, who: int, *events: protocol.Event) -> World:
         """Queue events for the leader. A fenced worker has no connection any more."""
         if world.workers[who].fenced:
             return world
@@ -353,7 +353,7 @@ class Cluster:
         if not w.up:
             return world
         if not w.fenced:
-            world = self.report(world, who, core.Lost(self.name(who)))
+            world = self.report(world, who, protocol.Lost(self.name(who)))
         down = (*world.down[:who], (), *world.down[who + 1 :])
         mail = (*world.mail[:who], frozenset(), *world.mail[who + 1 :])
         return self.put(world._replace(down=down, mail=mail), who, SimulatedWorker(up=False, mode="over"))

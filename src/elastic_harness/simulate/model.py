@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
-from elastic_harness.membership import leader as core
+from elastic_harness.membership import protocol
 from elastic_harness.simulate.cluster import LATE, Size
 from elastic_harness.simulate.workers import Workers
 from elastic_harness.simulate.world import Move, SimulatedWorker, Violation, World
@@ -44,7 +44,7 @@ class Model(Workers):
                 popped = world._replace(up=(*world.up[:who], queue[1:], *world.up[who + 1 :]))
                 yield self.attempt(("leader", self.events[event]), self.lead, popped, event)
         if state.trouble_at is not None or (state.generation is None and state.ready):
-            yield self.attempt(("tick",), self.lead, world, self.event(core.Tick()), LATE)
+            yield self.attempt(("tick",), self.lead, world, self.event(protocol.Tick()), LATE)
         for who, w in enumerate(world.workers):
             if not w.up:
                 continue
@@ -96,16 +96,16 @@ class Model(Workers):
                             yield self.attempt(what, self.trouble, spent, who, peer, fault=True)
         if faults.stops:
             spent = world._replace(faults=faults._replace(stops=faults.stops - 1))
-            stop = self.event(core.StopAsked("the model asked for it"))
+            stop = self.event(protocol.StopAsked("the model asked for it"))
             yield self.attempt(("all are asked to stop",), self.lead, spent, stop, fault=True)
         if faults.scales:
             spent = world._replace(faults=faults._replace(scales=faults.scales[1:]))
-            event = self.event(core.Scaled(faults.scales[0]))
+            event = self.event(protocol.Scaled(faults.scales[0]))
             yield self.attempt(("scaled", faults.scales[0]), self.lead, spent, event, fault=True)
 
     def fence(self, world: World, who: int) -> World:
         """Declare a worker lost that runs on. It hears nothing from its agent any more."""
-        world = self.report(world, who, core.Lost(self.name(who)))
+        world = self.report(world, who, protocol.Lost(self.name(who)))
         world = world._replace(down=(*world.down[:who], (), *world.down[who + 1 :]))
         return self.put(world, who, world.workers[who]._replace(fenced=True))
 
@@ -117,7 +117,7 @@ class Model(Workers):
             down=(*world.down, ()),
             up=(*world.up, ()),
         )
-        return self.report(world, who, core.Ready(self.name(who)))
+        return self.report(world, who, protocol.Ready(self.name(who)))
 
     def break_link(self, world: World, a: int, b: int) -> World:
         """Break a link. Messages under way between the two workers are lost, in both directions."""

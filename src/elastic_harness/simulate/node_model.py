@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_harness.membership import leader as core
-from elastic_harness.membership import line, node
+from elastic_harness.membership import line, node, protocol
 from elastic_harness.membership.codec import decode
 from elastic_harness.membership.lead import HISTORY
 from elastic_harness.membership.records import Known, read_decision
@@ -163,7 +162,7 @@ class NodeModel:
                 return self._restart(world, number)
         name = f"{self.nodes[host.node].own.name}/w{host.started}"
         world = world.put(number, members=(*host.members, Member(name)), started=host.started + 1)
-        return self._take(world, number, node.Happened(core.Ready(name)))
+        return self._take(world, number, node.Happened(protocol.Ready(name)))
 
     def _pass_time(self, world: NodeWorld) -> NodeWorld:
         """Let more time pass than any timeout, and tell each node."""
@@ -233,7 +232,7 @@ class NodeModel:
 
     def _lose_worker(self, world: NodeWorld, number: int, member: Member) -> NodeWorld:
         rest = tuple(each for each in world.hosts[number].members if each != member)
-        return self._take(world.put(number, members=rest), number, node.Happened(core.Lost(member.name)))
+        return self._take(world.put(number, members=rest), number, node.Happened(protocol.Lost(member.name)))
 
     def _kill(self, world: NodeWorld, number: int) -> NodeWorld:
         host = world.hosts[number]
@@ -335,21 +334,21 @@ class NodeModel:
                     world = world.put(number, asked=(*asked, self.requests.number(output)))
         return world
 
-    def _carry_out(self, world: NodeWorld, number: int, action: core.Action) -> NodeWorld:
+    def _carry_out(self, world: NodeWorld, number: int, action: protocol.Action) -> NodeWorld:
         host = world.hosts[number]
         match action:
-            case core.Announce(generation):
+            case protocol.Announce(generation):
                 return self._announce(world, number, generation)
-            case core.Publish(digest, _):
+            case protocol.Publish(digest, _):
                 if any(m.digest >= 0 and m.generation == digest.generation for m in host.members):
                     raise Violation("carried out twice", f"n{number}: {digest}")
                 mine = {m: m.generation == digest.generation and m.name in digest.sources for m in host.members}
                 found = self.digests.number(digest)
                 members = tuple(m._replace(digest=found) if mine[m] else m for m in host.members)
                 return self._form(world.put(number, members=members))
-            case core.Pause():
+            case protocol.Pause():
                 return world.put(number, members=tuple(m._replace(formed=False) for m in host.members))
-            case core.Done(version):
+            case protocol.Done(version):
                 if version != self.size.steps or (self._lineage(world), version) not in world.ledger:
                     raise Violation("done too early", f"at version {version}, ledger {sorted(world.ledger)}")
                 return world.put(number, over=True, members=())
@@ -360,14 +359,14 @@ class NodeModel:
         host = world.hosts[number]
         if generation.number <= host.announced:
             raise Violation("carried out twice", f"n{number}: {generation} after {host.announced}")
-        told: list[core.Event] = []
+        told: list[protocol.Event] = []
         members = []
         for member in host.members:
             if member.name in generation.members:
                 members.append(member._replace(generation=generation.number, digest=-1, formed=False))
-                told.append(core.Reported(member.name, self._report(host, member, generation.number)))
+                told.append(protocol.Reported(member.name, self._report(host, member, generation.number)))
             elif member.generation:
-                told.append(core.Lost(member.name))
+                told.append(protocol.Lost(member.name))
             else:
                 members.append(member)
         world = world.put(number, members=tuple(members), announced=generation.number)
@@ -394,7 +393,7 @@ class NodeModel:
                         host = world.hosts[number]
                         finished += [(number, formed)] if formed.version == self.size.steps else []
         for number, member in finished:
-            world = self._take(world, number, node.Happened(core.Finished(member.name, member.version)))
+            world = self._take(world, number, node.Happened(protocol.Finished(member.name, member.version)))
         return world
 
     def _at_the_digest(self, world: NodeWorld, host: Machine, member: Member) -> Member:
@@ -434,14 +433,14 @@ class NodeModel:
                 continue
             version = ours[0].version + 1
             members = tuple(m._replace(version=version) if m in ours else m for m in host.members)
-            told: list[core.Event] = [core.Committed(version - 1)]
+            told: list[protocol.Event] = [protocol.Committed(version - 1)]
             world = world.put(number, members=members)
             world = world._replace(ledger=world.ledger | {(digest.lineage, version)})
             if self.size.checkpoint_every and version % self.size.checkpoint_every == 0:
                 world = world.put(number, checkpoints=(*host.checkpoints, (version, digest.lineage)))
-                told.append(core.Saved(version))
+                told.append(protocol.Saved(version))
             if version == self.size.steps:
-                told += [core.Finished(m.name, version) for m in ours]
+                told += [protocol.Finished(m.name, version) for m in ours]
             world = self._take(world, number, *map(node.Happened, told))
         return world
 
@@ -469,11 +468,11 @@ class NodeModel:
         decided = world.decided
         for action in decision["actions"].values():
             match action:
-                case core.Announce(generation):
+                case protocol.Announce(generation):
                     fact: tuple[Any, ...] = "announced", history, generation.number, generation.members
                     self._check_same(decided, fact)
                     decided |= {fact}
-                case core.Publish(digest, _):
+                case protocol.Publish(digest, _):
                     fact = "published", history, digest.generation, self.digests.number(digest)
                     self._check_same(decided, fact)
                     if fact not in decided:
@@ -516,5 +515,5 @@ class NodeModel:
             raise Violation("stuck", self._where(world))
 
     def _where(self, world: NodeWorld) -> str:
-        led = [str(self.nodes[host.node].protocol)[:400] for host in world.hosts if self.nodes[host.node].lead]
+        led = [str(self.nodes[host.node].led)[:400] for host in world.hosts if self.nodes[host.node].lead]
         return f"at {world.now:.0f} s: {[host.members for host in world.hosts]}, led by {led}"

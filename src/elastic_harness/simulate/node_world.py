@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from elastic_harness.membership.leader import State
 from elastic_harness.membership.node import Input
+from elastic_harness.membership.protocol import State
 from elastic_harness.membership.store import Change, Entry
 
 T = TypeVar("T")

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic_harness.membership import leader as core
-from elastic_harness.membership import line
+from elastic_harness.membership import line, protocol
 from elastic_harness.membership import node as nodes
 from elastic_harness.membership.codec import decode
 from elastic_harness.membership.lead import HISTORY
@@ -46,7 +45,7 @@ GRACE_S = 1.0  # a node has so long to leave
 JOIN_S = 1.0  # other nodes have so long to join
 NOTICED_S = 4.0  # so long after a fault its effects on a node are over
 CHECKPOINT_EVERY = (3, 8)  # steps
-QUIET_S = 60.0 + core.APART_S  # after the last fault the job may take so long to get done
+QUIET_S = 60.0 + protocol.APART_S  # after the last fault the job may take so long to get done
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ class Simulation(Workers):
         self._announced: dict[tuple[str, int], Generation] = {}  # by history and number
         self._published: dict[tuple[str, int], Digest] = {}
         self._cuts: set[frozenset[int]] = set()
-        self._told: list[core.Event] = []
+        self._told: list[protocol.Event] = []
         least, most = least_nodes * per_node, (node_count - spare_nodes) * per_node
         least = -(-least // shards) * shards
         self._limits = Limits(least, most, least, join_timeout_s=JOIN_S, min_nodes=least_nodes, shards=shards)
@@ -196,7 +195,7 @@ class Simulation(Workers):
 
     def _where(self) -> str:
         modes = {self.name(i): w.mode for i, w in enumerate(self.world.workers) if w.up}
-        leaders = {h.node.state.own.key: str(h.node.state.protocol)[:600] for h in self.hosts if h.up and h.node.leads}
+        leaders = {h.node.state.own.key: str(h.node.state.led)[:600] for h in self.hosts if h.up and h.node.leads}
         return f"at {self.now:.1f} s: workers {modes}, leaders {leaders}"
 
     # ---- machines
@@ -227,7 +226,7 @@ class Simulation(Workers):
             down=(*world.down, ()),
             up=(*world.up, ()),
         )
-        self._tell_node(number, nodes.Happened(core.Ready(self.name(who))))
+        self._tell_node(number, nodes.Happened(protocol.Ready(self.name(who))))
 
     def _tell_node(self, number: int, *told: nodes.Input) -> None:
         host = self.hosts[number]
@@ -241,7 +240,7 @@ class Simulation(Workers):
                 self._note(number, "is told", each)
         clock = host.ahead_s + self.now * (1 + host.faster)
         self._carry_out(number, host.node.take_all(told, clock))
-        own, led = host.node.state.own, host.node.state.protocol
+        own, led = host.node.state.own, host.node.state.led
         host.known, host.history = own.known, own.history
         if led is not None and led.stateless_at is not None and self._without_since is None:
             self._without_since = self.now
@@ -423,7 +422,7 @@ class Simulation(Workers):
         """Save a checkpoint in the folder of the worker's node."""
         host, w = self.hosts[self._home[who]], world.workers[who]
         host.checkpoints = kept_with(host.checkpoints, w.version, w.lineage)
-        return self.lead(world, self.event(core.Saved(w.version)))
+        return self.lead(world, self.event(protocol.Saved(w.version)))
 
     def restorable(self, world: World, who: int) -> tuple[tuple[int, int], ...]:
         return self.hosts[self._home[who]].checkpoints
@@ -441,7 +440,7 @@ class Simulation(Workers):
         cut = [m for m in w.members if self._is_cut(who, m)]
         return sorted({*super().failing(world, who, w), *cut})
 
-    def report_trouble(self, world: World, who: int, event: core.Trouble) -> World:
+    def report_trouble(self, world: World, who: int, event: protocol.Trouble) -> World:
         """Report trouble. A worker names all members to which its network is cut."""
         w = world.workers[who]
         cut = tuple(self.name(m) for m in w.members if self._is_cut(who, m))
@@ -491,7 +490,7 @@ class Simulation(Workers):
         w = world.workers[who]
         missing = set(map(self.name, w.successors)) - self.hosts[self._home[who]].addresses.get(w.target, set())
         if not w.heard.urgent(w.reacted):
-            world = self.report_trouble(world, who, core.Trouble(self.name(who), w.reacted, tuple(sorted(missing))))
+            world = self.report_trouble(world, who, protocol.Trouble(self.name(who), w.reacted, tuple(sorted(missing))))
         return self.react(self.put(world, who, self.aborted(w)), who)
 
     def connected(self, w: SimulatedWorker, who: int) -> bool:
@@ -518,12 +517,12 @@ class Simulation(Workers):
                 self.after(self.way(), lambda life=host.life: self._kill(number, life))  # type: ignore[misc]
             self.after(RESTART_S, lambda: self._start_worker(number, host.life))
 
-    def _act_for(self, number: int, action: core.Action) -> None:
+    def _act_for(self, number: int, action: protocol.Action) -> None:
         """Carry out an action for the workers of one node."""
         host = self.hosts[number]
         living = [who for who in host.workers if self.world.workers[who].up]
         match action:
-            case core.Announce(generation):
+            case protocol.Announce(generation):
                 if all(generation.members != known.members for known in self._announced.values()):
                     raise Violation("not published", f"{generation}")
                 members = tuple(map(index_of, generation.members))
@@ -535,23 +534,23 @@ class Simulation(Workers):
                     if who in members:
                         self.hosts[number].addresses.setdefault(generation.number, set()).add(self.name(who))
                         self._tell_node(number, nodes.Offered(generation.number, self.name(who), "where it is"))
-            case core.Publish(digest, _):
+            case protocol.Publish(digest, _):
                 if digest not in self.digests:
                     raise Violation("not published", f"{digest}")
                 for who in living:
                     if self.name(who) in digest.sources:
                         self._tell(who, ("digest", self.digests.index(digest)))
-            case core.Pause():
+            case protocol.Pause():
                 for who in living:
                     if self.world.workers[who].told:
                         self._tell(who, ("pause",))
-            case core.Evict(member):
+            case protocol.Evict(member):
                 if index_of(member) in living:
                     self._do(index_of(member), self.die)
-            case core.Done(version):
+            case protocol.Done(version):
                 self.check_done(self.world, version)
                 self.done = True
-            case core.Stop():
+            case protocol.Stop():
                 if not host.leaving:
                     self.after(GRACE_S, lambda life=host.life: self._kill(number, life))  # type: ignore[misc]
                 host.leaving = True
@@ -567,19 +566,19 @@ class Simulation(Workers):
         history = decision["about"].get(HISTORY, "")
         for action in (decode(action) for _, action in decision["actions"]):
             match action:
-                case core.Announce(generation):
+                case protocol.Announce(generation):
                     known = self._announced.setdefault((history, generation.number), generation)
                     if known.members != generation.members or known.rows != generation.rows:
                         raise Violation("generation number reused", f"{generation} and {known}")
                     if self.size.shards > 1:
                         self.check_rows(None, generation)
-                case core.Publish(digest, _):
+                case protocol.Publish(digest, _):
                     published = self._published.setdefault((history, digest.generation), digest)
                     if published != digest:
                         raise Violation("two digests", f"{digest} and {published}")
                     if digest not in self.digests:
                         announced = self._announced.get((history, digest.generation))
-                        self.check_digest(self.world, core.State(self._limits, generation=announced), digest)
+                        self.check_digest(self.world, protocol.State(self._limits, generation=announced), digest)
                         self.digests.append(digest)
                         self._check_kept(digest, saved=decision["known"]["saved"])
 
@@ -635,7 +634,7 @@ class Simulation(Workers):
             case "leave":
                 self._leave(fault.nodes[0])
             case "stop all":
-                self._tell_node(fault.nodes[0], nodes.Happened(core.StopAsked("the simulation asked for it")))
+                self._tell_node(fault.nodes[0], nodes.Happened(protocol.StopAsked("the simulation asked for it")))
             case "kill half":
                 for number in fault.nodes:
                     self._kill(number)

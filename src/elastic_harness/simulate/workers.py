@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_harness.comm.placement import deal_to_rows
-from elastic_harness.membership import leader as core
+from elastic_harness.membership import protocol
 from elastic_harness.membership.types import Digest, Generation, LaneRanges, Report
 from elastic_harness.simulate.cluster import Cluster, Size, index_of
 from elastic_harness.simulate.world import Gradient, Grid, Message, SimulatedWorker, Violation, World, canonical
@@ -265,9 +265,10 @@ class Workers(Cluster):
                 raise Violation("fit member refused", f"{wronged} in generation {w.gen}")
         fit = [m for rank, m in enumerate(w.members) if rank not in unfit]
         if fit and fit[0] == who:
-            world = self.report(world, who, *(core.Unfit(self.name(w.members[r]), "its canary differs") for r in unfit))
+            names = [self.name(w.members[rank]) for rank in unfit]
+            world = self.report(world, who, *(protocol.Unfit(name, "its canary differs") for name in names))
         if not w.heard.urgent(w.reacted):
-            world = self.report_trouble(world, who, core.Trouble(self.name(who), w.reacted))
+            world = self.report_trouble(world, who, protocol.Trouble(self.name(who), w.reacted))
         return self.react(self.put(world, who, self.aborted(w)), who)
 
     def applied(self, w: SimulatedWorker, gradient: Gradient) -> SimulatedWorker:
@@ -285,7 +286,7 @@ class Workers(Cluster):
         world = self.enter(world, w, w.version - 1)
         if self.is_due(w.version):
             world = self.save(world, who)
-        return self.lead(world, self.event(core.Committed(w.version - 1)))
+        return self.lead(world, self.event(protocol.Committed(w.version - 1)))
 
     def speaks(self, who: int, members: tuple[int, ...]) -> bool:
         """Return whether a member tells of commits, and saves."""
@@ -308,7 +309,7 @@ class Workers(Cluster):
         world = self.put(world, who, w)
         if w.members[0] == who:  # it saves the result before it says that it has finished: one line more
             world = self.enter(world, w, w.version)
-        world = self.report(world, who, core.Finished(self.name(who), w.version))
+        world = self.report(world, who, protocol.Finished(self.name(who), w.version))
         if w.stop:
             return self.put(world, who, w._replace(mode="over"))
         return self.react(world, who)
@@ -327,7 +328,7 @@ class Workers(Cluster):
             next_grid=grid_of(generation),
         )  # fmt: skip
         world = self.drop_mail(self.put(world, who, w), who)
-        world = self.report(world, who, core.Reported(self.name(who), self.own_report(world, who)))
+        world = self.report(world, who, protocol.Reported(self.name(who), self.own_report(world, who)))
         return self.react(world, who)
 
     def own_report(self, world: World, who: int) -> Report:
@@ -351,11 +352,11 @@ class Workers(Cluster):
         already, and wait for the next one."""
         w = world.workers[who]
         if not w.heard.urgent(w.reacted):
-            trouble = core.Trouble(self.name(who), w.reacted, (self.name(peer),))
+            trouble = protocol.Trouble(self.name(who), w.reacted, (self.name(peer),))
             world = self.report_trouble(world, who, trouble)
         return self.react(self.put(world, who, self.aborted(w)), who)
 
-    def report_trouble(self, world: World, who: int, event: core.Trouble) -> World:
+    def report_trouble(self, world: World, who: int, event: protocol.Trouble) -> World:
         return self.report(world, who, event)
 
     # ---- what the agent says

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from elastic_harness.agent.loop import JobOutcome
-from elastic_harness.membership import leader
+from elastic_harness.membership import protocol
 from elastic_harness.membership.records import Known, Values
 from elastic_harness.membership.types import Limits
 
-CarryOut = Callable[[leader.Action], None]
+CarryOut = Callable[[protocol.Action], None]
 Deliver = Callable[[Values], None]
 
 
@@ -32,7 +32,7 @@ class Agreement(Protocol):
 
     def start(self) -> None: ...
 
-    def tell(self, event: leader.Event, at: float | None = None) -> None:
+    def tell(self, event: protocol.Event, at: float | None = None) -> None:
         """Take an event that happened now, or at a time of the monotonic clock."""
 
     def offer(self, generation: int, key: str, value: str) -> None:
@@ -66,7 +66,7 @@ class Alone:
     def __init__(self, limits: Limits, known: Known, carry_out: CarryOut) -> None:
         self.least = limits.min_workers
         self._carry_out = carry_out
-        self._state = leader.State(limits, **vars(known))
+        self._state = protocol.State(limits, **vars(known))
 
     @property
     def born(self) -> bool:
@@ -75,8 +75,8 @@ class Alone:
     def start(self) -> None:
         pass
 
-    def tell(self, event: leader.Event, at: float | None = None) -> None:
-        self._state, actions = leader.step(self._state, event, time.monotonic() if at is None else at)
+    def tell(self, event: protocol.Event, at: float | None = None) -> None:
+        self._state, actions = protocol.step(self._state, event, time.monotonic() if at is None else at)
         for action in actions:
             self._carry_out(action)
 
@@ -88,10 +88,10 @@ class Alone:
 
     def scale(self, places: int) -> None:
         if places != self._state.limits.target:
-            self.tell(leader.Scaled(places))
+            self.tell(protocol.Scaled(places))
 
     def tick(self) -> None:
-        self.tell(leader.Tick())
+        self.tell(protocol.Tick())
 
     def stop(self, outcome: JobOutcome, members: tuple[str, ...]) -> bool:
         return False

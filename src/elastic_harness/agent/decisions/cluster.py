@@ -18,7 +18,7 @@ from elastic_harness.agent.decisions.store_view import store_of
 from elastic_harness.agent.loop import Agent, JobOutcome
 from elastic_harness.contract.messages import PROTOCOL
 from elastic_harness.errors import EXIT_CONFIG, InfrastructureError
-from elastic_harness.membership import leader
+from elastic_harness.membership import protocol
 from elastic_harness.membership.lead import HISTORY
 from elastic_harness.membership.node import (
     Carry,
@@ -81,7 +81,7 @@ class Together:
         self._agent.listen(self._bell, selectors.EVENT_READ, lambda _: self._hear())
         self._do(self._node.start())
 
-    def tell(self, event: leader.Event, at: float | None = None) -> None:
+    def tell(self, event: protocol.Event, at: float | None = None) -> None:
         self._take(Happened(event))
 
     def offer(self, generation: int, key: str, value: str) -> None:
@@ -117,7 +117,7 @@ class Together:
                 f"the other nodes cannot be told to stop: {self._link.trouble[1]} Try again when the store is back, or "
                 "send SIGTERM to the launch on each node"
             )
-        self.tell(leader.StopAsked(reason))
+        self.tell(protocol.StopAsked(reason))
         return True
 
     def status(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 
 from elastic_harness.agent.loop import Agent
-from elastic_harness.membership.leader import APART_S
+from elastic_harness.membership.protocol import APART_S
 from elastic_harness.membership.types import node_of
 
 

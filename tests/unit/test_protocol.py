@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness.membership import leader, poison
-from elastic_harness.membership.leader import (
+from elastic_harness.membership import poison, protocol
+from elastic_harness.membership.protocol import (
     Action,
     Announce,
     Committed,
@@ -59,7 +59,7 @@ events: st.SearchStrategy[Event] = st.one_of(
 def run(state: State, *happened: Event, now: float = 0.0) -> tuple[State, list[Action]]:
     actions: list[Action] = []
     for event in happened:
-        state, more = leader.step(state, event, now)
+        state, more = protocol.step(state, event, now)
         actions.extend(more)
     return state, actions
 
@@ -81,7 +81,7 @@ def test_any_events_keep_the_rules(low: int, extra: int, happened: list[tuple[Ev
     for event, passed_s in happened:
         now += passed_s
         before = state
-        state, actions = leader.step(state, event, now)
+        state, actions = protocol.step(state, event, now)
         assert not (before.done and actions), "a finished leader stays silent"
         for action in actions:
             match action:
@@ -91,7 +91,7 @@ def test_any_events_keep_the_rules(low: int, extra: int, happened: list[tuple[Ev
                     assert generation.members and len(set(generation.members)) == len(generation.members)
                     assert set(generation.members) <= set(state.ready)
                     nodes = {node_of(m) for m in generation.members}
-                    assert not any({a, b} <= nodes and now < at + leader.APART_S for at, a, b in state.apart)
+                    assert not any({a, b} <= nodes and now < at + protocol.APART_S for at, a, b in state.apart)
                     if not state.finished:
                         assert low <= len(generation.members) <= state.limits.target
                     elif announced is not None:
@@ -118,8 +118,8 @@ def test_any_events_keep_the_rules(low: int, extra: int, happened: list[tuple[Ev
 def test_the_same_events_lead_to_the_same_state(happened: list[tuple[Event, float]]) -> None:
     first = second = State(Limits(1, 4, 2))
     for event, now in happened:
-        first, one = leader.step(first, event, now)
-        second, two = leader.step(second, event, now)
+        first, one = protocol.step(first, event, now)
+        second, two = protocol.step(second, event, now)
         assert one == two
     assert first == second
 
@@ -155,7 +155,7 @@ def test_old_breaks_are_forgotten() -> None:
     for number in range(1, 12):
         state, _ = run(state, Trouble("w0", number, ("w1",)))
         state, actions = run(state, Tick(), now=1.0)
-        assert len(state.broken) <= leader.TROUBLE_MEMORY
+        assert len(state.broken) <= protocol.TROUBLE_MEMORY
         state = replace(state, limits=replace(state.limits, min_workers=2, target=2))
         state, _ = run(state, *(Reported(m, Report(state.number, 1)) for m in ("w0", "w1")))
         assert state.formed and actions
@@ -254,11 +254,11 @@ def test_an_unfit_member_is_evicted_once_and_the_others_go_on() -> None:
 def test_events_that_become_known_together_are_one_decision() -> None:
     """The loss of a node with two workers and the arrival of another one: one generation, not three."""
     limits = Limits(min_workers=1, max_workers=4, target=3)
-    state, _ = leader.steps(leader.State(limits), [leader.Ready(m) for m in "abc"], 0.0)
+    state, _ = protocol.steps(protocol.State(limits), [protocol.Ready(m) for m in "abc"], 0.0)
     assert state.generation is not None and state.generation.members == ("a", "b", "c")
-    state, actions = leader.steps(state, [leader.Lost("a"), leader.Lost("b"), leader.Ready("d")], 1.0)
+    state, actions = protocol.steps(state, [protocol.Lost("a"), protocol.Lost("b"), protocol.Ready("d")], 1.0)
     (announced,) = actions
-    assert isinstance(announced, leader.Announce) and announced.generation.members == ("c", "d")
+    assert isinstance(announced, protocol.Announce) and announced.generation.members == ("c", "d")
     assert announced.generation.number == 2
 
 
@@ -346,7 +346,7 @@ def test_a_shard_lost_in_the_last_step_begins_again_before_it() -> None:
     limits = Limits(1, 4, 4, shards=2)
     first = [Reported(m, Report(1, 5, checkpoints=(4,), shard=s)) for m, s in zip("abcd", (0, 1, 0, 1), strict=True)]
     state, _ = run(State(limits), *map(Ready, "abcd"), *first)
-    state, announced = leader.steps(state, [Finished("a", 6), Lost("b"), Lost("d"), Ready("x")], 0.0)
+    state, announced = protocol.steps(state, [Finished("a", 6), Lost("b"), Lost("d"), Ready("x")], 0.0)
     (announce,) = announced
     assert isinstance(announce, Announce) and announce.generation.members == ("a", "c", "x")
     number = announce.generation.number
