@@ -47,7 +47,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def build(rank: int, world: int, folder: Path) -> tcp.TcpGroup:
+def build(rank: int, world: int, folder: Path) -> tcp.TcpTransport:
     return tcp.build(Folder(folder), rank, world, hostname="127.0.0.1", cancelled=lambda _: None)
 
 

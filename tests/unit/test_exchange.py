@@ -21,11 +21,11 @@ from torch import Tensor
 from elastic_harness.comm import plan as planning
 from elastic_harness.comm import tcp
 from elastic_harness.comm.exchange import JOIN, Exchange
-from elastic_harness.comm.group import Group, Pending
-from elastic_harness.comm.nccl import NcclGroup
+from elastic_harness.comm.nccl import NcclTransport
 from elastic_harness.comm.placement import Ranges, deal, merge_ranges
 from elastic_harness.comm.plan import Plan, make_plan
 from elastic_harness.comm.pool import Pool
+from elastic_harness.comm.transport import Pending, Transport
 from elastic_harness.errors import PeerFailed
 from elastic_harness.train.attempt import Adder
 from elastic_harness.train.header import FIXED_WORDS, Header, combine
@@ -36,7 +36,7 @@ BLOCK = 4
 STEP = 7
 CPU = torch.device("cpu")
 PATIENCE_S = 20.0
-Groups = Callable[[int], "list[Group]"]
+Groups = Callable[[int], "list[Transport]"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -114,7 +114,7 @@ class Tagged:
 
 
 class Ordered:
-    """The part of PyTorch's NCCL that `NcclGroup` uses. Messages of a pair are matched by their order; one group of
+    """The part of PyTorch's NCCL that `NcclTransport` uses. Messages of a pair are matched by their order; one group of
     them runs after the other, and ends only when all its messages have been delivered."""
 
     def __init__(self, mail: Mail, rank: int) -> None:
@@ -150,12 +150,12 @@ class Ordered:
             self._mail.taken(source, target, number)
 
 
-def tagged(mail: Mail, world: int) -> list[Group]:
+def tagged(mail: Mail, world: int) -> list[Transport]:
     return [Tagged(mail, rank, world) for rank in range(world)]
 
 
-def ordered(mail: Mail, world: int) -> list[Group]:
-    return [NcclGroup(Ordered(mail, rank), rank, world, CPU) for rank in range(world)]
+def ordered(mail: Mail, world: int) -> list[Transport]:
+    return [NcclTransport(Ordered(mail, rank), rank, world, CPU) for rank in range(world)]
 
 
 class CountingPool(Pool):
@@ -188,7 +188,7 @@ class Member:
                 own: Gradients = [g if g is None else g.clone() for g in gradients[lane]]
                 self.partials.add((lane, lane + 1), own, {lane: Contribution(1.0, 1.0, lane)})
 
-    def post(self, group: Group | None, plan: Plan, rank: int) -> None:
+    def post(self, group: Transport | None, plan: Plan, rank: int) -> None:
         words = FIXED_WORDS + SlotTable.size(self.lanes, self.lanes, len(self.layout.entries))
         self.exchange = Exchange(group, plan, self.lanes, STEP, rank, self.layout.elements, words, self.pool)
         self.result = self.exchange.result.fill_(float("nan"))
@@ -211,7 +211,7 @@ class Member:
         for node, flat in own.items():
             assert torch.equal(self.exchange._own[node], flat), "a cached partial sum was written to"
 
-    def run(self, group: Group | None, plan: Plan, rank: int) -> None:
+    def run(self, group: Transport | None, plan: Plan, rank: int) -> None:
         self.post(group, plan, rank)
         self.send()
         self.finish()
@@ -273,7 +273,7 @@ def placements(draw: st.DrawFn) -> tuple[int, list[str], dict[str, Ranges]]:
     seed=st.integers(0, 2**31),
 )
 def test_any_placement_on_any_nodes_gives_the_bits_of_the_tree(
-    transport: Callable[[Mail, int], list[Group]],
+    transport: Callable[[Mail, int], list[Transport]],
     placement: tuple[int, list[str], dict[str, Ranges]],
     sizes: list[int],
     absent: float,

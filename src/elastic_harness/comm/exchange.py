@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from elastic_harness.comm.group import Group, Pending
 from elastic_harness.comm.plan import Plan, Transfer
 from elastic_harness.comm.pool import Pool
+from elastic_harness.comm.transport import Pending, Transport
 from elastic_harness.comm.tree import Span, key, split
 from elastic_harness.errors import Inconsistent, PeerFailed
 from elastic_harness.failpoints import failpoint
@@ -50,7 +50,7 @@ class Exchange:
 
     def __init__(
         self,
-        group: Group | None,
+        transport: Transport | None,
         plan: Plan,
         lanes: int,
         step: int,
@@ -59,7 +59,7 @@ class Exchange:
         header_words: int,
         pool: Pool,
     ) -> None:
-        self._group = group
+        self._transport = transport
         self._plan = plan
         self._lanes = lanes
         self._step = step
@@ -76,12 +76,12 @@ class Exchange:
         self._outgoing: dict[int, list[Transfer]] = {}
         self._awaited: Sequence[Pending] = ()
         self._owners = {lo: owner for owner, (lo, hi) in enumerate(plan.owned) if hi > lo}
-        if group is None:
+        if transport is None:
             return
-        for rank_ in range(group.world):
+        for rank_ in range(transport.world):
             if rank_ != rank:
-                words = torch.empty(header_words, dtype=torch.int64, device=group.device)
-                self._headers[rank_] = group.receive(words, rank_, tag(HEADER, step, 0))
+                words = torch.empty(header_words, dtype=torch.int64, device=transport.device)
+                self._headers[rank_] = transport.receive(words, rank_, tag(HEADER, step, 0))
         self._awaited = tuple(self._headers.values())
         stages = {JOIN: plan.join, REDUCE: plan.reduce, GATHER: plan.gather, SPREAD: plan.spread}
         for kind, transfers in stages.items():
@@ -92,12 +92,12 @@ class Exchange:
                     into = result[t.lo : t.hi] if t.span is None else pool.take(t.hi - t.lo)
                     if t.span is not None:
                         self._received[t.span] = (into, t.lo)
-                    self._incoming[kind].append(group.receive(into, t.source, self._tag(kind, t)))
+                    self._incoming[kind].append(transport.receive(into, t.source, self._tag(kind, t)))
         failpoint("exchange.posted", step)
 
     def lend_vector(self) -> torch.Tensor:
         """Return a vector for one of this member's partial sums. In a world of one it is the result itself."""
-        if self._group is None:
+        if self._transport is None:
             return self.result
         self._partials.append(self._pool.take(self.result.numel()))
         return self._partials[-1]
@@ -105,7 +105,7 @@ class Exchange:
     def send_partial(self, span: Span, flat: torch.Tensor) -> None:
         """Send a finished partial sum of the plan's cover. It lies in a vector that was lent for it."""
         self._own[span] = flat
-        if self._group is None:
+        if self._transport is None:
             return
         for kind in (JOIN, REDUCE):
             for t in self._outgoing[kind]:
@@ -122,18 +122,18 @@ class Exchange:
         broke. `adder(headers)` makes the addition, because the headers tell which parameters are absent where. At first
         it gets the headers of this member's node alone, whose members hold all that is joined here.
         """
-        if self._group is None:
+        if self._transport is None:
             return [header]
         deadline = time.monotonic() + timeout_s
-        words = header.to(self._group.device)
+        words = header.to(self._transport.device)
         for rank in self._headers:
-            self._sends.append(self._group.send(words, rank, tag(HEADER, self._step, 0)))
+            self._sends.append(self._transport.send(words, rank, tag(HEADER, self._step, 0)))
             failpoint("exchange.header_sent", self._step)
-        self._group.flush(below=REDUCE)
+        self._transport.flush(below=REDUCE)
         self._join(header, adder, deadline)
-        self._group.flush(below=GATHER)
+        self._transport.flush(below=GATHER)
         self._wait(tuple(self._headers.values()), deadline)
-        headers = [header if rank == self._rank else self._header(rank) for rank in range(self._group.world)]
+        headers = [header if rank == self._rank else self._header(rank) for rank in range(self._transport.world)]
         failpoint("exchange.headers_received", self._step)
         self._wait((*self._incoming[JOIN], *self._incoming[REDUCE]), deadline)
         lo, hi = self._plan.owned[self._rank]
@@ -144,13 +144,13 @@ class Exchange:
                 if self._owners[t.lo] == self._rank:
                     self._send(kind, t, self.result[lo:hi])
                     failpoint("exchange.gathered_sent", self._step)
-        self._group.flush(below=SPREAD)
+        self._transport.flush(below=SPREAD)
         self._wait(self._incoming[GATHER], deadline)
         for t in self._outgoing[SPREAD]:
             if self._owners[t.lo] != self._rank:
                 self._send(SPREAD, t, self.result[t.lo : t.hi])
                 failpoint("exchange.spread_sent", self._step)
-        self._group.flush()
+        self._transport.flush()
         self._wait(self._incoming[SPREAD], deadline)
         joined = {id(vector) for vector in self._joined}  # still on their way to other nodes
         lent = [work.tensor for kind in (JOIN, REDUCE) for work in self._incoming[kind]]
@@ -210,17 +210,17 @@ class Exchange:
         return tag(kind, self._step, key(t.span, self._lanes) if t.span is not None else self._owners[t.lo])
 
     def _send(self, kind: int, t: Transfer, elements: torch.Tensor) -> None:
-        assert self._group is not None
-        self._sends.append(self._group.send(elements, t.target, self._tag(kind, t)))
+        assert self._transport is not None
+        self._sends.append(self._transport.send(elements, t.target, self._tag(kind, t)))
 
     def _header(self, rank: int) -> torch.Tensor:
         return self._headers[rank].tensor.cpu()
 
     def _wait(self, works: Sequence[Pending], deadline: float) -> None:
-        assert self._group is not None
+        assert self._transport is not None
         self._awaited = [work for work in works if not work.finished]
         if self._awaited:
-            self._group.wait(self._awaited, max(0.001, deadline - time.monotonic()))
+            self._transport.wait(self._awaited, max(0.001, deadline - time.monotonic()))
 
     def waiting_for(self) -> tuple[int, ...]:
         """Return the ranks whose part has not arrived, for the report of a broken exchange. Only the parts that were
@@ -235,17 +235,17 @@ class Exchange:
 
     def _arrived(self, work: Pending) -> bool:
         """Return whether a part is here by now. It may have arrived after the part that failed."""
-        if self._group is not None and not work.finished and work.raw is not None:
+        if self._transport is not None and not work.finished and work.raw is not None:
             with contextlib.suppress(PeerFailed):
-                self._group.wait((work,), 0.001)
+                self._transport.wait((work,), 0.001)
         return work.finished
 
     def sent(self, timeout_s: float) -> None:
         """Wait until every send has left its buffer. A send that failed is no error here, because the receiver will
         report it."""
-        if self._group is not None and self._sends:
+        if self._transport is not None and self._sends:
             with contextlib.suppress(PeerFailed):
-                self._group.wait(self._sends, timeout_s)
+                self._transport.wait(self._sends, timeout_s)
         self._sends.clear()
         self._pool.give_back(*self._joined)
         self._joined.clear()

@@ -88,7 +88,7 @@ def _meet(meeting: _Meeting, addresses: Mapping[int, Address], host: str, cancel
             if meeting.missing and time.monotonic() >= give_up_at:
                 raise PeerFailed(f"no answer within {CONNECT_TIMEOUT_S:.0f} s", ranks=tuple(sorted(meeting.missing)))
     except ConnectionRefusedError as error:
-        raise connecting.failed(PeerFailed(f"the group could not be connected: {error}"), cancelled) from error
+        raise connecting.failed(PeerFailed(f"the transport could not be connected: {error}"), cancelled) from error
     finally:
         connecting.close()
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_harness.comm.group import Pending, in_background
 from elastic_harness.comm.rendezvous import KeyValue, RendezvousStore
+from elastic_harness.comm.transport import Pending, in_background
 from elastic_harness.errors import PeerFailed
 
 TIMEOUT_S = 1800.0  # NCCL's own, beyond every deadline of ours
 
 
-class NcclGroup:
+class NcclTransport:
     """The transport of one generation between GPUs. Local object."""
 
     def __init__(self, group: Any, rank: int, world: int, device: torch.device) -> None:
@@ -78,11 +78,11 @@ class NcclGroup:
 
 def build(
     values: KeyValue, rank: int, world: int, cancelled: Callable[[float], None], *, device: torch.device
-) -> NcclGroup:
+) -> NcclTransport:
     """Meet the other members and set up the communicator. Collective; blocks until all are there. Raises what
     `cancelled` raises when the generation has become void."""
 
-    def connect() -> NcclGroup:
+    def connect() -> NcclTransport:
         store = RendezvousStore(values)
         group = dist.ProcessGroup(store, rank, world)
         options = dist.ProcessGroupNCCL.Options()
@@ -90,6 +90,6 @@ def build(
         backend = dist.ProcessGroupNCCL(store, rank, world, options)
         backend.eager_connect_single_device(device)
         group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
-        return NcclGroup(group, rank, world, device)
+        return NcclTransport(group, rank, world, device)
 
     return in_background(connect, cancelled)

@@ -4,8 +4,8 @@ once.
     the receiver  READY tag n ──►
                               ◄── DATA tag n, n bytes   the sender, once it has the tensor and the receiver is ready
 
-So bytes that arrive have a place to go to and are read straight into it. One thread moves all bytes of the group. Only
-this thread touches the connections, with one exception: any thread may shut them down. That ends all pending work
+So bytes that arrive have a place to go to and are read straight into it. One thread moves all bytes of the transport.
+Only this thread touches the connections, with one exception: any thread may shut them down. That ends all pending work
 within a millisecond, here and at the peers, and leaves nothing behind.
 """
 
@@ -26,28 +26,30 @@ from typing import TypeVar
 import torch
 
 from elastic_harness.comm import mesh
-from elastic_harness.comm.group import Pending
 from elastic_harness.comm.rendezvous import KeyValue
 from elastic_harness.comm.silence import LOOK_AFTER_S, LOOK_EVERY_S, Address, Silence, TcpLink, ask_again_and_again
+from elastic_harness.comm.transport import Pending
 from elastic_harness.errors import Inconsistent, PeerFailed
 
 READY, DATA = 1, 2
 _FRAME = struct.Struct("<IIQ")  # kind, tag, bytes of the message
 _STAGING_BYTES = 16 << 10
 _PIECES_MAX = 16
-_ABORTED = "the group was aborted"
+_ABORTED = "the transport was aborted"
 
 Item = TypeVar("Item")
 Queues = dict[int, deque[Item]]
 
 
-def build(values: KeyValue, rank: int, world: int, cancelled: Callable[[float], None], *, hostname: str) -> TcpGroup:
+def build(
+    values: KeyValue, rank: int, world: int, cancelled: Callable[[float], None], *, hostname: str
+) -> TcpTransport:
     """Meet the other members and connect to each. Collective; blocks until all are there. Raises as `mesh.connect`."""
     connections, addresses = mesh.connect(values, rank, world, hostname=hostname, cancelled=cancelled)
-    return TcpGroup(connections, addresses, rank)
+    return TcpTransport(connections, addresses, rank)
 
 
-class TcpGroup:
+class TcpTransport:
     """The transport of one generation. Local object. Sends and receives are matched by (peer, tag). `addresses`: of the
     peers, by rank."""
 
@@ -59,7 +61,7 @@ class TcpGroup:
         self._fresh: set[_Peer] = set()  # peers with something to be sent that the thread does not know of
         self._aborted = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="group-tcp", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="transport-tcp", daemon=True)
         self.rank = rank
         self.world = len(connections) + 1
         self.device = torch.device("cpu")
@@ -131,8 +133,8 @@ class TcpGroup:
                     self._changed.wait(min(give_up_at, look_at) - now)
 
     def abort(self) -> None:
-        """Break every connection. All pending work of this group, here and at the peers, fails at once. Any thread may
-        call it, any number of times."""
+        """Break every connection. All pending work of this transport, here and at the peers, fails at once. Any thread
+        may call it, any number of times."""
         with self._changed:
             if self._aborted:
                 return
@@ -145,7 +147,7 @@ class TcpGroup:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let go of the group. Pending work is aborted. Nothing is written to any tensor afterwards."""
+        """Let go of the transport. Pending work is aborted. Nothing is written to any tensor afterwards."""
         self.abort()
         self._thread.join()
         with self._changed:
@@ -248,7 +250,7 @@ class TcpGroup:
             kind, tag, nbytes = _FRAME.unpack_from(peer.staging, at)
             at += _FRAME.size
             with self._changed:
-                if peer.broken:  # the group was aborted
+                if peer.broken:  # the transport was aborted
                     return
                 if kind == READY:
                     _put(peer.ready, tag, nbytes)

@@ -17,11 +17,11 @@ from elastic_harness.errors import PeerFailed, Unreachable
 from elastic_harness.membership.types import Replica, node_of
 from elastic_harness.train.apply import Record
 from elastic_harness.train.ending import ends
+from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import canaries_due
 from elastic_harness.train.header import FIXED_WORDS, Header, combine
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import Partials, SlotTable
-from elastic_harness.train.parts import Parts
 from elastic_harness.train.placing import PlacementFacts, handicap
 from elastic_harness.train.progress import Formed, Progress
 
@@ -51,33 +51,33 @@ class Attempt:
             self.exchange.send_partial(span, flat)
 
 
-def place(parts: Parts, progress: Progress) -> Attempt:
+def place(engine: Engine, progress: Progress) -> Attempt:
     """Deal the lanes that are missing, plan the exchange and post its receives. Every member comes to the same plan
     from the same digest."""
     formed, partials = progress.formed, progress.partials
     assert formed is not None and partials is not None
-    members, lanes = formed.generation.members, parts.shape.lanes
-    unverified = formed.unverified(partials.step) if parts.canary else ()
+    members, lanes = formed.generation.members, engine.shape.lanes
+    unverified = formed.unverified(partials.step) if engine.canary else ()
     canaries, reference = canaries_due(unverified, formed.world)
     held = formed.digest.lanes if partials.step == formed.digest.version else {}
     fewer = handicap(PlacementFacts(lanes, formed.world, canaries, formed.late(partials.step)))
     finished, rows = tuple(sorted(held.items())), formed.generation.rows
-    placed, plan = plan_step(members, rows, lanes, finished, fewer, parts.layout.elements, formed.rank)
+    placed, plan = plan_step(members, rows, lanes, finished, fewer, engine.layout.elements, formed.rank)
     exchange = Exchange(
-        formed.group,
+        formed.transport,
         plan,
         lanes,
         partials.step,
         formed.rank,
-        parts.layout.elements,
-        FIXED_WORDS + SlotTable.size(parts.shape.slots, lanes, len(parts.layout.entries)),
-        parts.pool,
+        engine.layout.elements,
+        FIXED_WORDS + SlotTable.size(engine.shape.slots, lanes, len(engine.layout.entries)),
+        engine.pool,
     )
     done = {lane for lo, hi in partials.held() for lane in range(lo, hi)}
     own = [lane for lo, hi in placed[members[formed.rank]] for lane in range(lo, hi) if lane not in done]
-    attempt = Attempt(tuple(own), placed, plan, exchange, parts.layout, formed.rank, formed.digest.lineage)
+    attempt = Attempt(tuple(own), placed, plan, exchange, engine.layout, formed.rank, formed.digest.lineage)
     attempt.reference = reference
-    alone = formed.world == 1 and not progress.verified and parts.canary
+    alone = formed.world == 1 and not progress.verified and engine.canary
     attempt.canary_due = formed.rank in canaries or alone
     for span in tuple(partials.spans):
         attempt.send_if_finished(span, partials)
@@ -104,29 +104,29 @@ def plan_step(
     return placed, make_plan(members, nodes, lanes, placed, elements, rank)
 
 
-def finish_exchange(parts: Parts, progress: Progress, attempt: Attempt) -> list[Header]:
+def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> list[Header]:
     """Send this member's header, receive all others' and the finished sum. Collective. A broken connection or a peer
     that never comes raises PeerFailed naming whom this member was waiting for, or Unreachable naming whose way here is
     cut."""
     formed, partials = progress.formed, progress.partials
     assert formed is not None and partials is not None
-    generation, timeout_s = formed.generation, parts.config.elastic.exchange_timeout_s
-    parts.board.show(Phase.EXCHANGE, partials.step, deadline_s=2 * timeout_s)
-    state = parts.watch.word(f"in step {partials.step}")
+    generation, timeout_s = formed.generation, engine.config.elastic.exchange_timeout_s
+    engine.board.show(Phase.EXCHANGE, partials.step, deadline_s=2 * timeout_s)
+    state = engine.watch.word(f"in step {partials.step}")
     header = Header(
         generation=generation.number,
         version=partials.step,
-        switch=parts.link.planned(generation.number),
-        stop=parts.link.stop_requested is not None,
+        switch=engine.link.planned(generation.number),
+        stop=engine.link.stop_requested is not None,
         canary=attempt.canary,
         canary_batch=attempt.canary_batch,
-        state=state if parts.config.elastic.exactness == "strict" else 0,
+        state=state if engine.config.elastic.exactness == "strict" else 0,
         table=partials.table,
-        ends=ends(parts.link.stop_asked, partials.step),
+        ends=ends(engine.link.stop_asked, partials.step),
     )
 
     def adder(packed: list[Tensor]) -> Add:
-        return Adder(parts.layout, combine([Header.unpack(w, partials.table) for w in packed]))
+        return Adder(engine.layout, combine([Header.unpack(w, partials.table) for w in packed]))
 
     try:
         packed = attempt.exchange.finish(header.pack(), adder, timeout_s)
@@ -139,14 +139,12 @@ def finish_exchange(parts: Parts, progress: Progress, attempt: Attempt) -> list[
     return [Header.unpack(words, partials.table) for words in packed]
 
 
-def record_of(parts: Parts, formed: Formed, attempt: Attempt, headers: list[Header]) -> Record:
+def record_of(engine: Engine, formed: Formed, attempt: Attempt, headers: list[Header]) -> Record:
     """The outcome of the completed exchange."""
     computed_by = tuple((member, lo, hi) for member in formed.generation.members for lo, hi in attempt.placed[member])
     last, flat = any(header.ends for header in headers), attempt.exchange.result
     generation = formed.generation
-    return Record(
-        headers[0].version, generation.number, flat, combine(headers), computed_by, last, generation.replicas
-    )
+    return Record(headers[0].version, generation.number, flat, combine(headers), computed_by, last, generation.replicas)
 
 
 class Adder:

@@ -21,20 +21,20 @@ from elastic_harness.errors import Diverged
 from elastic_harness.runs.ledger import LedgerLine, StateLine
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.attempt import Attempt
+from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import GateVerdict
 from elastic_harness.train.link import Left
 from elastic_harness.train.nonfinite import NAME as NONFINITE
 from elastic_harness.train.nonfinite import NAMED_MAX
-from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Formed, Progress
 
 
-def committed(parts: Parts, progress: Progress, record: Record, metrics: Metrics, attempt: Attempt) -> Progress:
+def committed(engine: Engine, progress: Progress, record: Record, metrics: Metrics, attempt: Attempt) -> Progress:
     """Return the progress after a commit. The vectors of the step before are free now; the first member of each node
     tells its agent."""
     assert progress.formed is not None
     if progress.exchange is not None:
-        progress.exchange.retire(parts.config.elastic.exchange_timeout_s)
+        progress.exchange.retire(engine.config.elastic.exchange_timeout_s)
     now = time.time()
     step_s = now - progress.committed_at if progress.committed_at else None
     progress = replace(
@@ -44,73 +44,74 @@ def committed(parts: Parts, progress: Progress, record: Record, metrics: Metrics
         committed_at=now,
     )
     assert progress.formed is not None
-    if progress.formed.speaks or parts.config.elastic.exactness == "relaxed":  # then nobody can repeat it from a record
-        tell_commit(parts, progress, step_s)
+    relaxed = engine.config.elastic.exactness == "relaxed"  # then nobody can repeat it from a record
+    if progress.formed.speaks or relaxed:
+        tell_commit(engine, progress, step_s)
     return progress
 
 
-def before_apply(parts: Parts, progress: Progress) -> None:
+def before_apply(engine: Engine, progress: Progress) -> None:
     """Whatever reads the state of this version has to be through with it: a snapshot, and a joiner that receives it."""
-    finish_copy(parts, progress)
-    parts.deadlines.enter(Phase.APPLY, progress.version)
+    finish_copy(engine, progress)
+    engine.deadlines.enter(Phase.APPLY, progress.version)
     if progress.serving is not None:
         progress.serving.join()
 
 
-def after_commit(parts: Parts, progress: Progress) -> None:
+def after_commit(engine: Engine, progress: Progress) -> None:
     """What follows from the commit of the last step, once the user's code after it has run, and before the next step.
     Raises Diverged or Left if training does not go on."""
-    halt_if_decided(parts, progress)
+    halt_if_decided(engine, progress)
     if progress.verdict is not None and progress.verdict.stop:
-        raise stop_at_boundary(parts, progress)
-    save_if_due(parts, progress)
+        raise stop_at_boundary(engine, progress)
+    save_if_due(engine, progress)
 
 
-def save_if_due(parts: Parts, progress: Progress) -> None:
+def save_if_due(engine: Engine, progress: Progress) -> None:
     """After a commit the first member of each node begins to save the state if that is due; the others notice, and copy
     their shares. The end of the run has a checkpoint of its own."""
     formed, version = progress.formed, progress.version
     assert formed is not None
-    if progress.record is None or progress.ended or version >= parts.config.training.max_steps:
+    if progress.record is None or progress.ended or version >= engine.config.training.max_steps:
         return
     if formed.speaks:
         digest, (_, shares) = formed.digest, formed.on_node
         uploads = formed.rank == 0  # one node's copy is enough
-        parts.saver.save_if_due(
-            version, digest.lineage, digest.from_step, shares, describe(parts, progress), uploads=uploads
+        engine.saver.save_if_due(
+            version, digest.lineage, digest.from_step, shares, describe(engine, progress), uploads=uploads
         )
     else:
-        parts.saver.follow(version, *formed.on_node)
+        engine.saver.follow(version, *formed.on_node)
 
 
-def finish_copy(parts: Parts, progress: Progress) -> None:
+def finish_copy(engine: Engine, progress: Progress) -> None:
     """Before the state changes: have this worker's share of a snapshot copied, if there is one."""
     formed = progress.formed
     assert formed is not None
-    parts.saver.follow(progress.version, *formed.on_node)
-    if parts.saver.copying:
-        parts.board.show(Phase.CHECKPOINT, progress.version, deadline_s=parts.config.elastic.exchange_timeout_s)
-    parts.saver.join(progress.version)
+    engine.saver.follow(progress.version, *formed.on_node)
+    if engine.saver.copying:
+        engine.board.show(Phase.CHECKPOINT, progress.version, deadline_s=engine.config.elastic.exchange_timeout_s)
+    engine.saver.join(progress.version)
 
 
-def describe(parts: Parts, progress: Progress) -> Callable[[], dict[str, Any]]:
+def describe(engine: Engine, progress: Progress) -> Callable[[], dict[str, Any]]:
     """What a checkpoint says beside the state. Data position and random numbers follow from seed and version."""
 
     def description() -> dict[str, Any]:
         formed, metrics = progress.formed, progress.metrics
         assert formed is not None
-        span = parts.schedule.at(progress.version)
+        span = engine.schedule.at(progress.version)
         values = {} if metrics is None else {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "lr": metrics.lr}
-        since = parts.policies.states[NONFINITE].value["since"]
+        since = engine.policies.states[NONFINITE].value["since"]
         return {
             "generation": formed.generation.number,
             "world_size": formed.world,
             "metrics": {name: value for name, value in values.items() if value is not None and math.isfinite(value)},
             "epoch": span.epoch,
             "position": span.position,
-            "tokens": span.position * parts.tokens_per_sample,
-            "data": {name: parts.configured[name] for name in ("order", "dataset")},
-            "config": parts.config.to_dict(),
+            "tokens": span.position * engine.tokens_per_sample,
+            "data": {name: engine.configured[name] for name in ("order", "dataset")},
+            "config": engine.config.to_dict(),
             "packages": packages(),
             **({"nonfinite_since": since} if since >= 0 else {}),
         }
@@ -118,11 +119,11 @@ def describe(parts: Parts, progress: Progress) -> Callable[[], dict[str, Any]]:
     return description
 
 
-def tell_commit(parts: Parts, progress: Progress, step_s: float | None) -> None:
+def tell_commit(engine: Engine, progress: Progress, step_s: float | None) -> None:
     """The ledger line and the metrics of the last committed step."""
     formed, record, metrics = progress.formed, progress.record, progress.metrics
     assert formed is not None and record is not None and metrics is not None
-    span = parts.schedule.at(record.step)
+    span = engine.schedule.at(record.step)
     world = len({member for member, _, _ in record.computed_by})
     line = LedgerLine(
         lineage=formed.digest.lineage,
@@ -133,8 +134,8 @@ def tell_commit(parts: Parts, progress: Progress, step_s: float | None) -> None:
         epoch=span.epoch,
         position=span.position,
         count=span.count,
-        slots=parts.shape.slots,
-        lanes=parts.shape.lanes,
+        slots=engine.shape.slots,
+        lanes=engine.shape.lanes,
         computed_by=record.computed_by,
         slot_samples=tuple(f"{int(h):016x}" for h in record.table.ids_hash_N),
         slot_weight=tuple(record.table.weight_N.tolist()),
@@ -142,69 +143,69 @@ def tell_commit(parts: Parts, progress: Progress, step_s: float | None) -> None:
         replicas=record.replicas,
         **decided(metrics.decisions),
     )
-    parts.link.send(
+    engine.link.send(
         Commit(
             lineage=formed.digest.lineage,
             step=record.step,
             generation=record.generation,
             world_size=world,
             loss=metrics.loss,
-            tokens=parts.tokens_per_sample * span.count,
+            tokens=engine.tokens_per_sample * span.count,
             lr=metrics.lr,
             grad_norm=metrics.grad_norm,
             step_s=step_s,
             decisions=metrics.decisions,
-            bad_samples={str(s): parts.slots.sample_ids(record.step, s) for s in metrics.bad_slots[:NAMED_MAX]},
+            bad_samples={str(s): engine.slots.sample_ids(record.step, s) for s in metrics.bad_slots[:NAMED_MAX]},
             ledger=line.to_json(),
         )
     )
 
 
 def tell_state(
-    parts: Parts, formed: Formed, state: str, *, holder: str | None = None, taken_from: str | None = None
+    engine: Engine, formed: Formed, state: str, *, holder: str | None = None, taken_from: str | None = None
 ) -> None:
     """The ledger line of a hand-over, from each side: who holds the state with this hash, and from whom that is."""
-    digest, number, holder = formed.digest, formed.generation.number, holder or parts.link.member
+    digest, number, holder = formed.digest, formed.generation.number, holder or engine.link.member
     line = StateLine(state, digest.lineage, digest.version, number, holder, taken_from)
-    parts.link.send(HandOver(line.to_json()))
+    engine.link.send(HandOver(line.to_json()))
 
 
-def halt_if_decided(parts: Parts, progress: Progress) -> None:
+def halt_if_decided(engine: Engine, progress: Progress) -> None:
     """Raise Diverged if a policy ends the run; all members come to that after the same step."""
     if progress.metrics is None or not progress.metrics.halted:
         return
     if progress.exchange is not None:
-        progress.exchange.sent(parts.config.elastic.exchange_timeout_s)
-    tell_commit(parts, progress, None)  # the member that speaks may have died before it could
-    parts.link.send(PolicyHalt(progress.metrics.halted))
+        progress.exchange.sent(engine.config.elastic.exchange_timeout_s)
+    tell_commit(engine, progress, None)  # the member that speaks may have died before it could
+    engine.link.send(PolicyHalt(progress.metrics.halted))
     raise Diverged(progress.metrics.halted)
 
 
-def recovered(parts: Parts, progress: Progress, started_at: float, stages: dict[str, float], planned: bool) -> None:
+def recovered(engine: Engine, progress: Progress, started_at: float, stages: dict[str, float], planned: bool) -> None:
     """Tell of a completed recovery or planned change; at a run's start also of what it is made of, for `verify`."""
     formed = progress.formed
     assert formed is not None
-    source = formed.digest.sources[parts.link.member]
+    source = formed.digest.sources[engine.link.member]
     if source.kind in ("state", "init", "restore"):
         joined = {
-            "member": parts.link.member,
+            "member": engine.link.member,
             "rank": formed.rank,
             "generation": formed.generation.number,
             "version": progress.version,
             "source": source.kind,
         }
-        parts.link.send(LogEvent("worker_joined", joined))
+        engine.link.send(LogEvent("worker_joined", joined))
     if source.kind in ("init", "restore"):
-        durable_file.remove_leftovers(parts.run_dir / "config.yaml")
-        durable_file.write(parts.run_dir / "config.yaml", parts.config.to_yaml().encode())
-        parts.link.send(LogEvent("run_configured", parts.configured))
+        durable_file.remove_leftovers(engine.run_dir / "config.yaml")
+        durable_file.write(engine.run_dir / "config.yaml", engine.config.to_yaml().encode())
+        engine.link.send(LogEvent("run_configured", engine.configured))
     if not formed.speaks:
         return
     if progress.record is not None and progress.metrics is not None:
-        tell_commit(parts, progress, None)
+        tell_commit(engine, progress, None)
     told = {
         "generation": formed.generation.number,
-        "member": parts.link.member,
+        "member": engine.link.member,
         "version": progress.version,
         "resumed_step": progress.version,
         "planned": planned,
@@ -214,27 +215,25 @@ def recovered(parts: Parts, progress: Progress, started_at: float, stages: dict[
         "stages": {f"{name}_ms": round(ms, 3) for name, ms in stages.items()},
         "total_ms": round(1e3 * (time.time() - started_at), 3),
     }
-    parts.link.send(LogEvent("recovery", told))
+    engine.link.send(LogEvent("recovery", told))
 
 
-def stop_at_boundary(parts: Parts, progress: Progress) -> Left:
+def stop_at_boundary(engine: Engine, progress: Progress) -> Left:
     """All members have agreed to stop after the step just committed: on each node the first one saves first, if that
     was asked for."""
-    request, formed = parts.link.stop_requested, progress.formed
+    request, formed = engine.link.stop_requested, progress.formed
     assert request is not None and formed is not None and progress.exchange is not None
     if request.checkpoint and formed.speaks:
-        parts.board.show(Phase.CHECKPOINT, progress.version, deadline_s=parts.config.elastic.exchange_timeout_s)
-        parts.saver.save(
-            progress.version, formed.digest.lineage, describe(parts, progress), uploads=formed.rank == 0
-        )
-    progress.exchange.sent(parts.config.elastic.exchange_timeout_s)
+        engine.board.show(Phase.CHECKPOINT, progress.version, deadline_s=engine.config.elastic.exchange_timeout_s)
+        engine.saver.save(progress.version, formed.digest.lineage, describe(engine, progress), uploads=formed.rank == 0)
+    progress.exchange.sent(engine.config.elastic.exchange_timeout_s)
     return Left(request.reason)
 
 
-def report_unfit(parts: Parts, formed: Formed, verdict: GateVerdict, reason: str) -> None:
+def report_unfit(engine: Engine, formed: Formed, verdict: GateVerdict, reason: str) -> None:
     """Name the members whose samples or arithmetic differ; the lowest rank that fits does it."""
     fit = [rank for rank in range(formed.world) if rank not in verdict.unfit]
     if fit and fit[0] == formed.rank:
         for rank in verdict.unfit:
             samples = rank in verdict.other_samples
-            parts.link.send(UnfitPeer(formed.generation.members[rank], reason, samples))
+            engine.link.send(UnfitPeer(formed.generation.members[rank], reason, samples))

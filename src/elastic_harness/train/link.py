@@ -2,7 +2,7 @@
 
 `AgentLink` talks to the agent over the inherited socket; `standalone.StandaloneLink` plays the agent for a worker
 that has none. One background thread receives; it never touches training state: all it does is record what was said
-and, for an urgent change, break the group's connections so that the main thread wakes up.
+and, for an urgent change, break the transport's connections so that the main thread wakes up.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Link(Protocol):
     """What the training loop needs from a coordinator. `announced` is the newest generation heard of."""
 
     member: str
-    wake: Callable[[], None]  # breaks the group, so that whoever waits in it hears the news; set by `recovery._meet`
+    wake: Callable[[], None]  # breaks the transport: whoever waits in it hears the news; set by `recovery._meet`
     stop_requested: Leave | None  # by whoever runs the job
     stop_asked: EndAsked | None  # by the script, here or elsewhere
 

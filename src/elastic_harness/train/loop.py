@@ -20,9 +20,9 @@ from elastic_harness.errors import GenerationChanged, PeerFailed, Recoverable, U
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.attempt import Attempt, finish_exchange, place, record_of
 from elastic_harness.train.effects import after_commit, before_apply, committed, report_unfit
+from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import gate
 from elastic_harness.train.interrupts import interrupts_wait
-from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
 from elastic_harness.train.slots import batch_word, canary_word
@@ -31,50 +31,50 @@ CANARY: Span = (0, 1)
 """The lane that members new to a run compute once more, for comparison with others and with the first time."""
 
 
-def commit_step(parts: Parts, progress: Progress) -> Generator[Any, None, Progress]:
+def commit_step(engine: Engine, progress: Progress) -> Generator[Any, None, Progress]:
     """Commit step `progress.version`; yields the batches of the slots that fall to this worker. Returns (as the
     generator's value) the progress after it. Collective; blocks until the step is committed."""
-    parts.watch.check_step(f"before step {progress.version}, outside of its micro-batches")
-    progress = settle(parts, progress)
+    engine.watch.check_step(f"before step {progress.version}, outside of its micro-batches")
+    progress = settle(engine, progress)
     step = progress.version
-    if parts.before_step is not None:
-        parts.watch.prepare(step, parts.before_step)
+    if engine.before_step is not None:
+        engine.watch.prepare(step, engine.before_step)
     while progress.version == step:
         try:
-            progress = progress if progress.partials else replace(progress, partials=parts.new_partials(step))
-            attempt = place(parts, progress)
-            yield from compute(parts, progress, attempt)
-            progress = exchange_and_apply(parts, progress, attempt)
+            progress = progress if progress.partials else replace(progress, partials=engine.new_partials(step))
+            attempt = place(engine, progress)
+            yield from compute(engine, progress, attempt)
+            progress = exchange_and_apply(engine, progress, attempt)
         except Recoverable as failure:
-            progress = recover(parts, progress, failure)
+            progress = recover(engine, progress, failure)
     return progress
 
 
-def compute(parts: Parts, progress: Progress, attempt: Attempt) -> Iterator[Any]:
+def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[Any]:
     """Run the slots of this worker's lanes; each finished partial sum starts to travel at once."""
     partials = progress.partials
     assert partials is not None and progress.formed is not None
-    begun = parts.slots.begun()  # left half-way when the generation changed; first, before p.grad is needed for others
+    begun = engine.slots.begun()  # left half-way when the generation changed; first, before p.grad is needed for others
     first = 0
-    for unit in sorted(units(parts, attempt, begun), key=lambda unit: unit != begun):
-        yield from run_slots(parts, progress, unit)
-        gradients, contributions = parts.slots.take()
+    for unit in sorted(units(engine, attempt, begun), key=lambda unit: unit != begun):
+        yield from run_slots(engine, progress, unit)
+        gradients, contributions = engine.slots.take()
         if attempt.canary_due and unit == CANARY:
             first = canary_word(gradients)
         span = partials.add(unit, gradients, contributions)
         failpoint("lane.finished", partials.step)
         attempt.send_if_finished(span, partials)
     if attempt.canary_due:
-        yield from run_slots(parts, progress, CANARY, rehearsal=True)
-        attempt.canary, attempt.canary_batch = canary_word(parts.slots.take()[0]), batch_word(parts.slots.rehearsed)
+        yield from run_slots(engine, progress, CANARY, rehearsal=True)
+        attempt.canary, attempt.canary_batch = canary_word(engine.slots.take()[0]), batch_word(engine.slots.rehearsed)
         check_pure(first, attempt.canary, partials.step)
 
 
-def units(parts: Parts, attempt: Attempt, begun: Span | None) -> list[Span]:
+def units(engine: Engine, attempt: Attempt, begun: Span | None) -> list[Span]:
     """How to compute this worker's lanes; lane 0 by itself where it is compared, which gives the same bits."""
-    together = parts.shape.units(attempt.lanes)
+    together = engine.shape.units(attempt.lanes)
     if attempt.canary_due and begun not in together:
-        return replace(parts.shape, pairs=False).units(attempt.lanes)
+        return replace(engine.shape, pairs=False).units(attempt.lanes)
     return together
 
 
@@ -90,53 +90,53 @@ def check_pure(first: int, again: int, step: int) -> None:
         )
 
 
-def run_slots(parts: Parts, progress: Progress, unit: Span, *, rehearsal: bool = False) -> Iterator[Any]:
+def run_slots(engine: Engine, progress: Progress, unit: Span, *, rehearsal: bool = False) -> Iterator[Any]:
     """Yield the batches of a unit's slots; between two slots is where an urgent change of generation is noticed."""
     step = progress.version
     assert progress.formed is not None
-    for slot, batch in parts.slots.run(step, unit, rehearsal=rehearsal):
-        stop_if_void(parts, progress)
-        parts.saver.follow(step, *progress.formed.on_node)
-        with parts.deadlines.measured(Phase.SLOT, step, slot):
+    for slot, batch in engine.slots.run(step, unit, rehearsal=rehearsal):
+        stop_if_void(engine, progress)
+        engine.saver.follow(step, *progress.formed.on_node)
+        with engine.deadlines.measured(Phase.SLOT, step, slot):
             failpoint("slot.forward", step)
             yield batch
-        parts.watch.check_slot(f"in slot {slot} of step {step}")
+        engine.watch.check_slot(f"in slot {slot} of step {step}")
 
 
-def exchange_and_apply(parts: Parts, progress: Progress, attempt: Attempt) -> Progress:
+def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> Progress:
     """Complete the exchange and commit, or refuse to: the same decision from the same headers everywhere."""
     formed, partials = progress.formed, progress.partials
     assert formed is not None and partials is not None
-    headers = finish_exchange(parts, progress, attempt)
-    verdict, reason = gate(headers, attempt.reference, parts.watch.compared())
+    headers = finish_exchange(engine, progress, attempt)
+    verdict, reason = gate(headers, attempt.reference, engine.watch.compared())
     if not verdict.commit:
-        report_unfit(parts, formed, verdict, reason)
+        report_unfit(engine, formed, verdict, reason)
         raise PeerFailed(reason)
-    record = record_of(parts, formed, attempt, headers)
+    record = record_of(engine, formed, attempt, headers)
     failpoint("exchange.finished", record.step)
-    before_apply(parts, progress)
+    before_apply(engine, progress)
     with interrupts_wait():
-        metrics = parts.applier.apply(record)
+        metrics = engine.applier.apply(record)
         if record.step == 0:
-            parts.registry.rehearse()  # most optimizers have no state before their first step
-        parts.accept_state(record.step + 1)
+            engine.registry.rehearse()  # most optimizers have no state before their first step
+        engine.accept_state(record.step + 1)
         failpoint("apply.finished", record.step)
-        progress = committed(parts, progress, record, metrics, attempt)
+        progress = committed(engine, progress, record, metrics, attempt)
     return replace(progress, verdict=verdict)
 
 
-def settle(parts: Parts, progress: Progress) -> Progress:
+def settle(engine: Engine, progress: Progress) -> Progress:
     """What the last commit left to be done once the user's code after it has run: save, stop, or move on to the
     planned generation that all have heard of. Raises Diverged or Left if training does not go on."""
-    after_commit(parts, progress)
+    after_commit(engine, progress)
     verdict, progress = progress.verdict, replace(progress, verdict=None)
     if verdict is not None and verdict.switch:
-        progress = recover(parts, progress, None)
+        progress = recover(engine, progress, None)
     return progress
 
 
-def stop_if_void(parts: Parts, progress: Progress) -> None:
+def stop_if_void(engine: Engine, progress: Progress) -> None:
     """Raise GenerationChanged if an urgent change was announced."""
     assert progress.formed is not None
-    if parts.link.urgent(progress.formed.generation.number):
+    if engine.link.urgent(progress.formed.generation.number):
         raise GenerationChanged("an urgent change of generation was announced")

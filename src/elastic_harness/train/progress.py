@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from elastic_harness.comm.exchange import Exchange
-from elastic_harness.comm.group import Group
+from elastic_harness.comm.transport import Transport
 from elastic_harness.membership.types import Digest, Generation, node_of
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.gate import GateVerdict
@@ -21,7 +21,7 @@ class Formed:
     generation: Generation
     digest: Digest
     rank: int
-    group: Group | None  # None: alone
+    transport: Transport | None  # None: alone
 
     @property
     def world(self) -> int:

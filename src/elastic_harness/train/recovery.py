@@ -5,7 +5,7 @@ Stages, each named, timed and ended by any newer urgent generation:
     generation wait until the coordinator announces who goes on
     rebuild    connect to the members, while the leader gathers everyone's report
     reconcile  the digest: the version to resume at, and where each member's state comes from
-    release    let go of the old group and of what it was still receiving
+    release    let go of the old transport and of what it was still receiving
     repair     replay the record, take the state, initialise or restore; serve those who need it
 """
 
@@ -24,8 +24,8 @@ from typing import Any
 from torch import Tensor
 
 from elastic_harness import shape
-from elastic_harness.comm.group import Group
 from elastic_harness.comm.placement import Ranges, merge_ranges
+from elastic_harness.comm.transport import Transport
 from elastic_harness.contract.board import Phase
 from elastic_harness.contract.messages import LinkTrouble
 from elastic_harness.errors import (
@@ -41,9 +41,9 @@ from elastic_harness.membership.types import Generation, Report, SourceKind
 from elastic_harness.runs.ledger import CHECKPOINT
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.effects import describe, recovered, tell_state
+from elastic_harness.train.engine import Engine
 from elastic_harness.train.imprint import imprint, state_hash
 from elastic_harness.train.link import GenerationValues, Left, cancelled_by
-from elastic_harness.train.parts import Parts
 from elastic_harness.train.progress import Formed, Progress
 from elastic_harness.train.transfer import Hashes, Payload, receive_payload, send_payload
 
@@ -64,102 +64,102 @@ class Stages:
             self.ms[name] = self.ms.get(name, 0.0) + 1e3 * (time.perf_counter() - start)
 
 
-def recover(parts: Parts, progress: Progress, failure: Recoverable | None) -> Progress:
-    """Take part in the next generation, and return how far this worker is in it. `failure` None: a planned change at
-    a step boundary. The old group lives until the new one is up, for peers that are still receiving. Collective among
+def recover(engine: Engine, progress: Progress, failure: Recoverable | None) -> Progress:
+    """Take part in the next generation, and return how far this worker is in it. `failure` None: a planned change at a
+    step boundary. The old transport lives until the new one is up, for peers that are still receiving. Collective among
     the next generation's members; blocks until one is formed. Raises `Left` if this worker is no longer wanted."""
     stages = Stages()
     while True:
         try:
-            if isinstance(failure, PeerFailed) and not parts.link.urgent(progress.announced):
-                _report_trouble(parts, progress, failure)
+            if isinstance(failure, PeerFailed) and not engine.link.urgent(progress.announced):
+                _report_trouble(engine, progress, failure)
             with stages.timed("generation"):
-                parts.board.show(Phase.WAITING, progress.version)
+                engine.board.show(Phase.WAITING, progress.version)
                 formed_in = progress.formed.generation.number if progress.formed is not None else 0
-                generation = parts.link.next_generation(
+                generation = engine.link.next_generation(
                     progress.announced, boundary=failure is None, formed=formed_in == progress.announced
                 )
             progress = replace(progress, announced=generation.number)
             if failure is not None:
-                parts.saver.note_loss()
-            if parts.link.member not in generation.members:
-                parts.link.left_out(generation)
-            report = _report(parts, progress, generation.number)
-            parts.link.report(report)
+                engine.saver.note_loss()
+            if engine.link.member not in generation.members:
+                engine.link.left_out(generation)
+            report = _report(engine, progress, generation.number)
+            engine.link.report(report)
             failpoint("recovery.reported", progress.version)
-            formed = _meet(parts, generation, stages)
+            formed = _meet(engine, generation, stages)
             with stages.timed("release"):
-                if progress.formed is not None and progress.formed.group is not None:
-                    progress.formed.group.close()
+                if progress.formed is not None and progress.formed.transport is not None:
+                    progress.formed.transport.close()
                 if progress.serving is not None:
                     progress.serving.join()
-                parts.pool.clear()
+                engine.pool.clear()
             failpoint("recovery.released", progress.version)
             progress = replace(progress, formed=formed, exchange=None, serving=None)
-            parts.deadlines.heed(formed.digest.overdue)
+            engine.deadlines.heed(formed.digest.overdue)
             failpoint("recovery.reconciled", progress.version)
             with stages.timed("repair"):
-                progress = _repair(parts, progress, report)
-                if formed.digest.sources[parts.link.member].kind != "keep":
-                    parts.accept_state(progress.version)
-                progress = replace(progress, lineage=formed.digest.lineage, serving=_serve(parts, progress))
-            recovered(parts, progress, stages.started_at, stages.ms, planned=failure is None)
+                progress = _repair(engine, progress, report)
+                if formed.digest.sources[engine.link.member].kind != "keep":
+                    engine.accept_state(progress.version)
+                progress = replace(progress, lineage=formed.digest.lineage, serving=_serve(engine, progress))
+            recovered(engine, progress, stages.started_at, stages.ms, planned=failure is None)
             failpoint("recovery.finished", progress.version)
             return progress
         except Left as left:
             if left.save and progress.formed is not None and progress.version >= 0:
                 lineage = progress.formed.digest.lineage
-                parts.saver.save_unless_saved(progress.version, lineage, describe(parts, progress))
+                engine.saver.save_unless_saved(progress.version, lineage, describe(engine, progress))
             raise
         except Recoverable as error:
             failure = error.with_traceback(None)  # its frames, this one too, would keep state and sockets alive
 
 
-def _report_trouble(parts: Parts, progress: Progress, failure: PeerFailed) -> None:
-    """Tell of a failure that nobody has announced yet, with the peers that were waited for. The group stays open until
-    the next one is up: closing it now would make innocent members look guilty to others."""
+def _report_trouble(engine: Engine, progress: Progress, failure: PeerFailed) -> None:
+    """Tell of a failure that nobody has announced yet, with the peers that were waited for. The transport stays open
+    until the next one is up: closing it now would make innocent members look guilty to others."""
     ways = {}
     if isinstance(failure, Unreachable):  # then the links are known to be cut
         ways = dict(zip(failure.peers, failure.ways.values(), strict=True))
     error = str(failure)[:2000]
-    parts.link.send(LinkTrouble(progress.announced, progress.version, tuple(failure.peers), ways, error))
+    engine.link.send(LinkTrouble(progress.announced, progress.version, tuple(failure.peers), ways, error))
 
 
-def _meet(parts: Parts, generation: Generation, stages: Stages) -> Formed:
+def _meet(engine: Engine, generation: Generation, stages: Stages) -> Formed:
     """Connect to the members while the leader gathers the reports, and learn the digest."""
     number, members = generation.number, generation.members
-    rank = members.index(parts.link.member)
-    parts.board.generation = number
-    parts.board.show(Phase.RECOVERY, deadline_s=parts.config.elastic.exchange_timeout_s)
-    group: Group | None = None
+    rank = members.index(engine.link.member)
+    engine.board.generation = number
+    engine.board.show(Phase.RECOVERY, deadline_s=engine.config.elastic.exchange_timeout_s)
+    transport: Transport | None = None
     try:
         if len(members) > 1:
             with stages.timed("rebuild"):
-                values, void = GenerationValues(parts.link, number), cancelled_by(parts.link, number)
-                group = parts.connect(values, rank, len(members), void)
-                parts.link.wake = group.abort
+                values, void = GenerationValues(engine.link, number), cancelled_by(engine.link, number)
+                transport = engine.connect(values, rank, len(members), void)
+                engine.link.wake = transport.abort
         failpoint("recovery.rebuilt")
         with stages.timed("reconcile"):
-            return Formed(generation, parts.link.digest(number), rank, group)
+            return Formed(generation, engine.link.digest(number), rank, transport)
     except BaseException as error:
-        parts.link.wake = lambda: None
-        if group is not None:
-            group.close()
+        engine.link.wake = lambda: None
+        if transport is not None:
+            transport.close()
         if isinstance(error, PeerFailed):
             error.name(members)
         raise
 
 
-def _report(parts: Parts, progress: Progress, number: int) -> Report:
+def _report(engine: Engine, progress: Progress, number: int) -> Report:
     """How far this worker is. Under relaxed exactness nobody offers a record: on another kind of hardware a replay
     would give other bits than its donor has, so laggards take the whole state."""
-    strict = parts.config.elastic.exactness == "strict"
-    checkpoints = parts.saver.restorable() if progress.version < 0 else {}
+    strict = engine.config.elastic.exactness == "strict"
+    checkpoints = engine.saver.restorable() if progress.version < 0 else {}
     return Report(
         generation=number,
         version=progress.version,
         record=progress.record.step if progress.record and strict else None,
-        lanes=_lanes(parts, progress),
+        lanes=_lanes(engine, progress),
         checkpoints=tuple(checkpoints),
         verified=progress.verified,
         lineages=tuple(checkpoints.values()),
@@ -167,15 +167,15 @@ def _report(parts: Parts, progress: Progress, number: int) -> Report:
     )
 
 
-def _lanes(parts: Parts, progress: Progress) -> Ranges:
+def _lanes(engine: Engine, progress: Progress) -> Ranges:
     """The lanes this member keeps: the finished ones, and those it has begun and will take up again."""
     if progress.partials is None:
         return ()
-    begun = parts.slots.begun()
+    begun = engine.slots.begun()
     return merge_ranges(progress.partials.held(), (begun,) if begun else ())
 
 
-def _repair(parts: Parts, progress: Progress, report: Report) -> Progress:
+def _repair(engine: Engine, progress: Progress, report: Report) -> Progress:
     """Bring this member to the digest's version. Until the new state is whole the old progress stays true."""
     formed = progress.formed
     assert formed is not None
@@ -183,60 +183,61 @@ def _repair(parts: Parts, progress: Progress, report: Report) -> Progress:
     source = digest.sources[members[formed.rank]]
 
     def receive() -> tuple[Payload, Hashes]:
-        assert formed.group is not None and source.donor is not None
+        assert formed.transport is not None and source.donor is not None
         failpoint("recovery.receiving", digest.version)
         try:
-            return receive_payload(formed.group, members.index(source.donor), parts.config.elastic.exchange_timeout_s)
+            donor, timeout_s = members.index(source.donor), engine.config.elastic.exchange_timeout_s
+            return receive_payload(formed.transport, donor, timeout_s)
         except PeerFailed as error:
             error.name(members)
             raise
 
     if source.kind != "keep":
-        parts.slots.drop()
-        parts.saver.join(progress.version)
+        engine.slots.drop()
+        engine.saver.join(progress.version)
     match source.kind:
         case "keep":
             if digest.lanes.get(members[formed.rank], ()) == report.lanes:
                 return progress
-            parts.slots.drop()
+            engine.slots.drop()
             return progress.dropped()
         case "replay":
-            record = Record.from_payload(receive()[0], parts.new_partials(0).table)
+            record = Record.from_payload(receive()[0], engine.new_partials(0).table)
             if record.step != progress.version:
                 raise Inconsistent(f"the record of step {record.step} came to a member at version {progress.version}")
-            return progress.at(digest.version, record=record, metrics=parts.applier.apply(record))
+            return progress.at(digest.version, record=record, metrics=engine.applier.apply(record))
         case "state":
-            return _take_state(parts, progress, digest.version, *receive())
+            return _take_state(engine, progress, digest.version, *receive())
         case "forward":
             raise Inconsistent(f"{members[formed.rank]} is to go forward by a seal, and training has one shard")
         case "restore":
             try:
-                stored, held = parts.saver.restore(digest.version)
+                stored, held = engine.saver.restore(digest.version)
             except CheckpointCorrupt as error:
                 raise PeerFailed(f"checkpoint {digest.version} could not be restored: {error}") from error
-            tell_state(parts, formed, stored, holder=CHECKPOINT)
-            tell_state(parts, formed, held, taken_from=CHECKPOINT)
+            tell_state(engine, formed, stored, holder=CHECKPOINT)
+            tell_state(engine, formed, held, taken_from=CHECKPOINT)
         case "init":
-            parts.saver.begin()
-            parts.registry.rehearse()
+            engine.saver.begin()
+            engine.registry.rehearse()
     return progress.at(digest.version, record=None, metrics=None)
 
 
-def _serve(parts: Parts, progress: Progress) -> threading.Thread | None:
+def _serve(engine: Engine, progress: Progress) -> threading.Thread | None:
     """Send the record or the state to those who are to have it from here, beside the training where the transport
     allows it: what is sent does not change before the next commit, which waits for the thread."""
     formed = progress.formed
     assert formed is not None
     me = formed.generation.members[formed.rank]
     needy = [rank for rank, m in enumerate(formed.generation.members) if formed.digest.sources[m].donor == me]
-    if not needy or formed.group is None:
+    if not needy or formed.transport is None:
         return None
     failpoint("recovery.serving", progress.version)
-    group, timeout_s = formed.group, parts.config.elastic.exchange_timeout_s
-    meta, tensors = _state_payload(parts, progress)
+    transport, timeout_s = formed.transport, engine.config.elastic.exchange_timeout_s
+    meta, tensors = _state_payload(engine, progress)
 
     def hashed(hashes: Hashes) -> None:
-        tell_state(parts, formed, state_hash(imprint(meta["state"], _without_record(tensors), hashes)))
+        tell_state(engine, formed, state_hash(imprint(meta["state"], _without_record(tensors), hashes)))
 
     payloads: dict[SourceKind, tuple[Payload, Callable[[Hashes], None]]] = {"state": ((meta, tensors), hashed)}
     if progress.record is not None:
@@ -247,15 +248,15 @@ def _serve(parts: Parts, progress: Progress) -> threading.Thread | None:
         try:
             for rank in needy:
                 payload, told = payloads[kinds[rank]]
-                with contextlib.suppress(PeerFailed):  # its death, or the group's end, is noticed elsewhere
-                    send_payload(group, rank, *payload, timeout_s, told)
+                with contextlib.suppress(PeerFailed):  # its death, or the transport's end, is noticed elsewhere
+                    send_payload(transport, rank, *payload, timeout_s, told)
         except BaseException:  # thread boundary: without the state the receiver would wait, and look guilty
             traceback.print_exc()
             os._exit(EXIT_INFRASTRUCTURE)
 
     thread = threading.Thread(target=send_all, name="serve-state", daemon=True)
     thread.start()
-    if not group.concurrent:
+    if not transport.concurrent:
         thread.join()
         return None
     return thread
@@ -264,9 +265,9 @@ def _serve(parts: Parts, progress: Progress) -> threading.Thread | None:
 RECORD = "$record."  # no other state has such a name
 
 
-def _state_payload(parts: Parts, progress: Progress) -> Payload:
+def _state_payload(engine: Engine, progress: Progress) -> Payload:
     """The whole state, and the last record with it: whoever is at a version can help those one step behind."""
-    skeleton, tensors = parts.registry.capture()
+    skeleton, tensors = engine.registry.capture()
     meta: dict[str, Any] = {"state": skeleton}
     if progress.record is not None and progress.metrics is not None:
         meta["record"], vectors = progress.record.payload()
@@ -279,14 +280,14 @@ def _without_record(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(RECORD)}
 
 
-def _take_state(parts: Parts, progress: Progress, version: int, payload: Payload, hashes: Hashes) -> Progress:
+def _take_state(engine: Engine, progress: Progress, version: int, payload: Payload, hashes: Hashes) -> Progress:
     meta, tensors = payload
     assert progress.formed is not None
-    _, held = parts.registry.restore(meta["state"], _without_record(tensors), hashes)
-    donor = progress.formed.digest.sources[parts.link.member].donor
-    tell_state(parts, progress.formed, held, taken_from=donor)
+    _, held = engine.registry.restore(meta["state"], _without_record(tensors), hashes)
+    donor = progress.formed.digest.sources[engine.link.member].donor
+    tell_state(engine, progress.formed, held, taken_from=donor)
     if "record" not in meta:
         return progress.at(version, record=None, metrics=None)
     vectors = {n.removeprefix(RECORD): t for n, t in tensors.items() if n.startswith(RECORD)}
-    record = Record.from_payload((meta["record"], vectors), parts.new_partials(0).table)
+    record = Record.from_payload((meta["record"], vectors), engine.new_partials(0).table)
     return progress.at(version, record=record, metrics=shape.build(Metrics, meta["metrics"]))

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from elastic_harness.comm import nccl, tcp
-from elastic_harness.comm.group import Group
 from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.rendezvous import KeyValue
+from elastic_harness.comm.transport import Transport
 from elastic_harness.config import Config
 from elastic_harness.contract import variables
 from elastic_harness.contract.board import Board, Phase
@@ -53,6 +53,7 @@ from elastic_harness.train.apply import Applier
 from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.effects import describe
 from elastic_harness.train.ending import left_by_hand, left_message
+from elastic_harness.train.engine import Engine
 from elastic_harness.train.export import export_weights
 from elastic_harness.train.fingerprint import fingerprint
 from elastic_harness.train.imports import late_settings, tell_imports
@@ -61,7 +62,6 @@ from elastic_harness.train.layout import averaged_buffers, make_layout, optimize
 from elastic_harness.train.link import AgentLink, Left, Link
 from elastic_harness.train.loop import commit_step, settle
 from elastic_harness.train.nonfinite import SkipNonfinite
-from elastic_harness.train.parts import Parts
 from elastic_harness.train.policies import Policies
 from elastic_harness.train.policies import settings as policy_settings
 from elastic_harness.train.progress import Progress
@@ -72,14 +72,14 @@ from elastic_harness.train.slots import Shape, SlotComputer
 from elastic_harness.train.state import Registry, Stateful, weights_sha256
 from elastic_harness.train.watch import StateWatch
 
-Connect = Callable[[KeyValue, int, int, Callable[[float], None]], Group]
+Connect = Callable[[KeyValue, int, int, Callable[[float], None]], Transport]
 
 
 class Run:
     """One worker's part in a run. Made by `start`."""
 
-    def __init__(self, parts: Parts, progress: Progress) -> None:
-        self._parts = parts
+    def __init__(self, engine: Engine, progress: Progress) -> None:
+        self._engine = engine
         self._progress = progress
         self._closed = False
 
@@ -87,7 +87,7 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is None or self._parts.saver.alone:  # a process that has an agent is about to end
+        if kind is None or self._engine.saver.alone:  # a process that has an agent is about to end
             self.close()
 
     @property
@@ -107,7 +107,7 @@ class Run:
 
     @property
     def run_dir(self) -> Path:
-        return self._parts.run_dir
+        return self._engine.run_dir
 
     def stop(self, reason: str) -> None:
         """End the run before `training.max_steps`, on all workers after the same step: the one whose micro-batches are
@@ -118,18 +118,18 @@ class Run:
         if not isinstance(reason, str) or not reason:
             raise UserCodeError(f"run.stop() was given {reason!r}; say in words why the run ends, for its records")
         if not self._over:
-            self._parts.link.ask_to_stop(EndAsked(self._progress.version, reason))
+            self._engine.link.ask_to_stop(EndAsked(self._progress.version, reason))
 
     def log(self, event: str, **fields: Any) -> None:
         """Write an event of your own to events.jsonl, from rank 0 only."""
         if self.rank == 0:
-            self._parts.link.send(LogEvent(event, fields))
+            self._engine.link.send(LogEvent(event, fields))
 
     def steps(self) -> Iterator[Step]:
         """Every step that is still to be committed, up to `training.max_steps` or the one that `stop` made the last.
         Ends when all workers are done; leaves the process (exit code 0) when the job was asked to stop or this worker
         is no longer wanted. A loop that is left by break does not end the run: with other workers that is an error."""
-        parts = self._parts
+        engine = self._engine
         try:
             while True:
                 self._check_open()
@@ -141,32 +141,32 @@ class Run:
                         self._left_loop(step, sys._getframe(1))
                         raise
                     step.check_committed()
-                    tell_imports(parts.link)
+                    tell_imports(engine.link)
                 self._finish()
         except Left as left:
             if not left.done:
                 self._leave(left)
-            parts.saver.wait()
-            parts.applier.disown()
+            engine.saver.wait()
+            engine.applier.disown()
             self._disconnect()
-            _open.pop(parts.run_dir.resolve(), None)
+            _open.pop(engine.run_dir.resolve(), None)
 
     @property
     def _over(self) -> bool:
         """Whether the last step is committed."""
-        return self._progress.ended or self._progress.version >= self._parts.config.training.max_steps
+        return self._progress.ended or self._progress.version >= self._engine.config.training.max_steps
 
     def _left_loop(self, step: Step, frame: FrameType | None) -> None:
         """Say that `break` ends no run. A process that others wait for ends here; one that is alone may go on to
         `close`. After an exception nothing is said: that says more."""
         if self._closed or not left_by_hand(frame):
             return
-        version, training = self._progress.version, self._parts.config.training
+        version, training = self._progress.version, self._engine.config.training
         message = left_message(version, training.max_steps, committed=version > step.index)
         print(f"elastic-harness: {message}", file=sys.stderr, flush=True)
-        if self._parts.saver.alone and self.world_size == 1:
+        if self._engine.saver.alone and self.world_size == 1:
             return
-        self._parts.link.send(LoopLeft(message))
+        self._engine.link.send(LoopLeft(message))
         _leave(EXIT_USER_CODE)
 
     def close(self) -> None:
@@ -175,33 +175,33 @@ class Run:
         if self._closed:
             return
         self._closed = True
-        _open.pop(self._parts.run_dir.resolve(), None)
+        _open.pop(self._engine.run_dir.resolve(), None)
         try:
-            if self._parts.saver.alone:
+            if self._engine.saver.alone:
                 self._save()
         finally:
-            _release(self._parts)
+            _release(self._engine)
             self._disconnect()
 
     def _save(self) -> None:
         """Save an unfinished run's state, unless user code has changed it."""
-        parts, version = self._parts, self._parts.watch.version
+        engine, version = self._engine, self._engine.watch.version
         formed = self._progress.formed
         if formed is None or version <= formed.digest.from_step:
             return
-        parts.slots.put_back()
+        engine.slots.put_back()
         try:
-            parts.watch.word("before close()")
+            engine.watch.word("before close()")
         except UserCodeError as error:
             print(f"elastic-harness: step {version} is not saved: {error}", file=sys.stderr, flush=True)
             return
-        describes = describe(parts, replace(self._progress, version=version))
-        parts.saver.save(version, formed.digest.lineage, describes)
+        describes = describe(engine, replace(self._progress, version=version))
+        engine.saver.save(version, formed.digest.lineage, describes)
 
     def _check_open(self) -> None:
         if self._closed:
             raise UserCodeError("this run was closed; call start() again with the same run_dir, which goes on with it")
-        if self._parts.watch.version != self._progress.version:
+        if self._engine.watch.version != self._progress.version:
             raise UserCodeError(
                 f"this run was interrupted while step {self._progress.version} was committed; call start() again with "
                 "the same run_dir, which goes on from there"
@@ -211,49 +211,49 @@ class Run:
         """Let go of the connections to the other workers."""
         formed, exchange = self._progress.formed, self._progress.exchange
         if exchange is not None:
-            exchange.sent(self._parts.config.elastic.exchange_timeout_s)
-        if formed is not None and formed.group is not None:
-            self._parts.link.wake = lambda: None
-            formed.group.close()
+            exchange.sent(self._engine.config.elastic.exchange_timeout_s)
+        if formed is not None and formed.transport is not None:
+            self._engine.link.wake = lambda: None
+            formed.transport.close()
         self._progress = replace(self._progress, formed=None, exchange=None)
 
     def _leave(self, left: Left) -> NoReturn:
         """End the process: this worker is not needed any more, and what follows the loop is for those who finished."""
         failpoint("leave.began", self._progress.version)
-        self._parts.saver.wait()
+        self._engine.saver.wait()
         self._disconnect()
         print(f"elastic-harness: {left.reason}", file=sys.stderr, flush=True)
         _leave(0)
 
     def _finish(self) -> None:
         """Save, say so, and keep serving until everybody is done."""
-        self._parts.watch.word("after the last step")
-        self._progress = settle(self._parts, self._progress)
-        parts, progress = self._parts, self._progress
+        self._engine.watch.word("after the last step")
+        self._progress = settle(self._engine, self._progress)
+        engine, progress = self._engine, self._progress
         formed = progress.formed
         assert formed is not None
-        parts.board.show(Phase.CHECKPOINT, progress.version, deadline_s=parts.config.elastic.exchange_timeout_s)
-        sha256 = weights_sha256(parts.registry.model)
+        engine.board.show(Phase.CHECKPOINT, progress.version, deadline_s=engine.config.elastic.exchange_timeout_s)
+        sha256 = weights_sha256(engine.registry.model)
         if formed.speaks:
             uploads = formed.rank == 0
-            parts.saver.save(progress.version, formed.digest.lineage, describe(parts, progress), uploads=uploads)
+            engine.saver.save(progress.version, formed.digest.lineage, describe(engine, progress), uploads=uploads)
             try:
-                export_weights(parts.registry.model, parts.run_dir / "weights.safetensors")
+                export_weights(engine.registry.model, engine.run_dir / "weights.safetensors")
             except InfrastructureError as error:
-                parts.link.send(WeightsNotSaved(str(error)))  # the folder is everybody's: nobody else would do better
+                engine.link.send(WeightsNotSaved(str(error)))  # the folder is everybody's: nobody else would do better
                 raise
         failpoint("finish.saved", progress.version)
         loss = progress.metrics.loss if progress.metrics else None
-        parts.link.send(LastStepDone(progress.version, sha256, loss, self._stop_reason()))
+        engine.link.send(LastStepDone(progress.version, sha256, loss, self._stop_reason()))
         failpoint("finish.sent", progress.version)
-        parts.board.show(Phase.FINISHED, progress.version)
-        self._progress = recover(parts, progress, None)
+        engine.board.show(Phase.FINISHED, progress.version)
+        self._progress = recover(engine, progress, None)
 
     def _stop_reason(self) -> str | None:
         """Why the script ended the run, as far as this worker knows. None: it did not."""
         if not self._progress.ended:
             return None
-        asked = self._parts.link.stop_asked
+        asked = self._engine.link.stop_asked
         return asked.reason if asked is not None else "another worker called run.stop()"
 
 
@@ -274,19 +274,19 @@ class Step:
         if run._progress.version != self.index:
             raise UserCodeError(f"step {self.index} is already committed; iterate over micro_batches() once per step")
         try:
-            run._progress = yield from commit_step(run._parts, run._progress)
+            run._progress = yield from commit_step(run._engine, run._progress)
         except Left as left:
             run._leave(left)
-        run._parts.board.show(
-            Phase.USER, run._progress.version, deadline_s=run._parts.config.elastic.exchange_timeout_s
+        run._engine.board.show(
+            Phase.USER, run._progress.version, deadline_s=run._engine.config.elastic.exchange_timeout_s
         )
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Backward of the mean loss of the current batch. `weight`: its number of target tokens relative to a full
         micro-batch, if it differs from its number of samples (padding, masks); default: samples / micro-batch."""
-        parts = self._run._parts
-        parts.watch.check_modes(parts.slots.where())
-        parts.slots.backward(loss, weight)
+        engine = self._run._engine
+        engine.watch.check_modes(engine.slots.where())
+        engine.slots.backward(loss, weight)
 
     def check_committed(self) -> None:
         if self._run._progress.version == self.index:
@@ -397,7 +397,7 @@ def start(
     if cuda and config.elastic.exactness == "strict":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, at the first matmul
         torch.use_deterministic_algorithms(True)
-    parts = Parts(
+    engine = Engine(
         config=config,
         run_dir=folder,
         link=link,
@@ -450,21 +450,21 @@ def start(
         before_step=before_step,
     )
     try:
-        parts.applier.own()
+        engine.applier.own()
         own = fingerprint(config, model, optimizer, data["dataset"], layout, shape) | policy_settings(policies)
         if origin is not None:
             own["run.origin"] = origin.identity
         link.hello(own, config.training.max_steps, config.elastic.progress_timeout_max_s)
-        progress = recover(parts, Progress(), None)
+        progress = recover(engine, Progress(), None)
     except Left as left:
         print(f"elastic-harness: {left.reason}", file=sys.stderr, flush=True)
         _leave(0)
     except BaseException:
-        _release(parts)
+        _release(engine)
         raise
     if progress.serving is not None:
         progress.serving.join()  # the caller's code before the first step is not checked before that begins
-    _open[folder.resolve()] = run = Run(parts, progress)
+    _open[folder.resolve()] = run = Run(engine, progress)
     return run
 
 
@@ -472,11 +472,11 @@ _open: dict[Path, Run] = {}
 """The runs of this process that were not closed, by their folder."""
 
 
-def _release(parts: Parts) -> None:
+def _release(engine: Engine) -> None:
     """Let go of the run folder and of the user's objects."""
-    parts.saver.wait()
-    parts.applier.disown()
-    parts.link.close()
+    engine.saver.wait()
+    engine.applier.disown()
+    engine.link.close()
 
 
 def _transport(config: Config, device: torch.device) -> tuple[Connect, torch.device]:

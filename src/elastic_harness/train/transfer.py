@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from elastic_harness.comm.exchange import TRANSFER, tag
-from elastic_harness.comm.group import Group, Pending
+from elastic_harness.comm.transport import Pending, Transport
 from elastic_harness.errors import PeerFailed
 from elastic_harness.train.imprint import hash_of
 
@@ -20,7 +20,7 @@ HASH_BYTES = 16
 
 
 def send_payload(
-    group: Group,
+    transport: Transport,
     rank: int,
     meta: dict[str, Any],
     tensors: dict[str, Tensor],
@@ -38,26 +38,26 @@ def send_payload(
     ).encode()
     messages = [torch.tensor([len(description)]), torch.frombuffer(bytearray(description), dtype=torch.uint8)]
     messages += [t.reshape(-1).view(torch.uint8) for t in host.values() if t.numel()]
-    works = [group.send(m.to(group.device), rank, tag(TRANSFER, 0, i)) for i, m in enumerate(messages)]
+    works = [transport.send(m.to(transport.device), rank, tag(TRANSFER, 0, i)) for i, m in enumerate(messages)]
     hashes = {name: hash_of(t) for name, t in host.items()}  # while what was sent is on its way
     hashed(hashes)
-    last = torch.frombuffer(bytearray(b"".join(hashes.values())), dtype=torch.uint8).to(group.device)
-    works.append(group.send(last, rank, tag(TRANSFER, 0, len(messages))))
-    group.flush()
-    group.wait(works, timeout_s)
+    last = torch.frombuffer(bytearray(b"".join(hashes.values())), dtype=torch.uint8).to(transport.device)
+    works.append(transport.send(last, rank, tag(TRANSFER, 0, len(messages))))
+    transport.flush()
+    transport.wait(works, timeout_s)
 
 
-def receive_payload(group: Group, rank: int, timeout_s: float) -> tuple[Payload, Hashes]:
+def receive_payload(transport: Transport, rank: int, timeout_s: float) -> tuple[Payload, Hashes]:
     """Receive what the other side's `send_payload` sends, and the hash of every tensor, by which it was checked.
     Raises PeerFailed."""
 
     def receive(number: int, elements: int, dtype: torch.dtype) -> Pending:
-        buffer = torch.empty(elements, dtype=dtype, device=group.device)
-        return group.receive(buffer, rank, tag(TRANSFER, 0, number))
+        buffer = torch.empty(elements, dtype=dtype, device=transport.device)
+        return transport.receive(buffer, rank, tag(TRANSFER, 0, number))
 
     def arrived(work: Pending) -> Tensor:
-        group.flush()
-        group.wait((work,), timeout_s)
+        transport.flush()
+        transport.wait((work,), timeout_s)
         return work.tensor.cpu()
 
     length = int(arrived(receive(0, 1, torch.int64)))
@@ -69,8 +69,8 @@ def receive_payload(group: Group, rank: int, timeout_s: float) -> tuple[Payload,
         if tensors[name].numel():
             works[name] = receive(2 + len(works), tensors[name].nbytes, torch.uint8)
     last = receive(2 + len(works), HASH_BYTES * len(tensors), torch.uint8)
-    group.flush()
-    group.wait((*works.values(), last), timeout_s)
+    transport.flush()
+    transport.wait((*works.values(), last), timeout_s)
     for name, work in works.items():
         tensors[name] = work.tensor.cpu().view(tensors[name].dtype).reshape(tensors[name].shape)
     told = bytes(last.tensor.cpu().numpy())

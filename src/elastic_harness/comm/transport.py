@@ -13,8 +13,8 @@ from elastic_harness.errors import PeerFailed
 
 
 class Pending:
-    """A pending send or receive. `finished`: it is done and its group has noticed, at the latest when the group has
-    waited for it. `error`: why it will never be done. `raw`: the transport's handle of it, None before it was
+    """A pending send or receive. `finished`: it is done and its transport has noticed, at the latest when the transport
+    has waited for it. `error`: why it will never be done. `raw`: the transport's handle of it, None before it was
     issued."""
 
     def __init__(self, raw: Any, tensor: torch.Tensor, rank: int) -> None:
@@ -33,16 +33,15 @@ class Pending:
         self.finished = True
 
 
-class Group(Protocol):
+class Transport(Protocol):
     """The transport of one generation. Messages are matched by (peer, tag).
 
     device: where sent and received tensors must lie. They are contiguous, and a sent tensor must not change until its
     work is done. flush: issue everything sent or received so far (a transport may collect until then); with `below`
     only tags smaller than that kind's first. wait: block until all of the works are done. It raises PeerFailed when one
-    breaks, when `timeout_s` has passed, or at once when the group is aborted. concurrent: whether several threads may
-    use it at once. abort: make all pending work fail at once, here and at the peers. Any thread may call it, any number
-    of times.
-    """
+    breaks, when `timeout_s` has passed, or at once when the transport is aborted. concurrent: whether several threads
+    may use it at once. abort: make all pending work fail at once, here and at the peers. Any thread may call it, any
+    number of times."""
 
     rank: int
     world: int
@@ -57,31 +56,31 @@ class Group(Protocol):
     def close(self) -> None: ...
 
 
-AnyGroup = TypeVar("AnyGroup", bound=Group)
+AnyTransport = TypeVar("AnyTransport", bound=Transport)
 
 
-def in_background(connect: Callable[[], AnyGroup], cancelled: Callable[[float], None]) -> AnyGroup:
-    """Run `connect` in a thread and return its group.
+def in_background(connect: Callable[[], AnyTransport], cancelled: Callable[[float], None]) -> AnyTransport:
+    """Run `connect` in a thread and return its transport.
 
     `cancelled(0)` is called over and over meanwhile, and raises when the generation has become void. The thread then
-    discards the half-built group. Connection errors become `PeerFailed`.
+    discards the half-built transport. Connection errors become `PeerFailed`.
     """
-    outcome: list[AnyGroup | BaseException] = []
+    outcome: list[AnyTransport | BaseException] = []
     finished = threading.Event()
     abandoned = threading.Event()
 
     def run() -> None:
         try:
-            group = connect()
-            outcome.append(group)
+            transport = connect()
+            outcome.append(transport)
             if abandoned.is_set():
-                group.close()
+                transport.close()
         except BaseException as error:  # thread boundary: handed to the caller
-            outcome.append(error.with_traceback(None))  # its frames would keep the half-built group open
+            outcome.append(error.with_traceback(None))  # its frames would keep the half-built transport open
         finally:
             finished.set()
 
-    threading.Thread(target=run, name="group-connect", daemon=True).start()
+    threading.Thread(target=run, name="transport-connect", daemon=True).start()
     try:
         while not finished.wait(0.002):
             cancelled(0.0)
@@ -90,7 +89,7 @@ def in_background(connect: Callable[[], AnyGroup], cancelled: Callable[[float], 
         raise
     result = outcome[0]
     if isinstance(result, RuntimeError):
-        raise PeerFailed(f"the group could not be connected: {result}") from result
+        raise PeerFailed(f"the transport could not be connected: {result}") from result
     if isinstance(result, BaseException):
         raise result
     return result

@@ -10,24 +10,24 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from elastic_harness.comm.tcp import _FRAME, DATA, READY, TcpGroup
+from elastic_harness.comm.tcp import _FRAME, DATA, READY, TcpTransport
 from elastic_harness.errors import PeerFailed
 
 PLACE = ("127.0.0.1", 1)
 
 
 @pytest.fixture
-def pair(no_descriptor_is_left: None) -> Iterator[tuple[TcpGroup, socket.socket]]:
+def pair(no_descriptor_is_left: None) -> Iterator[tuple[TcpTransport, socket.socket]]:
     """A group of two, and the other end of its one connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
     theirs.settimeout(20)
-    group = TcpGroup({1: ours}, {1: PLACE}, 0)
+    group = TcpTransport({1: ours}, {1: PLACE}, 0)
     yield group, theirs
     group.close()
     theirs.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "group-tcp"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "transport-tcp"]
 
 
 def read(theirs: socket.socket, nbytes: int) -> bytes:
@@ -37,7 +37,7 @@ def read(theirs: socket.socket, nbytes: int) -> bytes:
     return found
 
 
-def test_messages_are_matched_by_tag_and_come_in_any_pieces(pair: tuple[TcpGroup, socket.socket]) -> None:
+def test_messages_are_matched_by_tag_and_come_in_any_pieces(pair: tuple[TcpTransport, socket.socket]) -> None:
     group, theirs = pair
     tensors = {tag: torch.zeros(size) for tag, size in ((7, 3), (8, 20_000), (9, 1), (10, 0))}
     works = [group.receive(tensor, 1, tag) for tag, tensor in tensors.items()]
@@ -53,7 +53,7 @@ def test_messages_are_matched_by_tag_and_come_in_any_pieces(pair: tuple[TcpGroup
     assert all(torch.equal(tensors[tag], wanted[tag]) for tag in tensors)
 
 
-def test_nothing_is_sent_before_its_receiver_is_ready(pair: tuple[TcpGroup, socket.socket]) -> None:
+def test_nothing_is_sent_before_its_receiver_is_ready(pair: tuple[TcpTransport, socket.socket]) -> None:
     group, theirs = pair
     first, second = torch.randn(5), torch.randn(7)
     works = [group.send(first, 1, 1), group.send(second, 1, 2)]
@@ -68,7 +68,7 @@ def test_nothing_is_sent_before_its_receiver_is_ready(pair: tuple[TcpGroup, sock
     group.wait(works, 20)
 
 
-def test_what_a_peer_sent_before_it_died_counts(pair: tuple[TcpGroup, socket.socket]) -> None:
+def test_what_a_peer_sent_before_it_died_counts(pair: tuple[TcpTransport, socket.socket]) -> None:
     """It leaves our bytes unread, so its end is a reset: nothing can be written any more, but all it sent be read."""
     group, theirs = pair
     big, small = torch.ones(50_000_000), torch.zeros(1000)
@@ -87,7 +87,7 @@ def test_what_a_peer_sent_before_it_died_counts(pair: tuple[TcpGroup, socket.soc
         group.wait([group.receive(small, 1, 3)], 20)  # the end may be noticed only now
 
 
-def test_a_write_that_fails_does_not_keep_from_reading(pair: tuple[TcpGroup, socket.socket]) -> None:
+def test_a_write_that_fails_does_not_keep_from_reading(pair: tuple[TcpTransport, socket.socket]) -> None:
     group, theirs = pair
     small = torch.zeros(1000)
     received = group.receive(small, 1, 2)
@@ -102,7 +102,7 @@ def test_a_write_that_fails_does_not_keep_from_reading(pair: tuple[TcpGroup, soc
     assert torch.equal(small, torch.ones(1000))
 
 
-def test_abort_ends_a_wait_from_another_thread_at_once(pair: tuple[TcpGroup, socket.socket]) -> None:
+def test_abort_ends_a_wait_from_another_thread_at_once(pair: tuple[TcpTransport, socket.socket]) -> None:
     group, theirs = pair
     work = group.receive(torch.zeros(1000), 1, 1)
     read(theirs, _FRAME.size)
@@ -123,8 +123,8 @@ def test_abort_ends_a_wait_from_another_thread_at_once(pair: tuple[TcpGroup, soc
 
 
 @pytest.mark.parametrize("frame", [_FRAME.pack(DATA, 5, 8), _FRAME.pack(DATA, 6, 4), _FRAME.pack(9, 5, 4)])
-def test_what_no_member_would_send_ends_the_group(
-    pair: tuple[TcpGroup, socket.socket], frame: bytes, capfd: pytest.CaptureFixture[str]
+def test_what_no_member_would_send_ends_the_transport(
+    pair: tuple[TcpTransport, socket.socket], frame: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Another length, a tag that nobody waits for, another kind."""
     group, theirs = pair

@@ -1,4 +1,4 @@
-"""The fixed parts a worker is made of, put together once by `start`. Values that change live in `Progress`."""
+"""The fixed collaborators of a worker, put together once by `start`. Values that change live in `Progress`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.comm.group import Group
 from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.rendezvous import KeyValue
+from elastic_harness.comm.transport import Transport
 from elastic_harness.config import Config
 from elastic_harness.contract.board import Board
 from elastic_harness.data.schedule import Schedule
@@ -26,7 +26,7 @@ from elastic_harness.train.watch import StateWatch
 
 
 @dataclass(frozen=True)
-class Parts:
+class Engine:
     """canary: whether joiners have to prove their arithmetic. connect: builds a generation's transport from (its
     key-value space, rank, world, cancelled). configured: what the run is made of, as `verify` needs to know it.
     before_step: sets requires_grad and modes from a step's number, if the user gave it."""
@@ -47,7 +47,7 @@ class Parts:
     pool: Pool
     saver: RunSaver
     canary: bool
-    connect: Callable[[KeyValue, int, int, Callable[[float], None]], Group]
+    connect: Callable[[KeyValue, int, int, Callable[[float], None]], Transport]
     configured: dict[str, Any]
     tokens_per_sample: int
     before_step: Callable[[int], None] | None = None
