@@ -19,13 +19,14 @@ from elastic_harness.contract.board import Phase
 from elastic_harness.errors import GenerationChanged, PeerFailed, Recoverable, UserCodeError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.attempt import Attempt, finish_exchange, place, record_of
-from elastic_harness.train.effects import after_commit, before_apply, committed, report_unfit
+from elastic_harness.train.boundary import after_commit, before_apply, committed
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import gate
 from elastic_harness.train.interrupts import interrupts_wait
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
 from elastic_harness.train.slots import batch_word, canary_word
+from elastic_harness.train.tell import tell_unfit
 
 CANARY: Span = (0, 1)
 """The lane that members new to a run compute once more, for comparison with others and with the first time."""
@@ -110,7 +111,7 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
     headers = finish_exchange(engine, progress, attempt)
     verdict, reason = gate(headers, attempt.reference, engine.watch.compared())
     if not verdict.commit:
-        report_unfit(engine, formed, verdict, reason)
+        tell_unfit(engine, formed, verdict, reason)
         raise PeerFailed(reason)
     record = record_of(engine, formed, attempt, headers)
     failpoint("exchange.finished", record.step)

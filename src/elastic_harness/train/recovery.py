@@ -40,11 +40,12 @@ from elastic_harness.failpoints import failpoint
 from elastic_harness.membership.types import Generation, Report, SourceKind
 from elastic_harness.runs.ledger import CHECKPOINT
 from elastic_harness.train.apply import Metrics, Record
-from elastic_harness.train.effects import describe, recovered, tell_state
+from elastic_harness.train.boundary import described
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.imprint import imprint, state_hash
 from elastic_harness.train.link import GenerationValues, Left, cancelled_by
 from elastic_harness.train.progress import Formed, Progress
+from elastic_harness.train.tell import tell_recovery, tell_state
 from elastic_harness.train.transfer import Hashes, Payload, receive_payload, send_payload
 
 
@@ -103,13 +104,13 @@ def recover(engine: Engine, progress: Progress, failure: Recoverable | None) -> 
                 if formed.digest.sources[engine.link.member].kind != "keep":
                     engine.accept_state(progress.version)
                 progress = replace(progress, lineage=formed.digest.lineage, serving=_serve(engine, progress))
-            recovered(engine, progress, stages.started_at, stages.ms, planned=failure is None)
+            tell_recovery(engine, progress, stages.started_at, stages.ms, planned=failure is None)
             failpoint("recovery.finished", progress.version)
             return progress
         except Left as left:
             if left.save and progress.formed is not None and progress.version >= 0:
                 lineage = progress.formed.digest.lineage
-                engine.saver.save_unless_saved(progress.version, lineage, describe(engine, progress))
+                engine.saver.save_unless_saved(progress.version, lineage, described(engine, progress))
             raise
         except Recoverable as error:
             failure = error.with_traceback(None)  # its frames, this one too, would keep state and sockets alive

@@ -50,8 +50,8 @@ from elastic_harness.policies import UpdatePolicy
 from elastic_harness.runs import origin as origins
 from elastic_harness.train import standalone
 from elastic_harness.train.apply import Applier
+from elastic_harness.train.boundary import described
 from elastic_harness.train.deadlines import Deadlines
-from elastic_harness.train.effects import describe
 from elastic_harness.train.ending import left_by_hand, left_message
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.export import export_weights
@@ -195,7 +195,7 @@ class Run:
         except UserCodeError as error:
             print(f"elastic-harness: step {version} is not saved: {error}", file=sys.stderr, flush=True)
             return
-        describes = describe(engine, replace(self._progress, version=version))
+        describes = described(engine, replace(self._progress, version=version))
         engine.saver.save(version, formed.digest.lineage, describes)
 
     def _check_open(self) -> None:
@@ -236,7 +236,7 @@ class Run:
         sha256 = weights_sha256(engine.registry.model)
         if formed.speaks:
             uploads = formed.rank == 0
-            engine.saver.save(progress.version, formed.digest.lineage, describe(engine, progress), uploads=uploads)
+            engine.saver.save(progress.version, formed.digest.lineage, described(engine, progress), uploads=uploads)
             try:
                 export_weights(engine.registry.model, engine.run_dir / "weights.safetensors")
             except InfrastructureError as error:

@@ -1,9 +1,5 @@
-"""What the outside sees of a commit or a recovery: ledger, events, checkpoints. On each node the first member of a
-generation speaks, to the agent there.
-
-A member that takes over from it repeats the last commit, in case its predecessor died before it could tell; the
-ledger takes each step of a lineage once.
-"""
+"""What happens at a step boundary: before the state changes, once it has changed, and after the user's code has run.
+Saving and endings belong here. On each node the first member of a generation saves."""
 
 from __future__ import annotations
 
@@ -13,20 +9,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from elastic_harness import durable_file
 from elastic_harness.checkpoint.packages import packages
 from elastic_harness.contract.board import Phase
-from elastic_harness.contract.messages import Commit, HandOver, LogEvent, PolicyHalt, UnfitPeer, decided
+from elastic_harness.contract.messages import PolicyHalt
 from elastic_harness.errors import Diverged
-from elastic_harness.runs.ledger import LedgerLine, StateLine
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.attempt import Attempt
 from elastic_harness.train.engine import Engine
-from elastic_harness.train.gate import GateVerdict
 from elastic_harness.train.link import Left
 from elastic_harness.train.nonfinite import NAME as NONFINITE
-from elastic_harness.train.nonfinite import NAMED_MAX
-from elastic_harness.train.progress import Formed, Progress
+from elastic_harness.train.progress import Progress
+from elastic_harness.train.tell import tell_commit
 
 
 def committed(engine: Engine, progress: Progress, record: Record, metrics: Metrics, attempt: Attempt) -> Progress:
@@ -78,7 +71,7 @@ def save_if_due(engine: Engine, progress: Progress) -> None:
         digest, (_, shares) = formed.digest, formed.on_node
         uploads = formed.rank == 0  # one node's copy is enough
         engine.saver.save_if_due(
-            version, digest.lineage, digest.from_step, shares, describe(engine, progress), uploads=uploads
+            version, digest.lineage, digest.from_step, shares, described(engine, progress), uploads=uploads
         )
     else:
         engine.saver.follow(version, *formed.on_node)
@@ -94,7 +87,7 @@ def finish_copy(engine: Engine, progress: Progress) -> None:
     engine.saver.join(progress.version)
 
 
-def describe(engine: Engine, progress: Progress) -> Callable[[], dict[str, Any]]:
+def described(engine: Engine, progress: Progress) -> Callable[[], dict[str, Any]]:
     """What a checkpoint says beside the state. Data position and random numbers follow from seed and version."""
 
     def description() -> dict[str, Any]:
@@ -119,57 +112,6 @@ def describe(engine: Engine, progress: Progress) -> Callable[[], dict[str, Any]]
     return description
 
 
-def tell_commit(engine: Engine, progress: Progress, step_s: float | None) -> None:
-    """The ledger line and the metrics of the last committed step."""
-    formed, record, metrics = progress.formed, progress.record, progress.metrics
-    assert formed is not None and record is not None and metrics is not None
-    span = engine.schedule.at(record.step)
-    world = len({member for member, _, _ in record.computed_by})
-    line = LedgerLine(
-        lineage=formed.digest.lineage,
-        from_step=formed.digest.from_step,
-        step=record.step,
-        generation=record.generation,
-        world_size=world,
-        epoch=span.epoch,
-        position=span.position,
-        count=span.count,
-        slots=engine.shape.slots,
-        lanes=engine.shape.lanes,
-        computed_by=record.computed_by,
-        slot_samples=tuple(f"{int(h):016x}" for h in record.table.ids_hash_N),
-        slot_weight=tuple(record.table.weight_N.tolist()),
-        loss=metrics.loss,
-        replicas=record.replicas,
-        **decided(metrics.decisions),
-    )
-    engine.link.send(
-        Commit(
-            lineage=formed.digest.lineage,
-            step=record.step,
-            generation=record.generation,
-            world_size=world,
-            loss=metrics.loss,
-            tokens=engine.tokens_per_sample * span.count,
-            lr=metrics.lr,
-            grad_norm=metrics.grad_norm,
-            step_s=step_s,
-            decisions=metrics.decisions,
-            bad_samples={str(s): engine.slots.sample_ids(record.step, s) for s in metrics.bad_slots[:NAMED_MAX]},
-            ledger=line.to_json(),
-        )
-    )
-
-
-def tell_state(
-    engine: Engine, formed: Formed, state: str, *, holder: str | None = None, taken_from: str | None = None
-) -> None:
-    """The ledger line of a hand-over, from each side: who holds the state with this hash, and from whom that is."""
-    digest, number, holder = formed.digest, formed.generation.number, holder or engine.link.member
-    line = StateLine(state, digest.lineage, digest.version, number, holder, taken_from)
-    engine.link.send(HandOver(line.to_json()))
-
-
 def halt_if_decided(engine: Engine, progress: Progress) -> None:
     """Raise Diverged if a policy ends the run; all members come to that after the same step."""
     if progress.metrics is None or not progress.metrics.halted:
@@ -181,43 +123,6 @@ def halt_if_decided(engine: Engine, progress: Progress) -> None:
     raise Diverged(progress.metrics.halted)
 
 
-def recovered(engine: Engine, progress: Progress, started_at: float, stages: dict[str, float], planned: bool) -> None:
-    """Tell of a completed recovery or planned change; at a run's start also of what it is made of, for `verify`."""
-    formed = progress.formed
-    assert formed is not None
-    source = formed.digest.sources[engine.link.member]
-    if source.kind in ("state", "init", "restore"):
-        joined = {
-            "member": engine.link.member,
-            "rank": formed.rank,
-            "generation": formed.generation.number,
-            "version": progress.version,
-            "source": source.kind,
-        }
-        engine.link.send(LogEvent("worker_joined", joined))
-    if source.kind in ("init", "restore"):
-        durable_file.remove_leftovers(engine.run_dir / "config.yaml")
-        durable_file.write(engine.run_dir / "config.yaml", engine.config.to_yaml().encode())
-        engine.link.send(LogEvent("run_configured", engine.configured))
-    if not formed.speaks:
-        return
-    if progress.record is not None and progress.metrics is not None:
-        tell_commit(engine, progress, None)
-    told = {
-        "generation": formed.generation.number,
-        "member": engine.link.member,
-        "version": progress.version,
-        "resumed_step": progress.version,
-        "planned": planned,
-        "reason": formed.generation.reason,
-        "world_size": formed.world,
-        "t_noticed": started_at,
-        "stages": {f"{name}_ms": round(ms, 3) for name, ms in stages.items()},
-        "total_ms": round(1e3 * (time.time() - started_at), 3),
-    }
-    engine.link.send(LogEvent("recovery", told))
-
-
 def stop_at_boundary(engine: Engine, progress: Progress) -> Left:
     """All members have agreed to stop after the step just committed: on each node the first one saves first, if that
     was asked for."""
@@ -225,15 +130,8 @@ def stop_at_boundary(engine: Engine, progress: Progress) -> Left:
     assert request is not None and formed is not None and progress.exchange is not None
     if request.checkpoint and formed.speaks:
         engine.board.show(Phase.CHECKPOINT, progress.version, deadline_s=engine.config.elastic.exchange_timeout_s)
-        engine.saver.save(progress.version, formed.digest.lineage, describe(engine, progress), uploads=formed.rank == 0)
+        engine.saver.save(
+            progress.version, formed.digest.lineage, described(engine, progress), uploads=formed.rank == 0
+        )
     progress.exchange.sent(engine.config.elastic.exchange_timeout_s)
     return Left(request.reason)
-
-
-def report_unfit(engine: Engine, formed: Formed, verdict: GateVerdict, reason: str) -> None:
-    """Name the members whose samples or arithmetic differ; the lowest rank that fits does it."""
-    fit = [rank for rank in range(formed.world) if rank not in verdict.unfit]
-    if fit and fit[0] == formed.rank:
-        for rank in verdict.unfit:
-            samples = rank in verdict.other_samples
-            engine.link.send(UnfitPeer(formed.generation.members[rank], reason, samples))

@@ -1,0 +1,117 @@
+"""What a worker tells of a commit, a hand-over, a recovery and unfit peers: to ledger and events, through the agent. On
+each node the first member of a generation tells.
+
+A member that takes over from it repeats the last commit, in case its predecessor died before it could tell; the
+ledger takes each step of a lineage once.
+"""
+
+from __future__ import annotations
+
+import time
+
+from elastic_harness import durable_file
+from elastic_harness.contract.messages import Commit, HandOver, LogEvent, UnfitPeer, decided
+from elastic_harness.runs.ledger import LedgerLine, StateLine
+from elastic_harness.train.engine import Engine
+from elastic_harness.train.gate import GateVerdict
+from elastic_harness.train.nonfinite import NAMED_MAX
+from elastic_harness.train.progress import Formed, Progress
+
+
+def tell_commit(engine: Engine, progress: Progress, step_s: float | None) -> None:
+    """The ledger line and the metrics of the last committed step."""
+    formed, record, metrics = progress.formed, progress.record, progress.metrics
+    assert formed is not None and record is not None and metrics is not None
+    span = engine.schedule.at(record.step)
+    world = len({member for member, _, _ in record.computed_by})
+    line = LedgerLine(
+        lineage=formed.digest.lineage,
+        from_step=formed.digest.from_step,
+        step=record.step,
+        generation=record.generation,
+        world_size=world,
+        epoch=span.epoch,
+        position=span.position,
+        count=span.count,
+        slots=engine.shape.slots,
+        lanes=engine.shape.lanes,
+        computed_by=record.computed_by,
+        slot_samples=tuple(f"{int(h):016x}" for h in record.table.ids_hash_N),
+        slot_weight=tuple(record.table.weight_N.tolist()),
+        loss=metrics.loss,
+        replicas=record.replicas,
+        **decided(metrics.decisions),
+    )
+    engine.link.send(
+        Commit(
+            lineage=formed.digest.lineage,
+            step=record.step,
+            generation=record.generation,
+            world_size=world,
+            loss=metrics.loss,
+            tokens=engine.tokens_per_sample * span.count,
+            lr=metrics.lr,
+            grad_norm=metrics.grad_norm,
+            step_s=step_s,
+            decisions=metrics.decisions,
+            bad_samples={str(s): engine.slots.sample_ids(record.step, s) for s in metrics.bad_slots[:NAMED_MAX]},
+            ledger=line.to_json(),
+        )
+    )
+
+
+def tell_state(
+    engine: Engine, formed: Formed, state: str, *, holder: str | None = None, taken_from: str | None = None
+) -> None:
+    """The ledger line of a hand-over, from each side: who holds the state with this hash, and from whom that is."""
+    digest, number, holder = formed.digest, formed.generation.number, holder or engine.link.member
+    line = StateLine(state, digest.lineage, digest.version, number, holder, taken_from)
+    engine.link.send(HandOver(line.to_json()))
+
+
+def tell_recovery(
+    engine: Engine, progress: Progress, started_at: float, stages: dict[str, float], planned: bool
+) -> None:
+    """Tell of a completed recovery or planned change; at a run's start also of what it is made of, for `verify`."""
+    formed = progress.formed
+    assert formed is not None
+    source = formed.digest.sources[engine.link.member]
+    if source.kind in ("state", "init", "restore"):
+        joined = {
+            "member": engine.link.member,
+            "rank": formed.rank,
+            "generation": formed.generation.number,
+            "version": progress.version,
+            "source": source.kind,
+        }
+        engine.link.send(LogEvent("worker_joined", joined))
+    if source.kind in ("init", "restore"):
+        durable_file.remove_leftovers(engine.run_dir / "config.yaml")
+        durable_file.write(engine.run_dir / "config.yaml", engine.config.to_yaml().encode())
+        engine.link.send(LogEvent("run_configured", engine.configured))
+    if not formed.speaks:
+        return
+    if progress.record is not None and progress.metrics is not None:
+        tell_commit(engine, progress, None)
+    told = {
+        "generation": formed.generation.number,
+        "member": engine.link.member,
+        "version": progress.version,
+        "resumed_step": progress.version,
+        "planned": planned,
+        "reason": formed.generation.reason,
+        "world_size": formed.world,
+        "t_noticed": started_at,
+        "stages": {f"{name}_ms": round(ms, 3) for name, ms in stages.items()},
+        "total_ms": round(1e3 * (time.time() - started_at), 3),
+    }
+    engine.link.send(LogEvent("recovery", told))
+
+
+def tell_unfit(engine: Engine, formed: Formed, verdict: GateVerdict, reason: str) -> None:
+    """Name the members whose samples or arithmetic differ; the lowest rank that fits does it."""
+    fit = [rank for rank in range(formed.world) if rank not in verdict.unfit]
+    if fit and fit[0] == formed.rank:
+        for rank in verdict.unfit:
+            samples = rank in verdict.other_samples
+            engine.link.send(UnfitPeer(formed.generation.members[rank], reason, samples))
