@@ -233,7 +233,7 @@ def ignoring_the_minimum(now: float, view: deciding.View, limits: Any) -> Any:
 def without_second_chance(now: float, view: deciding.View, limits: Any) -> Any:
     connected = deciding.mutually_connected(view.ready, view.broken)
     if view.broken and len(connected) < limits.min_workers:
-        return deciding.Hold("waiting: links are broken")
+        return deciding.Pause("waiting: links are broken")
     return honest_decide(now, view, limits)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness.membership.decide import Form, Hold, Keep, View, decide, mutually_connected
+from elastic_harness.membership.decide import Form, Keep, Pause, View, decide, mutually_connected
 from elastic_harness.membership.replica import deal_columns, zip_rows
 from elastic_harness.membership.types import Generation, Limits
 
@@ -186,7 +186,7 @@ def test_a_generation_has_whole_rows(situation: tuple[View, Limits]) -> None:
     rows_of_all = min(map(len, deal_columns(staying, held, shards)))
     if isinstance(outcome, Keep):
         return
-    if isinstance(outcome, Hold):
+    if isinstance(outcome, Pause):
         assert shards * rows_of_all < limits.least
         return
     generation = Generation(2, outcome.members, True, "", outcome.shards, outcome.replicas)
@@ -221,9 +221,9 @@ def test_a_spare_fills_the_hole_in_the_column() -> None:
 
 def test_without_a_whole_row_the_members_wait() -> None:
     outcome = decide(0.0, View(TWO_ROWS, ("b",), held=HELD), OF_TWO)
-    assert outcome == Hold("waiting: 0 of at least 2 workers are ready in whole replicas of 2")
+    assert outcome == Pause("waiting: 0 of at least 2 workers are ready in whole replicas of 2")
     outcome = decide(0.0, View(TWO_ROWS, tuple("abc"), held=HELD), Limits(3, 8, 4, shards=2))
-    assert outcome == Hold("waiting: 2 of at least 4 workers are ready in whole replicas of 2")
+    assert outcome == Pause("waiting: 2 of at least 4 workers are ready in whole replicas of 2")
     with pytest.raises(ValueError, match="at least 4 workers"):
         Limits(3, 8, 3, shards=2)
 

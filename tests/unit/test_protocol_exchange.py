@@ -192,7 +192,7 @@ def test_owners_cover_every_element_once_in_whole_blocks(
         assert len(set(nodes)) > 1 or owned == list(range(elements))
         assert all(lo % BLOCK == 0 or lo == elements for lo, _ in plan.owned)
         for node in set(nodes):
-            carried = sorted(plan.columns[rank] for rank, other in enumerate(nodes) if other == node)
+            carried = sorted(plan.stripes[rank] for rank, other in enumerate(nodes) if other == node)
             assert [x for lo, hi in carried for x in range(lo, hi)] == list(range(elements))
 
 
@@ -205,7 +205,7 @@ def test_the_plan_of_one_member_is_its_part_of_the_whole(
     whole = make_plan(members, nodes, lanes, placed, elements)
     for rank in range(len(members)):
         mine = make_plan(members, nodes, lanes, placed, elements, rank)
-        assert (mine.cover, mine.owned, mine.columns[rank]) == (whole.cover, whole.owned, whole.columns[rank])
+        assert (mine.cover, mine.owned, mine.stripes[rank]) == (whole.cover, whole.owned, whole.stripes[rank])
         for stage in ("join", "reduce", "gather", "spread"):
             expected = [t for t in getattr(whole, stage) if rank in (t.source, t.target)]
             assert list(getattr(mine, stage)) == expected
@@ -241,7 +241,7 @@ def test_one_node_or_one_member_per_node_is_the_flat_plan(
     ranks = range(len(members))
     flat_reduce = [(h, r, node, lo, hi) for node, h in plan.cover for r, lo, hi in ranges if r != h]
     flat_gather = [(r, other, None, lo, hi) for r, lo, hi in ranges for other in ranks if r != other]
-    assert not (plan.join or plan.spread) if several else plan.columns == plan.owned
+    assert not (plan.join or plan.spread) if several else plan.stripes == plan.owned
     assert several or not (plan.reduce or plan.gather)
     assert sorted(map(astuple, (*plan.join, *plan.reduce))) == sorted(flat_reduce)
     assert sorted(map(astuple, (*plan.gather, *plan.spread))) == sorted(flat_gather)
@@ -259,9 +259,9 @@ def test_columns_never_send_more_between_nodes_than_the_flat_plan(
     lanes, members, placed = history
     nodes = [data.draw(st.sampled_from("abc")) for _ in members]
     elements = len(members) * each * BLOCK
-    columns = crossing(make_plan(members, nodes, lanes, placed, elements), nodes)
+    stripes = crossing(make_plan(members, nodes, lanes, placed, elements), nodes)
     flat = crossing(make_plan(members, [""] * len(members), lanes, placed, elements), nodes)
-    assert sum(t.hi - t.lo for t in columns) <= sum(t.hi - t.lo for t in flat)
+    assert sum(t.hi - t.lo for t in stripes) <= sum(t.hi - t.lo for t in flat)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4, 8])

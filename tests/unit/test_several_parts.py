@@ -17,7 +17,7 @@ from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.store import EtcdStore
 from elastic_harness.membership import node
-from elastic_harness.membership.decide import Form, Hold, View, decide
+from elastic_harness.membership.decide import Form, Pause, View, decide
 from elastic_harness.membership.store import Put, TooLarge, Unavailable
 from elastic_harness.membership.types import Generation, Limits, node_of
 from elastic_harness.simulate.store import EmbeddedStore
@@ -247,7 +247,7 @@ def test_the_first_member_of_each_node_speaks() -> None:
 def test_too_few_nodes_wait() -> None:
     limits = Limits(1, 8, 4, min_nodes=2)
     view = View(None, ("a/w0", "a/w1"))
-    assert decide(700.0, view, limits) == Hold("waiting: workers of 1 of at least 2 nodes are ready")
+    assert decide(700.0, view, limits) == Pause("waiting: workers of 1 of at least 2 nodes are ready")
     decision = decide(700.0, View(None, ("a/w0", "b/w1")), limits)
     assert isinstance(decision, Form) and {node_of(m) for m in decision.members} == {"a", "b"}
 
@@ -257,4 +257,4 @@ def test_who_is_leaving_is_let_go_at_a_boundary() -> None:
     view = View(current, current.members, leaving=frozenset({"b/w0"}))
     assert decide(0.0, view, Limits(1, 8, 3)) == Form(("a/w0", "c/w0"), urgent=False, reason="1 removed")
     without_it = decide(0.0, view, Limits(3, 8, 3))
-    assert isinstance(without_it, Hold), "the job would have to wait: it trains as long as it can"
+    assert isinstance(without_it, Pause), "the job would have to wait: it trains as long as it can"

@@ -32,6 +32,7 @@ from elastic_harness.contract.messages import (
     LinkTrouble,
     LogEvent,
     LoopLeft,
+    Paused,
     PolicyHalt,
     Refusal,
     ScriptError,
@@ -39,7 +40,6 @@ from elastic_harness.contract.messages import (
     SlotError,
     UnfitPeer,
     Value,
-    Wait,
     WeightsNotSaved,
 )
 from elastic_harness.contract.wire import as_fields
@@ -353,7 +353,7 @@ class ElasticRun:
                 if self._generation is not None:
                     for worker in self.agent.workers.values():
                         if worker.hello:
-                            self._tell(worker.member, Wait(reason))
+                            self._tell(worker.member, Paused(reason))
             case protocol.Evict(member, reason, samples):
                 self._evict(member, "other_samples" if samples else "unfit", reason)
             case protocol.Poison(at_step, slot, members, reason):

@@ -166,7 +166,7 @@ class Exchange:
         mates = sorted({work.rank for work in self._incoming[JOIN]})
         self._wait((*(self._headers[rank] for rank in mates), *self._incoming[JOIN]), deadline)
         add = adder([header, *map(self._header, mates)])
-        lo, hi = self._plan.columns[self._rank]
+        lo, hi = self._plan.stripes[self._rank]
         for t in pending:
             assert t.span is not None
             if t.span not in self._received:

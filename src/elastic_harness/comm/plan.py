@@ -9,7 +9,7 @@ A sum takes four stages, the first and the last inside a node, the others betwee
     gather  each owner sends the finished sum to the one member of every other node that carries its blocks
     spread  that member passes it on to the other members of its node
 
-On a node of k members each carries about a k-th of the gradient, its *column*, for the owners on all nodes. So a byte
+On a node of k members each carries about a k-th of the gradient, its *stripe*, for the owners on all nodes. So a byte
 crosses the network once per node and not once per member. On its own node an owner carries its own blocks. One node has
 only `join` and `spread`, and one member per node only `reduce` and `gather`. Either is the flat plan: every holder
 sends to every owner, and every owner to everyone.
@@ -48,7 +48,7 @@ class Plan:
     owned: tuple[tuple[int, int], ...]  # per rank, the elements lo:hi that it reduces
     # Per rank, the elements lo:hi that it carries on its node, which include those that it owns. A plan for one
     # rank has that for the ranks on its node alone.
-    columns: tuple[tuple[int, int], ...]
+    stripes: tuple[tuple[int, int], ...]
     join: tuple[Transfer, ...]
     reduce: tuple[Transfer, ...]  # a span that the sender does not hold is joined first
     gather: tuple[Transfer, ...]
@@ -71,7 +71,7 @@ def make_plan(
     for r, node in enumerate(nodes):
         ranks_on.setdefault(node, []).append(r)
     # Where in the gradient a rank's blocks lie, 0 to 1. Each node's members are spread evenly, and owners follow each
-    # other in this order, so a member can carry those around its own place, and they are one run: a column.
+    # other in this order, so a member can carry those around its own place, and they are one run: a stripe.
     place = {r: Fraction(2 * i + 1, 2 * len(ranks)) for ranks in ranks_on.values() for i, r in enumerate(ranks)}
     order = sorted(range(world), key=lambda r: (place[r], r))
     blocks = -(-elements // BLOCK)
@@ -86,14 +86,14 @@ def make_plan(
     def listed(*ends: int) -> bool:
         return rank is None or rank in ends
 
-    # A column is what a member carries for the owners on all nodes: their runs lie side by side around its own place.
-    columns = list(owned)
+    # A stripe is what a member carries for the owners on all nodes: their runs lie side by side around its own place.
+    stripes = list(owned)
     for node in ranks_on if rank is None else [nodes[rank]]:
         first: dict[int, int] = {}
         for owner in order:
             lo, hi = owned[owner]
             via = carrier(node, owner)
-            columns[via] = (first.setdefault(via, lo), hi)
+            stripes[via] = (first.setdefault(via, lo), hi)
 
     # The partial sums on the wire: as few as possible for each member, and together every lane once.
     cover = sorted((span, r) for r, m in enumerate(members) for span in maximal_spans(placed.get(m, ()), lanes))
@@ -113,7 +113,7 @@ def make_plan(
             # so its holder sends it to the owners itself.
             joined = len(parts) > 1
             for target in ranks if local else ():
-                lo, hi = columns[target] if joined else owned[target]
+                lo, hi = stripes[target] if joined else owned[target]
                 if hi > lo:
                     join += [
                         Transfer(holder, target, part, lo, hi)
@@ -135,4 +135,4 @@ def make_plan(
                 if nodes[owner] != here and listed(owner, via):
                     gather.append(Transfer(owner, via, None, lo, hi))
                 spread += [Transfer(via, r, None, lo, hi) for r in ranks if r != via and listed(via, r)]
-    return Plan(tuple(cover), owned, tuple(columns), tuple(join), tuple(reduce), tuple(gather), tuple(spread))
+    return Plan(tuple(cover), owned, tuple(stripes), tuple(join), tuple(reduce), tuple(gather), tuple(spread))

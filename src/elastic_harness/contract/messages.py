@@ -234,7 +234,7 @@ TO_AGENT = Codec(
 
 
 @dataclass(frozen=True)
-class Wait:
+class Paused:
     """No generation can go on: abort what is running, and wait with the state alive."""
 
     reason: str
@@ -274,7 +274,7 @@ class Refusal:
 TO_WORKER = Codec(
     {
         "generation": Generation,
-        "pause": Wait,
+        "pause": Paused,
         "digest": Digest,
         "kv": Value,
         "stop": Leave,

@@ -12,7 +12,7 @@ from elastic_harness.data.order import Order, sample_ids
 
 
 @dataclass(frozen=True)
-class Span:
+class StepPositions:
     """The positions of one step: ``count`` of them from ``first`` on, within epoch ``epoch``."""
 
     epoch: int
@@ -56,7 +56,7 @@ class Schedule:
         left = -(-(self.n_samples - begun) // self.global_batch)
         return self.first_step + left - 1 + (epoch - begun_in) * self.steps_per_epoch
 
-    def at(self, step: int) -> Span:
+    def at(self, step: int) -> StepPositions:
         """Return the positions that step ``step`` (from 0) consumes."""
         if step < self.first_step:
             raise ValueError(f"step is {step}, but steps count from {self.first_step}.")
@@ -68,7 +68,7 @@ class Schedule:
             epoch, begun = epoch + 1 + more, 0
         first = begun + index * self.global_batch
         count = min(self.global_batch, self.n_samples - first)
-        return Span(epoch, first, count, epoch * self.n_samples + first)
+        return StepPositions(epoch, first, count, epoch * self.n_samples + first)
 
 
 def slot_sample_ids(schedule: Schedule, order: Order, step: int, slot: int, micro_batch: int) -> npt.NDArray[np.int64]:

@@ -41,8 +41,8 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Hold:
-    """No generation can go on. The members wait, with their state alive."""
+class Pause:
+    """There are too few members, or none that can go on. They abort what they do, and wait with their state alive."""
 
     reason: str
 
@@ -58,7 +58,7 @@ class Form:
     replicas: tuple[Replica, ...] = ()
 
 
-def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Form:
+def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
     """Return what becomes of the membership.
 
     Order: members of the current generation keep their rank order. Newcomers follow, first those that hold the state,
@@ -128,24 +128,24 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Hold | Form:
     why = f"; the network is cut between {', '.join(cuts[:CUTS_NAMED])}" if cuts else ""
     # The minima hold until a member has finished. Without a whole row nothing can be computed.
     if not wanted:
-        return Hold(f"waiting: no worker is ready{why}")
+        return Pause(f"waiting: no worker is ready{why}")
     if _in_rows(columns) < least:
         rest = f" in whole replicas of {limits.shards}" if limits.shards > 1 else ""
-        return Hold(f"waiting: {_in_rows(columns)} of at least {least} workers are ready{rest}{why}")
+        return Pause(f"waiting: {_in_rows(columns)} of at least {least} workers are ready{rest}{why}")
     nodes = len({node_of(m) for m in wanted})
     if nodes < limits.min_nodes and not finished:
-        return Hold(f"waiting: workers of {nodes} of at least {limits.min_nodes} nodes are ready{why}")
+        return Pause(f"waiting: workers of {nodes} of at least {limits.min_nodes} nodes are ready{why}")
     # A first generation that has no state waits for latecomers, because to begin with all is cheaper than to grow.
     if view.current is None and len(wanted) < limits.target and view.veterans.isdisjoint(wanted):
         left_s = view.first_ready_at + limits.join_timeout_s - now
         if left_s > 0:
             patience = f"the others have {limits.join_timeout_s:.0f} s to join"
-            return Hold(f"waiting: {len(wanted)} of {limits.target} workers are ready, {patience}")
+            return Pause(f"waiting: {len(wanted)} of {limits.target} workers are ready, {patience}")
 
     # An absent node may have a checkpoint. If the run began at step 0 now, that checkpoint would be worthless.
     if view.stateless.issuperset(wanted):
         patience = f"they have {limits.join_timeout_s:.0f} s (--join-timeout), then the run begins again at step 0"
-        return Hold(f"waiting: no node that is ready has a checkpoint of this run; others may: {patience}")
+        return Pause(f"waiting: no node that is ready has a checkpoint of this run; others may: {patience}")
 
     # A loss cannot wait. Everything else happens at a step boundary.
     members = tuple(wanted)

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from elastic_harness.membership.decide import Form, Hold, View, decide
+from elastic_harness.membership.decide import Form, View, decide
+from elastic_harness.membership.decide import Pause as Pause
 from elastic_harness.membership.poison import Failure, How, blame
 from elastic_harness.membership.reconcile import reconcile, scattered
 from elastic_harness.membership.types import Digest, Generation, Limits, Report, node_of
@@ -173,13 +174,6 @@ class Publish:
     """Send the digest to every member of its generation."""
 
     digest: Digest
-    reason: str
-
-
-@dataclass(frozen=True)
-class Pause:
-    """There are too few members, or none that can go on. They abort what they do, and wait with their state alive."""
-
     reason: str
 
 
@@ -497,8 +491,8 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
     if not isinstance(outcome, Form):
         lost = state.generation is not None and not state.generation.member_set.issubset(state.ready)
         stands = state.generation is not None and not lost and not reform
-        if isinstance(outcome, Hold) and outcome.reason != state.paused and not stands:
-            return replace(state, paused=outcome.reason), (Pause(outcome.reason),)
+        if isinstance(outcome, Pause) and outcome.reason != state.paused and not stands:
+            return replace(state, paused=outcome.reason), (outcome,)
         return state, ()
     generation = Generation(state.number + 1, **vars(outcome))
     state = replace(

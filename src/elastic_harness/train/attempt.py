@@ -117,12 +117,12 @@ def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> lis
         generation=generation.number,
         version=partials.step,
         switch=engine.link.planned(generation.number),
-        stop=engine.link.stop_requested is not None,
+        stop=engine.link.leave_asked is not None,
         canary=attempt.canary,
         canary_batch=attempt.canary_batch,
         state=state if engine.config.elastic.exactness == "strict" else 0,
         table=partials.table,
-        ends=ends(engine.link.stop_asked, partials.step),
+        ends=ends(engine.link.end_asked, partials.step),
     )
 
     def adder(packed: list[Tensor]) -> Add:

@@ -126,7 +126,7 @@ def halt_if_decided(engine: Engine, progress: Progress) -> None:
 def stop_at_boundary(engine: Engine, progress: Progress) -> Left:
     """All members have agreed to stop after the step just committed: on each node the first one saves first, if that
     was asked for."""
-    request, formed = engine.link.stop_requested, progress.formed
+    request, formed = engine.link.leave_asked, progress.formed
     assert request is not None and formed is not None and progress.exchange is not None
     if request.checkpoint and formed.speaks:
         engine.board.show(Phase.CHECKPOINT, progress.version, deadline_s=engine.config.elastic.exchange_timeout_s)

@@ -28,10 +28,10 @@ from elastic_harness.contract.messages import (
     Hello,
     Leave,
     LeftOut,
+    Paused,
     Refusal,
     SetValue,
     Value,
-    Wait,
 )
 from elastic_harness.errors import EXIT_CONFIG, EXIT_INFRASTRUCTURE, GenerationChanged
 from elastic_harness.membership.types import Digest, Generation, Report
@@ -53,8 +53,8 @@ class Link(Protocol):
 
     member: str
     wake: Callable[[], None]  # breaks the transport: whoever waits in it hears the news; set by `recovery._meet`
-    stop_requested: Leave | None  # by whoever runs the job
-    stop_asked: EndAsked | None  # by the script, here or elsewhere
+    leave_asked: Leave | None  # by whoever runs the job
+    end_asked: EndAsked | None  # by the script, here or elsewhere
 
     def hello(self, fingerprint: dict[str, Any], max_steps: int, deadline_max_s: float) -> None: ...
     def next_generation(self, after: int, *, boundary: bool, formed: bool) -> Generation: ...
@@ -76,8 +76,8 @@ class AgentLink:
     def __init__(self, descriptor: int, member: str) -> None:
         self.member = member
         self.wake: Callable[[], None] = lambda: None
-        self.stop_requested: Leave | None = None
-        self.stop_asked: EndAsked | None = None
+        self.leave_asked: Leave | None = None
+        self.end_asked: EndAsked | None = None
         self._sock = socket.socket(fileno=descriptor)
         os.set_inheritable(descriptor, False)
         self._channel = wire.Channel(self._sock)
@@ -116,7 +116,7 @@ class AgentLink:
                 self._heard = self._heard.announced(message)
                 if message.urgent:
                     self.wake()
-            case Wait():
+            case Paused():
                 self._heard = self._heard.told_to_pause()
                 self.wake()
             case Digest():
@@ -124,9 +124,9 @@ class AgentLink:
             case Value(generation, key, value):
                 self._values[generation, key] = base64.b64decode(value)
             case Leave():
-                self.stop_requested = message
+                self.leave_asked = message
             case EndAsked():
-                self.stop_asked = message.or_earlier(self.stop_asked)
+                self.end_asked = message.or_earlier(self.end_asked)
             case AllDone():
                 self._done = True
             case Refusal(reason):
@@ -153,8 +153,8 @@ class AgentLink:
                 if self._done:
                     raise Left("done", done=True)
                 paused = self._heard.paused
-                if self.stop_requested is not None and (boundary or paused):
-                    raise Left(self.stop_requested.reason, save=paused and self.stop_requested.checkpoint)
+                if self.leave_asked is not None and (boundary or paused):
+                    raise Left(self.leave_asked.reason, save=paused and self.leave_asked.checkpoint)
                 self._changed.wait()
 
     def digest(self, generation: int) -> Digest:
@@ -202,14 +202,14 @@ class AgentLink:
         """This member is not part of a generation: it leaves, and says so, for the next one may want it again. If its
         node was asked to stop, it saves."""
         self.send(LeftOut(generation.number))
-        stop = self.stop_requested
+        stop = self.leave_asked
         reason = f"not a member of generation {generation.number} ({generation.reason})"
         raise Left(reason, save=stop is not None and stop.checkpoint)
 
     def ask_to_stop(self, asked: EndAsked) -> None:
         """Ask for the end of the run after a step, and tell the agent, which tells the others."""
         with self._changed:
-            self.stop_asked = asked.or_earlier(self.stop_asked)
+            self.end_asked = asked.or_earlier(self.end_asked)
         self.send(asked)
 
     def close(self) -> None:

@@ -253,7 +253,7 @@ class Run:
         """Why the script ended the run, as far as this worker knows. None: it did not."""
         if not self._progress.ended:
             return None
-        asked = self._engine.link.stop_asked
+        asked = self._engine.link.end_asked
         return asked.reason if asked is not None else "another worker called run.stop()"
 
 

@@ -36,8 +36,8 @@ class StandaloneLink:
     def __init__(self, run_dir: Path, rank: int, world: int, store: Any) -> None:
         self.member = f"rank{rank}"
         self.wake: Callable[[], None] = lambda: None
-        self.stop_requested: Leave | None = None
-        self.stop_asked: EndAsked | None = None
+        self.leave_asked: Leave | None = None
+        self.end_asked: EndAsked | None = None
         self._run_dir = run_dir
         self._rank = rank
         self._store = store
@@ -148,7 +148,7 @@ class StandaloneLink:
 
     def ask_to_stop(self, asked: EndAsked) -> None:
         """Ask for the end of the run after a step: the others hear of it with that step's header."""
-        self.stop_asked = asked.or_earlier(self.stop_asked)
+        self.end_asked = asked.or_earlier(self.end_asked)
         fields = {"member": self.member, "step": asked.step, "reason": asked.reason}
         self.send(LogEvent("stop_asked", fields))
 
