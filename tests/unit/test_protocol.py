@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_harness.exits import read_exit
 from elastic_harness.membership import poison, protocol
 from elastic_harness.membership.protocol import (
     Action,
@@ -234,7 +235,7 @@ def test_kills_that_nobody_explains_blame_a_slot_only_if_there_are_many_in_no_ot
     ],
 )
 def test_what_an_end_says_about_the_slot(exit_code: int | None, for_memory: bool, how: poison.How | None) -> None:
-    assert poison.evidence(exit_code, for_memory=for_memory) == how
+    assert poison.evidence(read_exit(exit_code), for_memory=for_memory) == how
 
 
 def test_a_missed_deadline_is_told_to_all_until_its_step_is_done() -> None:

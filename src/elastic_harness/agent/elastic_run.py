@@ -44,13 +44,13 @@ from elastic_harness.contract.messages import (
 )
 from elastic_harness.contract.wire import as_fields
 from elastic_harness.errors import (
-    EXIT_CONFIG,
     EXIT_INFRASTRUCTURE,
     EXIT_SUCCESS,
     EXIT_TERMINATED,
     EXIT_USER_CODE,
     ConfigError,
 )
+from elastic_harness.exits import Exit, read_exit
 from elastic_harness.membership import protocol
 from elastic_harness.membership.poison import evidence
 from elastic_harness.membership.reconcile import worth_telling
@@ -221,7 +221,7 @@ class ElasticRun:
         if worker.hang or worker.killed_on_request or reading.phase != Phase.SLOT or reading.slot < 0:
             return []
         code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
-        how = evidence(code, for_memory=bool(worker.oom_kills))
+        how = evidence(read_exit(code), for_memory=bool(worker.oom_kills))
         return [protocol.SlotFailed(worker.member, reading.step, reading.slot, how)] if how else []
 
     def on_exit(self, worker: Worker) -> None:
@@ -447,10 +447,11 @@ class ElasticRun:
 
     def _on_exit_after_done(self, worker: Worker) -> None:
         done = worker.released is not None and worker.released.why == Why.FINISHED
-        if done and worker.finished and worker.exit_code not in (0, None):
+        end = read_exit(worker.exit_code or 0)
+        if done and worker.finished and end is not Exit.SUCCESS:
             worker.released = None
             self.agent.report.incident(worker, "training had finished; the trained weights are complete")
-            if worker.exit_code and worker.exit_code > 0:
+            if not end.by_signal:
                 message = f"training finished, but the code after it failed in worker {worker.member}"
                 self.agent.fail(EXIT_USER_CODE, message)
         self._end_if_all_left(leaving=worker)
@@ -500,6 +501,7 @@ class ElasticRun:
         """Return the cause of a worker's end, and the error as one line."""
         last = (worker.log.tail(1) or [""])[0]
         code = worker.exit_code or 0
+        end = read_exit(code)
         if worker.member in self._admission.refused:
             worker.error = worker.error or self._admission.refused[worker.member]
             return "refused", self._admission.refused[worker.member]
@@ -510,19 +512,19 @@ class ElasticRun:
         if worker.hang:
             return "hung", worker.hang
         error = worker.error or last
-        if code == EXIT_CONFIG:
+        if end is Exit.CONFIG:
             return "config", error
-        if code == EXIT_INFRASTRUCTURE:
+        if end is Exit.MACHINE:
             return "machine", error
         if worker.error:
             return "user_error", error
-        if worker.released or (worker.finished and code == 0):
+        if worker.released or (worker.finished and end is Exit.SUCCESS):
             return "released", ""
-        if code < 0:
+        if end.by_signal:
             return "killed", f"signal {-code}"
-        if code > 0:
-            return "user_error", error
-        return "exit", "ended before the last step"
+        if end is Exit.SUCCESS:
+            return "exit", "ended before the last step"
+        return "user_error", error
 
     def _living(self) -> list[Worker]:
         return [w for w in self.agent.workers.values() if w.alive and w.exit_code is None]

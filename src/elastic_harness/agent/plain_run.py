@@ -6,7 +6,6 @@ job into an elastic run.
 
 from __future__ import annotations
 
-import signal
 from typing import Any
 
 from elastic_harness.agent.elastic_run import ElasticRun
@@ -26,18 +25,11 @@ from elastic_harness.errors import (
     EXIT_USER_CODE,
     ConfigError,
 )
+from elastic_harness.exits import Exit, read_exit
 
 SAME_ERROR_WAIT_S = 1.0
 RESTART_DELAY_S = 0.5
 RESTART_DELAY_MAX_S = 30.0
-
-
-def explains_others(exit_code: int) -> bool:
-    """Return whether this end is not the consequence of another worker's end. A worker that lost a peer ends with an
-    error, or with an abort in a library's thread. It is never killed by that, and does not blame the configuration."""
-    if exit_code in (128 + signal.SIGKILL, 128 + signal.SIGTERM):  # what a shell makes of it
-        return True
-    return exit_code == EXIT_CONFIG or (exit_code < 0 and exit_code != -signal.SIGABRT)
 
 
 class PlainRun:
@@ -101,7 +93,7 @@ class PlainRun:
         code = worker.exit_code_early()
         if worker.released or self._culprit is not None or not code:
             return
-        if explains_others(code):
+        if read_exit(code).explains_others:
             self._blame(worker)
         else:
             worker.failure_reported = True  # so that nothing is reported yet: it may be a consequence
@@ -110,7 +102,7 @@ class PlainRun:
         if self.agent.outcome is not None:
             return
         if not worker.released:
-            if worker.exit_code == 0:
+            if read_exit(worker.exit_code or 0) is Exit.SUCCESS:
                 self._succeeded.add(worker.index)
             else:
                 self._on_failure(worker)
@@ -158,7 +150,7 @@ class PlainRun:
             message = f"the script cannot be imported: {missing}; the traceback is in {worker.log.path}"
             self.agent.fail(EXIT_USER_CODE, message)
             return
-        if self._culprit is None and explains_others(code):
+        if self._culprit is None and read_exit(code).explains_others:
             self._blame(worker)
         if self._culprit is None:
             self._suspects.append(worker)
@@ -178,7 +170,7 @@ class PlainRun:
     def _answer(self, worker: Worker) -> None:
         """Report the culprit's failure and stop the others."""
         code, _ = self._errors[worker.index]
-        if code == EXIT_CONFIG:
+        if read_exit(code) is Exit.CONFIG:
             self.agent.report.incident(worker, "the job ends: another start would fail the same way")
             self.agent.fail(EXIT_CONFIG, self._last_error(worker))
             return
@@ -199,13 +191,14 @@ class PlainRun:
             self._blame_a_suspect(self._suspects[0])
         assert self._culprit is not None
         code, error = self._errors[self._culprit.index]
-        if len(self._errors) == workers and len(set(self._errors.values())) == 1 and code > 0:
+        end = read_exit(code)
+        if len(self._errors) == workers and len(set(self._errors.values())) == 1 and not end.by_signal:
             message = f"every worker failed in the same way: {error or f'exit code {code}'}"
-            exit_code = EXIT_INFRASTRUCTURE if code == EXIT_INFRASTRUCTURE else EXIT_USER_CODE
+            exit_code = EXIT_INFRASTRUCTURE if end is Exit.MACHINE else EXIT_USER_CODE
             self.agent.fail(exit_code, message)
         elif self._restarts >= self.agent.options.plain_restarts:
             message = f"{self._last_error(self._culprit)}; it was restarted {self._restarts} times (--max-restarts)"
-            exit_code = EXIT_USER_CODE if code > 0 else EXIT_TOO_FEW_WORKERS
+            exit_code = EXIT_TOO_FEW_WORKERS if end.by_signal else EXIT_USER_CODE
             self.agent.fail(exit_code, message)
         else:
             self._restarts += 1

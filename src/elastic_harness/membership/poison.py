@@ -7,9 +7,10 @@ computes at that moment.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable
 from typing import Literal
+
+from elastic_harness.exits import Exit
 
 How = Literal["error", "memory", "overdue", "killed"]
 """error: an exception or a crash of the worker itself. memory: the kernel ended the worker for memory. overdue: the
@@ -20,14 +21,13 @@ Failure = tuple[int, int, str, How]
 ERRORS = 2  # members that fail in a slot by themselves before the slot is blamed
 EVIDENT = 3  # … that fail by themselves, are ended by the kernel for memory, or do not finish in time
 KILLS = 10  # … that are killed, nobody knows why, more than are killed in other slots of the step
-FROM_OUTSIDE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the sender of one of these wants the worker to end
 
 
-def evidence(exit_code: int | None, *, for_memory: bool) -> How | None:
+def evidence(end: Exit, *, for_memory: bool) -> How | None:
     """Return what the end of a worker, which was computing a slot, says about that slot; None: nothing."""
-    if exit_code is not None and -exit_code in FROM_OUTSIDE:
+    if end is Exit.ENDED:
         return None
-    if exit_code is None or exit_code == -signal.SIGKILL:
+    if end is Exit.KILLED:
         return "memory" if for_memory else "killed"
     return "error"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness.contract.messages import Commit, PolicyDecision
+from elastic_harness.exits import Exit, read_exit
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def describe_exit(exit_code: int | None) -> str:
 def build(facts: Evidence, done: str, advice: str = "") -> Incident:
     """Return the block for one failed worker. A cause is named only where there is evidence for it."""
     evidence: list[str] = []
+    end = read_exit(facts.exit_code)
     if facts.hang:
         what = f"worker {facts.member} {'was ended' if facts.overdue else 'hung'}: {facts.hang}"
         evidence.append("the agent ended it with SIGKILL after its progress deadline")
@@ -91,13 +93,13 @@ def build(facts: Evidence, done: str, advice: str = "") -> Incident:
         what = f"worker {facts.member} {describe_exit(facts.exit_code)}"
     if facts.requested:
         evidence.append("`elastic-harness kill` asked for it")
-    elif not facts.hang and not facts.garbled and facts.exit_code is not None and facts.exit_code < 0:
+    elif not facts.hang and not facts.garbled and facts.exit_code is not None and end.by_signal:
         evidence.append(_signal_evidence(-facts.exit_code, facts.oom_kills))
         if facts.oom_kills:
             advice = advice or "use less memory per worker (fewer workers, smaller micro-batch), or raise the limit"
-        elif -facts.exit_code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT):
+        elif end in (Exit.CRASHED, Exit.ABORTED):
             advice = advice or "a native library crashed; faulthandler (PYTHONFAULTHANDLER=1) shows where"
-    elif facts.exit_code == 0:
+    elif end is Exit.SUCCESS:
         evidence.append("it ended without an error, but before the last step")
         advice = advice or 'let the loop over run.steps() run to its end; to end the run early call run.stop("why")'
     if facts.tail:
