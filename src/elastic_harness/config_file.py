@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import yaml
 
-from elastic_harness import own_loop
+from elastic_harness import own_loop, shape
 from elastic_harness.errors import ConfigError
-from elastic_harness.typed import Section, field_types, fit, section_class
+from elastic_harness.typed import Section, fit, section_class
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -32,7 +32,7 @@ def check_keys(cls: type[Any], values: Any, prefix: str) -> None:
     if not isinstance(values, Mapping):
         name = prefix.rstrip(".") or "the configuration"
         raise ConfigError(f"{name} is {values!r}, but must be a mapping of keys to values.")
-    hints = field_types(cls)
+    hints = shape.of(cls)
     unknown = {str(name): value for name, value in values.items() if name not in hints}
     if unknown:
         raise _unknown(prefix, next(iter(unknown)), unknown, list(hints))
@@ -46,7 +46,7 @@ def build(cls: type[SectionT], values: Mapping[str, Any], prefix: str) -> Sectio
     """Return the section that these values describe. A setting that they leave out has its default."""
     check_keys(cls, values, prefix)
     arguments: dict[str, Any] = {}
-    for name, hint in field_types(cls).items():
+    for name, hint in shape.of(cls).items():
         section = section_class(hint)
         if section is None:
             if name in values:
@@ -64,7 +64,7 @@ def apply_override(cls: type[Any], values: dict[str, Any], override: str) -> Non
         raise ConfigError(
             f"{override!r} is not an override; write section.key=value, for example training.max_steps=60."
         )
-    hints: dict[str, Any] = field_types(cls)
+    hints = shape.of(cls)
     target, prefix = values, ""
     *sections, name = key.split(".")
     for part in sections:
@@ -73,11 +73,11 @@ def apply_override(cls: type[Any], values: dict[str, Any], override: str) -> Non
             raise _unknown(prefix, part, _nested(key.removeprefix(prefix), text), list(hints))
         inner = target.get(part)
         target[part] = inner = dict(inner) if isinstance(inner, Mapping) else {}
-        target, hints, prefix = inner, field_types(section), f"{prefix}{part}."
+        target, hints, prefix = inner, shape.of(section), f"{prefix}{part}."
     if name not in hints:
         raise _unknown(prefix, name, {name: text}, list(hints))
     if section_class(hints[name]) is not None:
-        first = next(iter(field_types(hints[name])))
+        first = next(iter(shape.of(hints[name])))
         raise ConfigError(f"{key} is a section; name a key in it, for example {key}.{first}={text or '…'}.")
     target[name] = _override_value(key, text, hints[name])
 

@@ -35,7 +35,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     """Return the JSON object in a text. Raises ValueError for anything else."""
     value = parse(text)
     if not isinstance(value, dict):
-        raise ValueError(f"it is {_described(type(value))}, not an object")
+        raise ValueError(f"it is {described(type(value))}, not an object")
     return value
 
 
@@ -47,13 +47,13 @@ def expect(values: Mapping[str, Any], shape: Shape) -> None:
                 raise ValueError(f"{name} is missing")
             shown = repr(values[name])
             shown = shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}…"
-            raise ValueError(f"{name} is {shown}; it must be {_described(hint)}")
+            raise ValueError(f"{name} is {shown}; it must be {described(hint)}")
 
 
 def build(cls: type[_Built], values: Mapping[str, Any]) -> _Built:
     """Return the dataclass whose fields these JSON values are. Its values become tuples and dataclasses where its types
     say so. Other values may be there. Raises ValueError, which names the first wrong field."""
-    shape = of(cls)  # type: ignore[arg-type]
+    shape = of(cls)
     given = {name: _built(hint, values[name]) for name, hint in shape.items() if name in values}
     whole = {**defaults(cls), **given}
     expect(whole, shape)
@@ -96,9 +96,13 @@ def _untold(cls: Any) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(cls) if field.metadata == UNTOLD}
 
 
-@cache
 def of(cls: Any) -> Shape:
     """Return the shape that a dataclass's fields have."""
+    return _of(cls)
+
+
+@cache
+def _of(cls: Any) -> Shape:
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
@@ -138,16 +142,20 @@ def _is_number(key: object) -> bool:
     return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 19
 
 
-def _described(hint: Any) -> str:
+def described(hint: Any) -> str:
+    """Return a type in words."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return "one of " + ", ".join(map(str, arguments))
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(_described(each) for each in arguments)
+        return " or ".join(described(each) for each in arguments)
+    if origin is tuple and len(arguments) > 1 and set(arguments) <= {int, float}:
+        return f"a list of {len(arguments)} {'whole ' * (set(arguments) == {int})}numbers"
     if origin in (list, tuple, Sequence) or hint in (list, tuple):
-        inside = [_described(each) for each in arguments if each is not ...]
+        inside = [described(each) for each in arguments if each is not ...]
         return f"a list of {', '.join(inside)}" if inside else "a list"
     if origin in (dict, Mapping):
-        return f"an object whose values are {_described(arguments[1])}"
+        keys = "whole numbers" if arguments[0] is int else "names"
+        return f"a mapping of {keys} to {described(arguments[1])}"
     word = _WORDS.get(None if hint is type(None) else hint)
     return word if word is not None else getattr(hint, "__name__", str(hint))

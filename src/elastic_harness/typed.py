@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import types
 import typing
 from typing import Any, ClassVar, Literal
 
+from elastic_harness import shape
 from elastic_harness.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ class Section:
     section: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        hints = field_types(type(self))
+        hints = shape.of(type(self))
         for name, hint in hints.items():
             value = convert(self._key(name), getattr(self, name), hint)
             object.__setattr__(self, name, value)
@@ -62,36 +62,16 @@ def nearest_multiple(value: int, factor: int) -> int:
     return max(1, round(value / factor)) * factor
 
 
-def field_types(cls: type[Any]) -> dict[str, Any]:
-    """Return the resolved type of every field of a dataclass, in order."""
-    hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
-
-
 def section_class(hint: Any) -> type[Any] | None:
     """Return the section that a field of this type holds; None for a plain setting."""
     return hint if isinstance(hint, type) and issubclass(hint, Section) else None
-
-
-def _describe(hint: Any) -> str:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(str(a) for a in args)
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(_describe(a) for a in args)
-    if origin is tuple:
-        return f"a list of {len(args)} numbers"
-    if origin is dict:
-        return f"a mapping of names to {_describe(args[1]).removeprefix('a ')}"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    return names.get(hint, str(hint))
 
 
 def convert(key: str, value: Any, hint: Any) -> Any:
     """Return the value as its field's type. Raises ConfigError if it is of another kind."""
     ok, converted = fit(value, hint)
     if not ok:
-        raise setting_error(key, value, f"must be {_describe(hint)}")
+        raise setting_error(key, value, f"must be {shape.described(hint)}")
     return converted
 
 

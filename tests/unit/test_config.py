@@ -217,7 +217,7 @@ def test_the_warm_up_fits_short_trainings(max_steps: int, warmup_steps: int) -> 
         ({"sources": {"a": "a.bin"}, "weights": {"b": 1}}, r"data.weights.*may only name sources \(a\), not \['b'\]"),
         ({"sources": {"a": "a.bin"}, "weight_changes": {5: {"b": 1}}}, "data.weight_changes.*may only name"),
         ({"sources": {"a": "a.bin"}, "weight_changes": {"soon": {"a": 1}}}, "data.weight_changes.*whole steps"),
-        ({"sources": {"a": "a.bin"}, "weights": {"a": "much"}}, "data.weights.*mapping of names to number"),
+        ({"sources": {"a": "a.bin"}, "weights": {"a": "much"}}, "data.weights.*mapping of names to a number"),
         ({"documents": "some"}, "data.documents.*one of join, separate, pack"),
     ],
 )

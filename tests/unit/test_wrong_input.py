@@ -250,9 +250,9 @@ def test_variables_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch, value: s
 def test_shapes_say_what_they_want() -> None:
     for value, hint, said in (
         (True, int, "a whole number"), (1 << 63, int, "a whole number"), ("1", float, "a number"),
-        ([1, "a"], list[int], "a list of a whole number"), ({"a": 1}, dict[str, str], "an object whose values are tex"),
-        ([1], tuple[int, int], "a list of a whole number, a whole number"), (7, str | None, "text or null"),
-        ({"-1": "a"}, dict[int, str], "an object"),
+        ([1, "a"], list[int], "a list of a whole number"), ({"a": 1}, dict[str, str], "a mapping of names to tex"),
+        ([1], tuple[int, int], "a list of 2 whole numbers"), (7, str | None, "text or null"),
+        ({"-1": "a"}, dict[int, str], "a mapping of whole numbers to text"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"x is .*; it must be {said}"):
             shape.expect({"x": value}, {"x": hint})

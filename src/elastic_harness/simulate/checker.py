@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar
 
 from elastic_harness.simulate.model import Model, Size
+from elastic_harness.simulate.node_model import NodeSize
 from elastic_harness.simulate.world import Faults, Move, Violation
 
 W = TypeVar("W")
@@ -153,8 +154,23 @@ def as_text(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _plain(size: Size) -> dict[str, object]:
-    return {**asdict(size), "faults": size.faults._asdict()}
+def add_search_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--budget", type=int, default=200_000, help="states to look at, at most")
+    parser.add_argument("--walks", type=int, default=0, help="random paths instead of all states")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+
+
+def search(model: Explored[W], size: Size | NodeSize, args: argparse.Namespace) -> int:
+    """Look at the worlds of a model as the command line says, print the result, and return the exit code."""
+    result = walks(model, args.walks, args.seed) if args.walks else explore(model, args.budget)
+    if args.json:
+        print(
+            json.dumps({"size": {**asdict(size), "faults": size.faults._asdict()}, "seed": args.seed, **asdict(result)})
+        )
+    else:
+        print(as_text(result))
+    return 1 if result.violation else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,10 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--breaks", type=int, default=0, help="links that break for one generation")
     parser.add_argument("--checkpoint-every", type=int, default=0)
     parser.add_argument("--scale", type=int, action="append", default=[], help="a wanted size set at any moment")
-    parser.add_argument("--budget", type=int, default=200_000, help="states to look at, at most")
-    parser.add_argument("--walks", type=int, default=0, help="random paths instead of all states")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
+    add_search_options(parser)
     args = parser.parse_args(argv)
     size = Size(
         workers=args.workers,
@@ -188,13 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         faults=Faults(args.crashes, args.joins, args.zombies, args.breaks, tuple(args.scale)),
         shards=args.shards,
     )
-    model = Model(size)
-    result = walks(model, args.walks, args.seed) if args.walks else explore(model, args.budget)
-    if args.json:
-        print(json.dumps({"size": _plain(size), "seed": args.seed, **asdict(result)}))
-    else:
-        print(as_text(result))
-    return 1 if result.violation else 0
+    return search(Model(size), size, args)
 
 
 if __name__ == "__main__":

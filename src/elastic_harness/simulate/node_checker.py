@@ -9,12 +9,10 @@ The search is that of `checker`, in the worlds of `node_model`. Exit code 1 says
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 
-from elastic_harness.simulate.checker import as_text, explore, walks
+from elastic_harness.simulate.checker import add_search_options, search
 from elastic_harness.simulate.node_model import NodeModel, NodeSize
 from elastic_harness.simulate.node_world import NodeFaults
 
@@ -33,10 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--losses", type=int, default=0, help="of all that the store holds")
     parser.add_argument("--damages", type=int, default=0, help="of a value in the store")
     parser.add_argument("--holds", type=int, default=0, help="on a way to or from the store")
-    parser.add_argument("--budget", type=int, default=200_000, help="states to look at, at most")
-    parser.add_argument("--walks", type=int, default=0, help="random paths instead of all states")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
+    add_search_options(parser)
     args = parser.parse_args(argv)
     size = NodeSize(
         nodes=args.nodes,
@@ -47,14 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cold=args.cold,
         faults=NodeFaults(args.worker_deaths, args.node_deaths, args.leases, args.losses, args.damages, args.holds),
     )
-    model = NodeModel(size)
-    result = walks(model, args.walks, args.seed) if args.walks else explore(model, args.budget)
-    if args.json:
-        told = {**asdict(size), "faults": size.faults._asdict()}
-        print(json.dumps({"size": told, "seed": args.seed, **asdict(result)}))
-    else:
-        print(as_text(result))
-    return 1 if result.violation else 0
+    return search(NodeModel(size), size, args)
 
 
 if __name__ == "__main__":
