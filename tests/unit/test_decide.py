@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -156,8 +158,9 @@ def test_those_who_finished_are_let_in_again_when_nobody_knows_the_generation_an
 # ---- several shards
 
 
-def in_shards(number: int, members: str, shards: tuple[int, ...], rows: tuple[str, ...]) -> Generation:
-    """A generation whose members are single letters."""
+def in_shards(
+    number: int, members: Sequence[str], shards: tuple[int, ...], rows: Sequence[Sequence[str]]
+) -> Generation:
     return Generation(number, tuple(members), True, "test", shards, tuple(map(tuple, rows)))
 
 
@@ -257,3 +260,29 @@ def test_nobody_has_finished_if_a_shard_is_lost_then() -> None:
     view = View(TWO_ROWS, tuple("abx"), finished=frozenset("a"), held=HELD)
     decision, _ = chosen(0.0, view, OF_TWO)
     assert decision is not None and decision.members == tuple("ab"), "nobody is admitted while the others catch up"
+
+
+def test_a_cut_between_those_who_only_together_hold_all_shards_is_waited_out() -> None:
+    """A checkpoint would be restored otherwise, though both still live. At the end of the patience one is."""
+    current = in_shards(4, ("x/a", "y/b"), (0, 1), (("x/a", "y/b"),))
+    members = ("x/a", "y/b", "z/c", "z/d")
+    view = View(
+        current, members, veterans=frozenset(members[:2]), apart=frozenset([frozenset("xy")]), held=current.shard_of
+    )
+    outcome = decide(0.0, view, OF_TWO)
+    assert isinstance(outcome, Pause) and outcome.split
+    assert "cannot reach each other; the network is cut between x and y" in outcome.reason
+    decision, _ = chosen(0.0, replace(view, hopes=False), OF_TWO)
+    assert decision is not None and not {"x/a", "y/b"} <= set(decision.members)
+    assert not isinstance(decide(0.0, replace(view, apart=frozenset()), OF_TWO), Pause)
+
+
+def test_of_the_nodes_that_a_cut_leaves_those_with_all_shards_go_on() -> None:
+    """The others are more, and hold one of the shards twice."""
+    current = in_shards(4, ("x/a", "x/b", "y/c", "y/d", "z/e"), (0, 1, 0, 0, 0), (("x/a", "x/b"),))
+    apart = frozenset([frozenset("xy"), frozenset("xz")])
+    view = View(
+        current, current.members, veterans=frozenset(current.members), apart=apart, held=current.shard_of, reform=True
+    )
+    decision, _ = chosen(0.0, view, OF_TWO)
+    assert decision is not None and decision.members == ("x/a", "x/b")

@@ -35,7 +35,7 @@ from elastic_harness.membership.protocol import (
     Trouble,
     Unfit,
 )
-from elastic_harness.membership.types import Limits, Report, node_of
+from elastic_harness.membership.types import Generation, Limits, Report, node_of
 
 members = st.sampled_from(["a/w0", "a/w1", "b/w2", "c/w3", "c/w4"])
 numbers = st.integers(0, 6)
@@ -361,3 +361,20 @@ def test_a_shard_lost_in_the_last_step_begins_again_before_it() -> None:
 def test_a_wanted_size_is_at_least_one_replica() -> None:
     state, _ = run(State(Limits(1, 4, 4, shards=2)), Scaled(1))
     assert state.limits.target == 2
+
+
+def test_a_cut_between_shards_is_waited_out_for_as_long_as_a_node_is() -> None:
+    current = Generation(1, ("x/a", "y/b"), True, "test", (0, 1), (("x/a", "y/b"),))
+    ready = ("x/a", "y/b", "z/c", "z/d")
+    begun = State(
+        Limits(target=2, join_timeout_s=100.0, shards=2),
+        number=1, born=True, ready=ready, generation=current, formed=True, ever_formed=True,
+        veterans=current.members, apart=((0.0, "x", "y"),), troubled=current.members, trouble_at=0.0, trouble_in=1,
+    )  # fmt: skip
+    state, actions = protocol.step(begun, Tick(), 5.0)
+    assert isinstance(actions[0], Pause) and actions[0].split and state.split_at == 5.0
+    later = replace(state, apart=((70.0, "x", "y"),))  # tried again, and cut still
+    state, actions = protocol.step(later, Tick(), 104.0)
+    assert not actions and state.paused
+    _, actions = protocol.step(replace(state, apart=((104.0, "x", "y"),)), Tick(), 106.0)
+    assert isinstance(actions[0], Announce) and not {"x/a", "y/b"} <= set(actions[0].generation.members)

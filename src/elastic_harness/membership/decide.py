@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product, zip_longest
 
 from elastic_harness.membership.replica import Columns, deal_columns, zip_rows
 from elastic_harness.membership.types import Generation, Limits, Replica, node_of
+from elastic_harness.shape import UNTOLD
 
 CUTS_NAMED = 3  # in a reason
 EXACT_MAX = 12  # members in broken pairs of which every choice is tried: 4096 at most
@@ -31,6 +32,7 @@ class View:
     stateless: frozenset[str] = frozenset()  # members without state and checkpoint, while nodes with one may still come
     waited: bool = False  # the members of the current generation waited for others
     held: Mapping[str, int] = field(default_factory=dict)  # the shard that each member holds, if there are several
+    hopes: bool = True  # a cut between members that only together hold all shards may still heal
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Pause:
     """There are too few members, or none that can go on. They abort what they do, and wait with their state alive."""
 
     reason: str
+    split: bool = field(default=False, metadata=UNTOLD)  # by a cut, between members that hold different shards
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
     admitted, except members that have finished, if no survivor holds the state.
 
     Links: members that cannot talk to each other are separated, unless too few would remain. Then they try again,
-    because the link may have healed. Nodes whose network is known to be cut are kept apart in any case.
+    because the link may have healed. Nodes whose network is known to be cut are kept apart in any case. If all shards
+    are held on both sides of a cut only together, everybody waits for the link: to go on would give the state up.
 
     Nothing to go on from: members without state and checkpoint make room for others, and wait for them.
 
@@ -111,6 +115,8 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
         return Keep(f"hearing whether {', '.join(sorted(doubtful))} can be reached")
     if doubtful:
         together = on_connected_nodes([m for m in candidates if node_of(m) not in view.unheard], view)
+    whole_before = limits.shards > 1 and _hold_all(view.veterans.intersection(candidates), view, limits)
+    split = whole_before and not _hold_all(view.veterans.intersection(together), view, limits)
 
     # Members with a broken link are separated, unless too few would remain: the link may heal, and they try again.
     connected = mutually_connected(together, view.broken) if view.broken else together
@@ -126,6 +132,8 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
 
     cuts = sorted(" and ".join(sorted(pair)) for pair in view.apart if pair <= {node_of(m) for m in candidates})
     why = f"; the network is cut between {', '.join(cuts[:CUTS_NAMED])}" if cuts else ""
+    if split and view.hopes:
+        return Pause(f"waiting: members that only together hold all shards cannot reach each other{why}", split=True)
     # The minima hold until a member has finished. Without a whole row nothing can be computed.
     if not wanted:
         return Pause(f"waiting: no worker is ready{why}")
@@ -191,23 +199,33 @@ def _in_rows(columns: Columns) -> int:
 
 
 def on_connected_nodes(members: list[str], view: View) -> list[str]:
-    """Return the members on the nodes that go on together. These nodes reach each other. They have as many as possible
-    of the members that hold the state, and then as many members as possible."""
+    """Return the members on the nodes that go on together. These nodes reach each other. If there is a choice they hold
+    every shard; they have as many as possible of the members that hold the state, and then as many members as
+    possible."""
     if not view.apart:
         return members
     nodes = list(dict.fromkeys(map(node_of, members)))
     worth = dict.fromkeys(nodes, 0)  # one member with the state counts for more than all members without
     for member in members:
         worth[node_of(member)] += 1 + (len(members) + 1) * (member in view.veterans)
-    connected = mutually_connected(nodes, view.apart, worth)
+    shards = set(view.held.values())
+    holds = {node: {view.held[m] for m in view.veterans & view.held.keys() if node_of(m) == node} for node in nodes}
+
+    def whole(chosen: Iterable[str]) -> bool:
+        return shards <= set().union(*(holds[node] for node in chosen))
+
+    connected = mutually_connected(nodes, view.apart, worth, whole)
     return [m for m in members if node_of(m) in connected]
 
 
 def mutually_connected(
-    members: Iterable[str], broken: frozenset[frozenset[str]], worth: Mapping[str, int] | None = None
+    members: Iterable[str],
+    broken: frozenset[frozenset[str]],
+    worth: Mapping[str, int] | None = None,
+    whole: Callable[[Iterable[str]], bool] = lambda chosen: True,
 ) -> list[str]:
     """Return a largest (or worthiest) set of members without a broken pair, in the given order. Of several such sets it
-    is the one with the earliest members.
+    is the one with the earliest members. A set that is `whole` comes before any that is not.
 
     The result is exact for up to 12 members in broken pairs. For more it is greedy: drop the member with the most
     broken pairs, of several the least worthy, of several such the last.
@@ -222,10 +240,13 @@ def mutually_connected(
             pairs = [p for p in pairs if worst not in p]
             order.remove(worst)
         return order
-    best, most = set[str](), 0
+    best, most = set[str](), (False, 0)
+    others = [m for m in order if m not in suspects]
     for choice in product((True, False), repeat=len(suspects)):
         kept = {m for m, is_in in zip(suspects, choice, strict=True) if is_in}
-        total = sum(worth[m] for m in kept)
-        if total > most and not any(p <= kept for p in pairs):
+        if any(p <= kept for p in pairs):
+            continue
+        total = (whole((*others, *kept)), sum(worth[m] for m in kept))
+        if total > most:
             best, most = kept, total
     return [m for m in order if m not in suspects or m in best]

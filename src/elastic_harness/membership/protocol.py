@@ -14,13 +14,14 @@ wait.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from elastic_harness.membership.decide import Form, View, decide
 from elastic_harness.membership.decide import Pause as Pause
 from elastic_harness.membership.poison import Failure, How, blame
 from elastic_harness.membership.reconcile import reconcile, scattered
 from elastic_harness.membership.types import Digest, Generation, Limits, Report, node_of
+from elastic_harness.shape import UNTOLD
 
 TROUBLE_PATIENCE = 2  # a pair of members is separated when so many generations broke on the link between them …
 TROUBLE_MEMORY = 4  # … out of so many; a break long ago says nothing about the link
@@ -246,6 +247,7 @@ class State:
     leaving: tuple[str, ...] = ()  # members that are to leave at a step boundary
     stateless: tuple[str, ...] = ()  # members that reported no state and no checkpoint, while nobody had any
     stateless_at: float | None = None  # when the first of them did
+    split_at: float | None = field(default=None, metadata=UNTOLD)  # since when a cut parts the holders of all shards
     done: bool = False  # the job is over; the leader ignores all events
 
 
@@ -486,13 +488,15 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         stateless=frozenset(state.stateless if _others_may_come(state, now) else ()),
         waited=bool(state.paused or state.stateless),
         held=_held(state) if state.limits.shards > 1 else {},
+        hopes=state.split_at is None or now < state.split_at + state.limits.join_timeout_s,
     )
     outcome = decide(now, view, state.limits)
     if not isinstance(outcome, Form):
         lost = state.generation is not None and not state.generation.member_set.issubset(state.ready)
         stands = state.generation is not None and not lost and not reform
         if isinstance(outcome, Pause) and outcome.reason != state.paused and not stands:
-            return replace(state, paused=outcome.reason), (outcome,)
+            split_at = state.split_at if state.split_at is not None or not outcome.split else now
+            return replace(state, paused=outcome.reason, split_at=split_at), (outcome,)
         return state, ()
     generation = Generation(state.number + 1, **vars(outcome))
     state = replace(
@@ -565,5 +569,6 @@ def _form(state: State, generation: Generation, now: float) -> tuple[State, tupl
         overdue=digest.overdue,
         stateless=(),
         stateless_at=None,
+        split_at=None,
     )
     return state, (Publish(digest, reason),)
