@@ -133,6 +133,13 @@ class TrainingJob(Job):
         self.limit = max(self.limit, limit)
         self._write("limit", str(self.limit))
 
+    def hold_joiners(self) -> None:
+        """Workers that are started from now on do not join before `admit_joiners`."""
+        self._write("hold", "")
+
+    def admit_joiners(self) -> None:
+        (self.tests / "hold").unlink()
+
     def until_committed(self, limit: int) -> None:
         self.until(lambda: self.committed() >= min(limit, self.steps), f"the commit of step {limit - 1}")
 

@@ -4,6 +4,7 @@ The test says in DIR how far the job may go and where which rank shall fail; the
 happened, which lanes they computed and what they held when they were gone. Training itself is unchanged.
 
     limit                the steps below this number may begin
+    hold                 while it is there no new worker joins
     faults-<step>.json   rules for the members that begin this step: [{id, rank, place, hit, action}]
     joiners.json         rules for workers that have not begun any step yet
     fired-<id>           one line, written once by whoever fired: member and process id
@@ -103,6 +104,12 @@ def hold_at_steps(folder: Path, rules: Rules) -> None:
     Run.steps = held  # type: ignore[method-assign]
 
 
+def hold_before_joining(folder: Path) -> None:
+    """A new worker does not say hello before the test allows it."""
+    while (folder / "hold").exists():
+        time.sleep(0.005)
+
+
 def note_lanes(folder: Path) -> None:
     """Write down every lane that was finished here, and what was reported in every recovery."""
     add, report = Partials.add, AgentLink.report
@@ -149,6 +156,7 @@ def main() -> None:
     note_lanes(folder)
     if "ALTERNATE_NODES" in os.environ:
         alternate_nodes()
+    hold_before_joining(folder)
     trainer.main(sys.argv[2:])
     note_leftovers(folder)
     sys.stdout.flush()

@@ -157,9 +157,10 @@ def test_below_the_minimum_the_survivors_wait_with_their_state(train: Train, und
 
 
 def test_a_stop_below_the_minimum_saves_what_the_survivors_hold(train: Train, undisturbed: Weights) -> None:
-    job = train(2, "--min-workers", 2, "--no-fork-server", steps=STEPS)  # a forked replacement ends the wait at once
+    job = train(2, "--min-workers", 2, steps=STEPS)
     job.fill()
     job.advance(3)
+    job.hold_joiners()  # a replacement would end the wait
     victim = job.signal_rank(1)
     job.allow(job.limit + 1)
     job.until(lambda: job.status().get("waiting"), "the job to wait")
@@ -167,6 +168,7 @@ def test_a_stop_below_the_minimum_saves_what_the_survivors_hold(train: Train, un
     assert job.wait() == 143
     saved = max(e["step"] for e in job.events("checkpoint_saved"))
     assert saved == 1 + max(e["step"] for e in job.events("step_committed"))
+    job.admit_joiners()
     job.relaunch(2)
     job.finish(expected=undisturbed(STEPS), victims=[victim])
 
