@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 from elastic_harness.contract import variables
 from elastic_harness.errors import ConfigError
-from elastic_harness.etcd import once, server
+from elastic_harness.etcd import gateway, once, server
 from elastic_harness.etcd.address import Address
 from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.once import Once
@@ -112,6 +113,37 @@ def test_a_member_that_is_paused_is_left(tmp_path: Path) -> None:
             member.send(signal.SIGCONT)
             cluster.wait(Address((member.endpoint,)))
             watch.close()
+
+
+HEADERS = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+CREATED = b'{"result":{"header":{"revision":"1"},"created":true}}\n'
+NO_LEADER = b'{"error":{"code":14,"message":"etcdserver: no leader"}}\n'  # as etcd 3.6 ends it: with a newline
+
+
+def chunk(content: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(content), content)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [b""],
+        [HEADERS],
+        [HEADERS + chunk(NO_LEADER)],
+        [HEADERS + chunk(CREATED) + chunk(NO_LEADER), HEADERS + chunk(NO_LEADER)],
+    ],
+    ids=["nothing", "headers alone", "no leader", "a leader lost"],
+)
+def test_a_watch_leaves_a_member_that_does_not_serve_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[bytes]
+) -> None:
+    monkeypatch.setattr(gateway, "SILENCE_S", 0.5)
+    with Cluster(tmp_path) as cluster, answering(answers) as endpoint:
+        put(EtcdStore(Gateway(cluster.address)), 0)
+        monkeypatch.setattr(random, "randrange", lambda count: 0)  # it begins there
+        watch = EtcdStore(Gateway(Address((endpoint, *cluster.endpoints)))).watch("", 1)
+        assert values(watch, 1) == ["0"]
+        watch.close()
 
 
 @pytest.mark.slow
@@ -404,6 +436,30 @@ def put(store: EtcdStore, number: int) -> int:
 def values(watch: Watch, count: int) -> list[str]:
     """The values of the next changes."""
     return [change.entry.value for change in polled(watch, count) if change.entry is not None]
+
+
+@contextmanager
+def answering(answers: list[bytes]) -> Iterator[str]:
+    """An endpoint that gives each request one of these answers, and says no more. The last one is for all others."""
+    taken: list[socket.socket] = []
+
+    def serve(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                taken.append(listener.accept()[0])
+                if taken[-1].recv(65536):
+                    taken[-1].sendall(answers[min(len(taken), len(answers)) - 1])
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for connection in taken:
+                connection.close()
 
 
 @contextmanager

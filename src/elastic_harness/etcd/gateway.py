@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -112,17 +113,17 @@ class Gateway:
         return self._date
 
     def stream(self, path: str, body: Json) -> Stream:
-        """Send a request whose answers go on until the stream is closed. If another request finds the same endpoint
-        silent, the stream ends too. After a failure the next request goes to another endpoint. Raises Unavailable,
-        ConfigError."""
+        """Send a request whose answers go on until the stream is closed. Return when the first one is there. If another
+        request finds the same endpoint silent, the stream ends too. After a failure the next request goes to another
+        endpoint. Raises Unavailable, ConfigError."""
         endpoint = self._endpoints[self._at]
         try:
             response = self._send(endpoint, path, body, urllib3.Timeout(connect=self._connect_s(), read=SILENCE_S))
-        except (HTTPError, RequestRefused) as error:
+            stream = Stream(response, endpoint)
+        except (HTTPError, RequestRefused, Unavailable) as error:
             self._token = ""
             self._leave(endpoint)
             raise Unavailable(f"{endpoint} did not answer ({_short(error)}).") from error
-        stream = Stream(response, endpoint)
         self._streams.add(stream)
         return stream
 
@@ -239,16 +240,21 @@ class Gateway:
 
 
 class Stream:
-    """The answers to one request, as they arrive."""
+    """The answers to one request, as they arrive. Blocks for the first one; raises as iterating does."""
 
     def __init__(self, response: urllib3.HTTPResponse, endpoint: str) -> None:
         self.endpoint = endpoint
         self._response = response
         self._closed = False
+        answers = self._read()
+        self._answers = itertools.chain([next(answers)], answers)
 
     def __iter__(self) -> Iterator[Json]:
         """Yield each answer, and block for the next. End when the stream is closed. Raises Unavailable when the
-        connection is lost or interrupted, or RequestRefused."""
+        connection is lost or interrupted, or the endpoint can go on no longer. Raises RequestRefused."""
+        return self._answers
+
+    def _read(self) -> Iterator[Json]:
         rest = b""
         try:
             for chunk in self._response.read_chunked():
@@ -256,6 +262,10 @@ class Stream:
                 for line in lines:
                     if line:
                         yield _answer(line)
+        except RequestRefused as error:
+            if error.code in _TRANSIENT:
+                raise Unavailable(f"etcd ended the stream ({error.message}).") from error
+            raise
         except (HTTPError, OSError, ValueError, AttributeError) as error:
             if not self._closed:
                 raise Unavailable(f"The connection to etcd was lost ({_short(error)}).") from error
