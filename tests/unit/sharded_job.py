@@ -96,3 +96,15 @@ def main(here: Here, rank: int, world: int, folder: str, what: str, kind: str, d
             assert loaded is not None
             here.say(step=loaded.step, digest=digest(loaded))
     dist.destroy_process_group()
+
+
+def fetch(here: Here, rank: int, world: int, folder: str, bucket: str) -> None:
+    """Load from object storage alone, and say what that raises."""
+    dist.init_process_group("gloo", f"file://{folder}.fetch", rank=rank, world_size=world)
+    with CheckpointManager(CheckpointConfig(nvme_path=folder, s3_bucket=bucket), lambda event, told: None) as manager:
+        try:
+            manager.load_checkpoint()
+        except Exception as error:
+            here.say(kind=type(error).__name__, text=str(error))
+        here.stay()
+    dist.destroy_process_group()

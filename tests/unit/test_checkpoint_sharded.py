@@ -64,6 +64,18 @@ def test_without_one_rank_s_part_there_is_no_checkpoint(tmp_path: Path) -> None:
     assert not list((tmp_path / "checkpoints").glob("*.parts-*"))
 
 
+@pytest.mark.slow
+def test_what_rank_0_cannot_fetch_fails_on_all_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    folder, bucket = str(tmp_path / "checkpoints"), "ftp://127.0.0.1/checkpoints"  # an error at once
+    ranks = [Rank(sharded_job.fetch, n, 3, folder, bucket) for n in range(3)]
+    first, *others = (rank.said() for rank in ranks)
+    assert first["kind"] == "ConfigError" and "ftp://127.0.0.1/checkpoints" in first["text"]
+    for said in others:
+        assert said == {"kind": "InfrastructureError", "text": f"Rank 0 failed: {first['text']}"}
+    assert [rank.end() for rank in ranks] == [0, 0, 0]
+
+
 def rows(tensor: torch.Tensor, low: int, high: int) -> dict[Slice, memoryview]:
     of = Slice("w", "float32", tuple(tensor.shape), (low, 0), (high - low, tensor.shape[1]))
     return {of: content_of(tensor[low:high])}

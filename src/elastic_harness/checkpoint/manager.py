@@ -290,11 +290,10 @@ class CheckpointManager:
             self._last[tier] = LastSaved(version, time.monotonic())
 
     def _fetch(self) -> None:
-        """Fetch a checkpoint from object storage, if there is none here."""
+        """Fetch a checkpoint from object storage, if there is none here. Raises on all ranks if rank 0 cannot."""
         upload = self._saver.policy.upload
-        if upload is not None and self._ranks.rank == 0:
-            self._tiers.fetch(upload.url)
-        self._ranks.barrier()
+        if upload is not None:
+            self._ranks.on_rank_0(lambda: self._tiers.fetch(upload.url))
 
     def _agree(self, step: int | None) -> int | None:
         """Return the newest version that all ranks could load."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
+
+from elastic_harness.errors import InfrastructureError
 
 
 class Ranks:
@@ -44,6 +47,21 @@ class Ranks:
     def barrier(self) -> None:
         """Block until all ranks are here. Collective."""
         self.least(0)
+
+    def on_rank_0(self, work: Callable[[], None]) -> None:
+        """Let rank 0 do this while the others wait for it. Its error is raised there, and as an InfrastructureError
+        with the same text on the others, which would wait in vain. Collective."""
+        failed: Exception | None = None
+        if self.rank == 0:
+            try:
+                work()
+            except Exception as error:  # process boundary
+                failed = error
+        told, *_ = self.gather(b"" if failed is None else (str(failed) or repr(failed)).encode())
+        if failed is not None:
+            raise failed
+        if told:
+            raise InfrastructureError(f"Rank 0 failed: {told.decode()}")
 
     def gather(self, content: bytes) -> list[bytes]:
         """Return what each rank gives, in rank order. Collective."""
