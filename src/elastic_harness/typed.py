@@ -7,7 +7,7 @@ import types
 import typing
 from typing import Any, ClassVar, Literal
 
-from elastic_harness import shape
+from elastic_harness import own_loop, shape
 from elastic_harness.errors import ConfigError
 
 
@@ -15,6 +15,12 @@ class Section:
     """Checks and converts the types of all fields, then the section's own rules (``check``)."""
 
     section: ClassVar[str] = ""
+
+    def __new__(cls, *_: Any, **settings: Any) -> Section:
+        """Refuse settings that are in another section now, and say where."""
+        if moved := own_loop.refusals(f"{cls.section}.", settings):
+            raise ConfigError(" ".join(moved))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         hints = shape.of(type(self))

@@ -186,6 +186,11 @@ def test_values_are_checked_without_a_file_too() -> None:
         TrainingConfig(max_steps="x")  # type: ignore[arg-type]
 
 
+def test_a_setting_that_has_moved_names_its_new_place_in_python_too() -> None:
+    with pytest.raises(ConfigError, match=r"training\.precision is 'bf16'.*as trainer\.precision"):
+        TrainingConfig(precision="bf16")  # type: ignore[call-arg]
+
+
 def test_lanes_follow_the_slots_up_to_eight_per_worker() -> None:
     assert load("training.global_batch_samples=256").lanes_resolved == 64
     assert load("elastic.max_workers=2").lanes_resolved == 16
