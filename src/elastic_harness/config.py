@@ -94,6 +94,22 @@ class ElasticConfig(Section):
 
 
 @dataclass(frozen=True)
+class HealthConfig(Section):
+    """What is done about failures that are no deaths."""
+
+    section: ClassVar[str] = "health"
+
+    on_spike: Literal["off", "warn", "skip_step"] = "off"  # a loss or a norm far above that of the steps before
+    spike_sigmas: float = 6.0  # of the loss: so many robust deviations above the median of the window
+    spike_norm_sigmas: float | None = 12.0  # of the logarithm of the gradient's norm; null: the norm does not count
+    spike_window: int = 128  # steps; half of them must be there before anything stands out
+
+    def check(self) -> None:
+        self._positive("spike_sigmas", "spike_norm_sigmas")
+        self._at_least(4, "spike_window")
+
+
+@dataclass(frozen=True)
 class CheckpointConfig(Section):
     """When state is copied to shared memory, written to disk and uploaded, how much of it stays, and what a failure
     means.
@@ -161,6 +177,7 @@ class Config(Section):
     training: TrainingConfig = field(default_factory=TrainingConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
 
     def check(self) -> None:
         self._require(0 <= self.seed < 2**63, "seed", "must lie in 0 … 2^63 - 1")

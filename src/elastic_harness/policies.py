@@ -60,7 +60,8 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class Apply:
-    """Apply the update, with its gradient multiplied by `scale` before it is clipped."""
+    """Apply the update, with its gradient multiplied by `scale` before it is clipped. A reason without a scale is a
+    warning: the run's events, ledger and output have it."""
 
     scale: float = 1.0
     reason: str = ""  # needed if scale is not 1

@@ -70,3 +70,27 @@ def test_a_policy_that_differs_between_workers_is_named(tmp_path: Path) -> None:
     ended = launch(tmp_path, SCRIPT, "rank", options=("--nproc-per-node", 3))
     shown = [event for event in read_events(tmp_path / "events.jsonl") if event["event"] == "incident"]
     assert any("states of policies" in json.dumps(event) for event in shown), said(ended)
+
+
+def test_spikes_are_skipped_alike_whoever_dies(tmp_path: Path) -> None:
+    """One worker dies in a skipped update; another joins in the middle of the window, and takes it over."""
+    options = ("--steps", 16)
+    alone = forked(SCRIPT, "health", *options, "--run-dir", tmp_path / "alone")
+    assert alone.returncode == 0, said(alone)
+    expected = decisions(tmp_path / "alone")
+    assert expected and all(each[0]["policy"] == "spikes" for each in expected.values()), expected
+    step = max(expected)
+    run_dir = tmp_path / "launched"
+    ended = launch(
+        run_dir, SCRIPT, "health", *options, "--rejoin-at", min(expected) + 1,
+        options=("--nproc-per-node", 2, "--spares", 1), **failing(f"apply.skipped member=w1-1 step={step} kill"),
+    )  # fmt: skip
+    assert ended.returncode == 0, said(ended)
+    assert set(finals(ended.stdout)) == set(finals(alone.stdout)), said(ended)
+    assert decisions(run_dir) == expected
+    verdict = verify(run_dir)
+    assert verdict.ok and verdict.skipped == len(expected), verdict
+    backtest = python("-m", "elastic_harness", "health", "backtest", run_dir, "--window", 8, "--sigmas", 3, "--json")
+    assert backtest.returncode == 0, said(backtest)
+    (rule,) = json.loads(backtest.stdout)["rules"]
+    assert set(map(int, rule["steps"])) <= set(expected), "the backtest knows no norm here: there is no clipping"

@@ -57,24 +57,24 @@ class GetValue:
 
 @dataclass(frozen=True)
 class PolicyDecision:
-    """An update policy changed or refused a step's update."""
+    """An update policy changed or refused a step's update, or had something to say about it."""
 
     policy: str
-    verdict: Literal["scale", "skip", "halt"]
+    verdict: Literal["warn", "scale", "skip", "halt"]
     reason: str
     scale: float  # the factor of the gradient; 0: nothing was applied
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def in_words(self, step: int) -> str:
         """Return the decision as one line."""
-        done = f"scaled by {self.scale:g}" if self.verdict == "scale" else "skipped"
+        done = {"warn": "applied", "scale": f"scaled by {self.scale:g}"}.get(self.verdict, "skipped")
         return f"the update of step {step} was {done}: {self.reason}"
 
 
 def decided(decisions: Sequence[PolicyDecision]) -> dict[str, Any]:
     """Return the fields about decisions for the event and the ledger; none without decisions. `skipped`: why nothing
     was applied."""
-    skipped = [each.reason for each in decisions if each.verdict != "scale"]
+    skipped = [each.reason for each in decisions if each.verdict in ("skip", "halt")]
     fields = {"decisions": [as_fields(each) for each in decisions], "skipped": "; ".join(skipped)}
     return {name: value for name, value in fields.items() if value}
 

@@ -207,7 +207,7 @@ def judge(
         violations += [f"step {step}: {text}" for text in found]
         samples += line.count
         skipped += bool(line.skipped)
-        scaled += bool(line.decisions) and not line.skipped
+        scaled += any(decision.get("verdict") == "scale" for decision in line.decisions) and not line.skipped
         members.update(member for member, _, _ in line.computed_by)
     if len(violations) < max_violations:
         violations += replay.gaps(until) + replay.incomplete_epochs()

@@ -18,7 +18,6 @@ from elastic_harness.contract.messages import PolicyDecision
 from elastic_harness.errors import ConfigError, UserCodeError
 from elastic_harness.policies import Apply, Halt, Skip, State, StepFacts, UpdatePolicy, Verdict
 
-KINDS: dict[type[Verdict], Literal["scale", "skip", "halt"]] = {Apply: "scale", Skip: "skip", Halt: "halt"}
 LARGEST_NORM = torch.finfo(torch.float32).max
 LEAST_SCALE = sys.float_info.min  # many small scales must not become the 0.0 that means: skipped
 
@@ -74,9 +73,9 @@ class Policies:
         scale, decisions, texts = 1.0, list[PolicyDecision](), dict[str, str]()
         for policy in self._policies:
             texts[policy.name], decision = _ask(policy, self.states[policy.name], facts)
-            if decision.scale != 1.0:
+            if decision.verdict != "scale" or decision.scale != 1.0:
                 decisions.append(decision)
-            if decision.verdict != "scale":
+            if decision.verdict in ("skip", "halt"):
                 scale = 0.0
                 break
             scale = max(scale * decision.scale, LEAST_SCALE)
@@ -150,4 +149,13 @@ def _answer(policy: UpdatePolicy, state: PolicyState, facts: StepFacts) -> tuple
             f"hold: {error}. Give a dict of numbers, texts, lists and dicts; of an array or a tensor take float(x)."
         ) from None
     scale = float(verdict.scale) if isinstance(verdict, Apply) else 0.0
-    return state.frozen(answer[0]), PolicyDecision(policy.name, KINDS[type(verdict)], verdict.reason, scale, evidence)
+    return state.frozen(answer[0]), PolicyDecision(policy.name, _kind(verdict), verdict.reason, scale, evidence)
+
+
+def _kind(verdict: Verdict) -> Literal["warn", "scale", "skip", "halt"]:
+    match verdict:
+        case Skip():
+            return "skip"
+        case Halt():
+            return "halt"
+    return "warn" if verdict.scale == 1.0 and verdict.reason else "scale"

@@ -46,6 +46,7 @@ from elastic_harness.errors import (
     UserCodeError,
 )
 from elastic_harness.failpoints import failpoint
+from elastic_harness.health.spikes import SpikePolicy
 from elastic_harness.policies import UpdatePolicy
 from elastic_harness.runs import origin as origins
 from elastic_harness.train import standalone
@@ -368,6 +369,10 @@ def start(
             f"training.max_steps is {training.max_steps}, but the run begins from {origin}: give more steps than that"
         )
     schedule = Schedule(order.n_samples, training.global_batch_samples, *first)
+    health = config.health
+    if health.on_spike != "off":
+        thresholds = health.spike_sigmas, health.spike_norm_sigmas
+        policies = (SpikePolicy(health.on_spike, *thresholds, health.spike_window), *policies)
     deciding = Policies([SkipNonfinite(training.nonfinite_steps_max), *policies])
     given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
     check_names({"policies": [policy.name for policy in policies], "extra": extra or {}}, given)

@@ -3,7 +3,7 @@
     python own_policy.py KIND [--run-dir DIR] [--steps N] [--rejoin-at STEP] [--times X]
 
 spikes: the loss of one sample is large; the policy scales such updates, and skips the one of step 9. stop: it stops the
-run at step 6. rank: it decides otherwise in another process.
+run at step 6. rank: it decides otherwise in another process. health: there is no policy but `health.on_spike`.
 """
 
 from __future__ import annotations
@@ -50,22 +50,26 @@ class TameSpikes:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("spikes", "stop", "rank"))
+    parser.add_argument("kind", choices=("spikes", "stop", "rank", "health"))
     parser.add_argument("--run-dir")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rejoin-at", type=int)
     parser.add_argument("--times", type=float, default=1.5)
     arguments = parser.parse_args()
     torch.manual_seed(11)
-    dataset = Table(48, 12)
+    watched = arguments.kind == "health"
+    dataset = Table(192 if watched else 48, 12)  # then each sample comes once
     dataset.inputs[SPIKE] *= 30
+    if watched:
+        dataset.inputs[[60, 100, 140]] *= 300
     model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     training = {"max_steps": arguments.steps, "global_batch_samples": 12, "micro_batch_samples": 2, "clip_norm": None}
+    health = {"on_spike": "skip_step", "spike_sigmas": 3, "spike_norm_sigmas": 3, "spike_window": 8} if watched else {}
     config = elastic_harness.Config.from_dict(
-        {"seed": 3, "training": training, "checkpoint": {"checkpoint_interval": 2}}
+        {"seed": 3, "training": training, "checkpoint": {"checkpoint_interval": 2}, "health": health}
     )
-    policies = [TameSpikes(arguments.kind, arguments.times)]
+    policies = [] if watched else [TameSpikes(arguments.kind, arguments.times)]
     run = elastic_harness.start(model, optimizer, dataset, config, run_dir=arguments.run_dir, policies=policies)
     for step in run.steps():
         if step.index == arguments.rejoin_at:

@@ -114,12 +114,13 @@ def build(facts: Evidence, done: str, advice: str = "") -> Incident:
 
 
 def policy_decision(commit: Commit, decision: PolicyDecision, ledger: str) -> Incident:
-    """Return the block for a committed step whose update a policy has skipped or scaled."""
+    """Return the block for a committed step of which a policy has something to say."""
     norm = "" if commit.grad_norm is None else f", norm of the gradient {commit.grad_norm}"
     evidence = [f"loss of the step {commit.loss}{norm}"]
     evidence += [in_words(decision.evidence)] if decision.evidence else []
     evidence += [f"  slot {slot} read the samples {samples}" for slot, samples in commit.bad_samples.items()]
     done = {
+        "warn": "the update was applied as it is",
         "scale": f"the gradient was multiplied by {decision.scale:g} before it was clipped",
         "skip": "weights, optimizer, buffers and moving average stay as they were; data and learning rate go on",
         "halt": "weights, optimizer, buffers and moving average stay as they were; the job stops",

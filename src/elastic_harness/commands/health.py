@@ -1,0 +1,100 @@
+"""`elastic-harness health`: asks what the rules for failures that are no deaths would have said about a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from elastic_harness.errors import EXIT_SUCCESS, ConfigError
+from elastic_harness.health.spikes import SpikePolicy
+from elastic_harness.policies import StepFacts
+from elastic_harness.runs import named
+from elastic_harness.runs.events import EVENTS, read_events
+
+SHOWN_MAX = 20
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a subcommand."""
+    parser = argparse.ArgumentParser(prog="elastic-harness health", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    backtest = commands.add_parser(
+        "backtest",
+        help="which steps of a run would have stood out as spikes",
+        description="Give the recorded losses and gradient norms of a run to the rule for spikes, with several "
+        "thresholds. Nothing is computed again: it shows when a rule would have fired, not what training would have "
+        "become. Then set health.on_spike, health.spike_sigmas and health.spike_window for the next run.",
+        allow_abbrev=False,
+    )
+    backtest.add_argument("run", metavar="RUN", help="a run folder, or an id below runs/")
+    backtest.add_argument(
+        "--sigmas", type=float, nargs="+", default=[4.0, 6.0, 8.0], help="thresholds of the loss (default: 4 6 8)"
+    )
+    backtest.add_argument(
+        "--norm-factor", type=float, default=2.0, help="times these: the thresholds of the norm (default: 2)"
+    )
+    backtest.add_argument("--window", type=int, default=128, help="steps that say what is usual (default: 128)")
+    backtest.add_argument("--json", action="store_true", help="as one JSON object")
+    given = parser.parse_args(list(argv))
+    for name, least, values in (
+        ("--sigmas", 0.1, given.sigmas), ("--norm-factor", 0.1, [given.norm_factor]), ("--window", 4, [given.window])
+    ):  # fmt: skip
+        if min(values) < least:
+            raise ConfigError(f"{name} is {min(values):g}; it must be at least {least:g}")
+    rules = [SpikePolicy("warn", each, each * given.norm_factor, given.window) for each in sorted(given.sigmas)]
+    return _backtest(given.run, rules, given.window, as_json=given.json)
+
+
+def _backtest(run: str, rules: Sequence[SpikePolicy], window: int, *, as_json: bool) -> int:
+    steps = committed(event for path in named.of_run(run, EVENTS) for event in _events(path))
+    if not steps:
+        raise ConfigError(f"{run} has no committed step yet; name a run that has trained")
+    judged = max(0, len(steps) - max(2, window // 2))
+    found = [(rule, stand_out(steps, rule)) for rule in rules]
+    if as_json:
+        told = [{**asdict(rule), "steps": each} for rule, each in found]
+        print(json.dumps({"run": run, "steps": len(steps), "judged": judged, "rules": told}))
+        return EXIT_SUCCESS
+    print(f"{len(steps):,} steps of {run}, of which {judged:,} have enough steps before them (window {window})")
+    for rule, each in found:
+        rate = f" ({1e5 * len(each) / judged:.3g} in 100,000)" if judged else ""
+        print(f"  loss above {rule.sigmas:g} σ or norm above {rule.norm_sigmas:g} σ: {len(each)} steps{rate}")
+    _, widest = found[0]
+    for step, reason in list(widest.items())[:SHOWN_MAX]:
+        print(f"    step {step}: {reason}")
+    if len(widest) > SHOWN_MAX:
+        print(f"    and {len(widest) - SHOWN_MAX} more; --json lists all")
+    return EXIT_SUCCESS
+
+
+def _events(path: Path) -> Iterable[dict[str, Any]]:
+    return read_events(path / EVENTS) if (path / EVENTS).exists() else ()
+
+
+def committed(events: Iterable[Mapping[str, Any]]) -> list[StepFacts]:
+    """Return what is recorded of each committed step, in order. A step that was done again after a restore counts as it
+    was done last. Of a run without clipping no norm is recorded."""
+    newest: dict[int, Mapping[str, Any]] = {}
+    for event in events:
+        if event["event"] == "step_committed" and isinstance(event.get("loss"), (int, float)):
+            known = newest.get(event["step"])
+            if known is None or event.get("lineage", 0) >= known.get("lineage", 0):
+                newest[event["step"]] = event
+    return [
+        StepFacts(step, float(event["loss"]), float(event.get("grad_norm") or "nan"), event.get("lr") or 0.0, (), ())
+        for step, event in sorted(newest.items())
+    ]
+
+
+def stand_out(steps: Iterable[StepFacts], policy: SpikePolicy) -> dict[int, str]:
+    """Return the steps that the rule for spikes names, and what it says about each."""
+    state, found = policy.begin(), dict[int, str]()
+    for facts in steps:
+        state, verdict = policy.before_apply(state, facts)
+        if verdict.reason:
+            found[facts.step] = verdict.reason
+    return found

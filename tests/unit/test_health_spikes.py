@@ -1,0 +1,153 @@
+"""The policy for spikes, as a pure function, and what the backtest makes of a recorded run."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_harness import cli
+from elastic_harness.commands.health import committed, stand_out
+from elastic_harness.config import Config
+from elastic_harness.errors import EXIT_CONFIG, ConfigError
+from elastic_harness.health.spikes import SpikePolicy
+from elastic_harness.policies import Apply, Skip, State, StepFacts, Verdict
+from elastic_harness.train.policies import Policies
+
+values = st.floats(-1e3, 1e3)
+
+
+def facts(step: int, loss: float, norm: float = 1.0) -> StepFacts:
+    return StepFacts(step, loss, norm, 1e-3, (loss, loss + 1.0), (1.0, 1.0))
+
+
+def decided(policy: SpikePolicy, losses: list[float]) -> tuple[State, list[Verdict]]:
+    state, verdicts = policy.begin(), []
+    for step, loss in enumerate(losses):
+        state, verdict = policy.before_apply(state, facts(step, loss))
+        verdicts.append(verdict)
+    return state, verdicts
+
+
+def noisy(count: int, seed: int = 1, mean: float = 3.0, sigma: float = 0.1) -> list[float]:
+    rng = random.Random(seed)
+    return [rng.gauss(mean, sigma) for _ in range(count)]
+
+
+def test_a_spike_is_named_with_its_slots_and_the_steps_around_it_are_not() -> None:
+    losses = noisy(200)
+    losses[150] = 5.0
+    _, verdicts = decided(SpikePolicy("skip_step"), losses)
+    assert [step for step, verdict in enumerate(verdicts) if verdict != Apply()] == [150]
+    skipped = verdicts[150]
+    assert (
+        isinstance(skipped, Skip) and skipped.reason.startswith("the loss is 5, ") and "usual 2.997" in str(skipped)
+    )
+    assert skipped.evidence == {"window": 128, "highest_slots": {"1": 6.0, "0": 5.0}}
+    _, warned = decided(SpikePolicy("warn"), losses)
+    assert warned[150] == Apply(reason=skipped.reason, evidence=skipped.evidence)
+
+
+def test_the_norm_counts_like_the_loss() -> None:
+    policy, state = SpikePolicy("skip_step", window=8), {"losses": "", "norms": ""}
+    for step in range(6):
+        state, verdict = policy.before_apply(state, facts(step, 3.0, 1.0 + step / 100))
+        assert verdict == Apply()
+    _, verdict = policy.before_apply(state, facts(6, 3.0, 9.0))
+    assert isinstance(verdict, Skip) and verdict.reason.startswith("the gradient's norm is 9, ")
+    policy = replace(policy, norm_sigmas=None)
+    assert policy.before_apply(state, facts(6, 3.0, 9.0))[1] == Apply()
+
+
+def test_nothing_stands_out_before_half_of_the_window_is_there() -> None:
+    _, verdicts = decided(SpikePolicy("skip_step", window=8), [3.0, 3.1, 2.9, 50.0, 3.0, 50.0])
+    assert [isinstance(verdict, Skip) for verdict in verdicts] == [False] * 5 + [True]
+
+
+def test_after_a_lasting_change_training_goes_on() -> None:
+    """The new level is skipped until it is half of the window."""
+    _, verdicts = decided(SpikePolicy("skip_step", window=16), noisy(32) + noisy(32, mean=6.0))
+    skipped = [step for step, verdict in enumerate(verdicts) if isinstance(verdict, Skip)]
+    assert skipped and skipped[0] == 32 and skipped[-1] <= 32 + 9
+
+
+@given(st.lists(values, max_size=60), st.integers(4, 20))
+def test_the_state_is_the_window_to_the_bit(losses: list[float], window: int) -> None:
+    policy = SpikePolicy("skip_step", window=window)
+    state, _ = decided(policy, losses)
+    again, _ = decided(policy, losses[-window:])
+    assert state == again, "nothing older than the window counts"
+    assert json.loads(json.dumps(state)) == state
+
+
+@given(st.lists(values, min_size=8, max_size=40), values, st.floats(1.0, 20.0))
+def test_a_higher_threshold_names_no_other_steps(losses: list[float], last: float, sigmas: float) -> None:
+    low = decided(SpikePolicy("skip_step", sigmas, None, 8), [*losses, last])[1]
+    high = decided(SpikePolicy("skip_step", 2 * sigmas, None, 8), [*losses, last])[1]
+    assert all(isinstance(one, Skip) for one, other in zip(low, high, strict=True) if isinstance(other, Skip))
+    usual = sorted(losses[-8:])
+    assert last > usual[3] or not isinstance(low[-1], Skip), "what is below the median is no spike"
+
+
+def test_values_that_are_not_finite_do_not_enter_the_window() -> None:
+    """A GradScaler sees an infinite norm, and skips by itself."""
+    policy = SpikePolicy("skip_step", window=4)
+    state, verdict = policy.before_apply(policy.begin(), facts(0, 3.0, math.inf))
+    assert verdict == Apply() and state["norms"] == "" and state["losses"] != ""
+
+
+def test_a_warning_is_a_decision_that_changes_nothing() -> None:
+    policies = Policies([SpikePolicy("warn", window=4)])
+    for step, loss in enumerate((3.0, 3.1, 2.9, 3.0)):
+        assert policies.before_apply(facts(step, loss)) == (1.0, ())
+    scale, (decision,) = policies.before_apply(facts(4, 30.0))
+    assert scale == 1.0 and (decision.policy, decision.verdict) == ("spikes", "warn")
+    assert decision.in_words(4).startswith("the update of step 4 was applied: the loss is 30, ")
+
+
+def test_false_alarms_on_quiet_noise_are_rare() -> None:
+    """Of the losses of a quiet run at most one in 10⁵ may be named; here are 20,000, of normal noise."""
+    _, verdicts = decided(SpikePolicy("warn"), noisy(20_000, seed=5))
+    assert [verdict for verdict in verdicts if verdict.reason] == []
+
+
+def test_the_backtest_reads_each_step_as_it_was_done_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = noisy(100)
+    losses[90] = 9.0
+    told = [{"t": 1.0, "event": "step_committed", "lineage": 0, "step": 90, "loss": 3.0}]
+    told += [
+        {"t": 1.0, "event": "step_committed", "lineage": 1, "step": s, "loss": x, "grad_norm": 1.0, "lr": 1e-3}
+        for s, x in enumerate(losses)
+    ]
+    assert [each.step for each in committed(told)] == list(range(100))
+    assert set(stand_out(committed(told), SpikePolicy())) == {90}
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told))
+    assert cli.main(["health", "backtest", str(tmp_path), "--sigmas", "6", "1000"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "100 steps" in shown
+        and "loss above 6 σ or norm above 12 σ: 1 steps" in shown
+        and "norm above 2000 σ: 0 steps" in shown
+    )
+    assert "step 90: the loss is 9" in shown
+    assert cli.main(["health", "backtest", str(tmp_path), "--sigmas", "0"]) == EXIT_CONFIG
+    assert "--sigmas is 0; it must be at least 0.1" in capsys.readouterr().err
+    (tmp_path / "events.jsonl").write_text("")
+    assert cli.main(["health", "backtest", str(tmp_path)]) == EXIT_CONFIG
+    assert "has no committed step yet" in capsys.readouterr().err
+
+
+def test_settings_that_cannot_be() -> None:
+    for values, said in (
+        ({"on_spike": "rollback"}, "health.on_spike is 'rollback', but must be one of off, warn, skip_step"),
+        ({"spike_window": 3}, "health.spike_window is 3, but must be at least 4"),
+        ({"spike_sigmas": 0}, "health.spike_sigmas is 0"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Config.from_dict({"health": values})
