@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import dataclasses
 import importlib
 import re
 import shlex
@@ -14,6 +16,7 @@ import pytest
 
 from elastic_harness.agent import options
 from elastic_harness.cli import COMMANDS
+from elastic_harness.config import Config
 from elastic_harness.gpt import command_line
 from elastic_harness.names import TRAINER
 
@@ -27,6 +30,8 @@ DOTTED = re.compile(r"\belastic_harness((?:\.\w+)+)")
 BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`(elastic-harness [^`]+)`")
 NUMBERS = ("N", "S")
+NAMED_FILE = re.compile(r"(?<![\w/.-])((?:\w+/)+\w+\.py)\b")
+NAMED_FUNCTION = re.compile(r"`(?:\w+/)*(\w+(?:\.(?!(?:py|md|json|yaml)\b)\w+)+)(?:\([^`]*\))?`")
 
 
 class Parsed(Exception):
@@ -145,3 +150,47 @@ def test_the_built_in_model_is_found_where_one_looks_for_it() -> None:
     from elastic_harness import gpt
 
     assert gpt.GPT.__module__ == "elastic_harness.gpt.model" and "GPT" in dir(gpt)
+
+
+def named_files() -> Iterator[tuple[Path, str]]:
+    """The files of the repository that a page names by their folder. A superseded decision may name what is gone."""
+    for page in PAGES:
+        if "**Superseded**" not in page.read_text():
+            yield from ((page, name) for name in places(NAMED_FILE, page=page))
+
+
+def definitions() -> dict[str, set[str]]:
+    """What the package's modules and classes define, by the name of each. Modules of one name are taken together."""
+    found: dict[str, set[str]] = {}
+    for file in (ROOT / "src").rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        for name, body in [(file.stem, tree), *((found_class.name, found_class) for found_class in classes)]:
+            nodes = list(ast.walk(body))
+            there = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+            there |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+            found.setdefault(name, set()).update(there)
+    return found
+
+
+def test_every_file_that_a_page_names_exists() -> None:
+    roots = (ROOT, ROOT / "src" / "elastic_harness")
+    assert [(page.name, name) for page, name in named_files() if not any((r / name).exists() for r in roots)] == []
+
+
+@pytest.mark.parametrize("page", [ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_every_function_that_a_page_names_exists(page: Path) -> None:
+    defined = definitions()
+    known = {section.name for section in dataclasses.fields(Config)}
+    named = [name.split(".") for name in places(NAMED_FUNCTION, page=page)]
+    wrong = [names for names in named if names[0] not in known and names[-1] not in defined.get(names[-2], ())]
+    assert wrong == []
+
+
+def test_every_module_of_the_tour_is_in_its_room() -> None:
+    """The rows of the tour begin with a room. Names in them that stand for no module are few, and listed."""
+    others = {"launch"}
+    for room, row in re.findall(r"^\| `(\w+)/` \| (.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M):
+        folder = ROOT / "src" / "elastic_harness" / room
+        there = {path.stem for path in folder.rglob("*") if "__" not in path.name}
+        assert set(re.findall(r"`([a-z_]+)/?`", row)) - there - others == set(), room
