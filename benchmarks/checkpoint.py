@@ -68,9 +68,9 @@ class Tiered:
     def save(self) -> None:
         self.version += 1
         policy = Policy(Retention(keep_last=1))
-        snapshot = self.tiers.begin(Captured(self.version, {}, self.tensors, {"lineage": 0}, policy))
+        snapshot = self.tiers.begin_snapshot(Captured(self.version, {}, self.tensors, {"lineage": 0}, policy))
         assert snapshot is not None
-        self.tiers.join()
+        self.tiers.finish_copy()
         assert self.tiers.wait(snapshot) == SnapshotOutcome.DURABLE
 
     def load(self) -> None:
@@ -81,7 +81,7 @@ class Tiered:
 
 def copy_in_shares(frames: Frames, tensors: dict[Slice, torch.Tensor], version: int, count: int) -> float:
     """Seconds until so many processes have copied their shares; they are there, and have seen the memory, before."""
-    snapshot = frames.begin(version, 0, list(tensors), {}, shares=count, to_disk=False)
+    snapshot = frames.open_snapshot(version, 0, list(tensors), {}, shares=count, to_disk=False)
     assert snapshot is not None
     context = multiprocessing.get_context("fork")
     go, ready = context.Event(), context.Barrier(count + 1)
@@ -92,7 +92,7 @@ def copy_in_shares(frames: Frames, tensors: dict[Slice, torch.Tensor], version: 
         ready.wait()
         go.wait()
         tiers_module.copy(snapshot, tensors, mine)
-        snapshot.finish(index)
+        snapshot.finish_share(index)
 
     copiers = [context.Process(target=copier, args=(index,)) for index in range(count)]
     for process in copiers:

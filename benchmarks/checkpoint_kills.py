@@ -110,7 +110,7 @@ class Trial:
         header = {"skeleton": {"version": version}, "meta": {"lineage": 0}, "policy": policy, "part": None}
         state = state_at(version)
         deadline = time.monotonic() + 30
-        while (begun := self.frames.begin(version, 0, list(state), header, shares=2)) is None:
+        while (begun := self.frames.open_snapshot(version, 0, list(state), header, shares=2)) is None:
             assert time.monotonic() < deadline, "no frame became free"
             time.sleep(0.005)
         context = multiprocessing.get_context("fork")
@@ -136,7 +136,7 @@ def copy_share(begun: tiers.Snapshot, state: dict[Slice, torch.Tensor], index: i
     failpoints.failpoint("checkpoint.begun", begun.version)
     tiers.copy(begun, state, begun.share(index))
     failpoints.failpoint("checkpoint.copied", begun.version)
-    begun.finish(index)
+    begun.finish_share(index)
 
 
 def check_content(checkpoint: Checkpoint) -> None:

@@ -105,7 +105,7 @@ class Ours(Method):
         self.manager.save_checkpoint(CheckpointState(self.number, state["model"], state["optimizer"]), self.tier)
 
     def before_optimizer(self) -> None:
-        self.manager._tiers.join()
+        self.manager._tiers.finish_copy()
 
     def durable(self) -> bool:
         snapshot = self.manager._snapshot

@@ -47,14 +47,14 @@ def two_threads() -> None:
 
 def _wrong_arithmetic() -> None:
     """The second worker's gradients are off by one part in a million."""
-    take = slots.SlotComputer.take
+    take = slots.SlotComputer.take_gradients
 
     def off(computer: slots.SlotComputer) -> Any:
         gradients, contributions = take(computer)
         return [g if g is None else g * (1 + 1e-6) for g in gradients], contributions
 
     if IS_SECOND:
-        slots.SlotComputer.take = off  # type: ignore[method-assign]
+        slots.SlotComputer.take_gradients = off  # type: ignore[method-assign]
 
 
 def wrong_arithmetic() -> None:

@@ -26,12 +26,12 @@ honest_decide, honest_reconcile = protocol.decide, protocol.reconcile
 class LaggardGoesOn(Model):
     """Nobody replays: a member one step behind takes part as it is."""
 
-    def accept(self, world: World, who: int, digest: Digest) -> World:
+    def enter_generation(self, world: World, who: int, digest: Digest) -> World:
         sources = {m: s if s.kind in ("init", "state") else Source("keep") for m, s in digest.sources.items()}
         w = world.workers[who]
         if w.version >= 0:
             digest = replace(digest, version=w.version)
-        return super().accept(world, who, replace(digest, sources=sources))
+        return super().enter_generation(world, who, replace(digest, sources=sources))
 
 
 class MeanOverSurvivors(Model):
@@ -41,9 +41,9 @@ class MeanOverSurvivors(Model):
         everyone = tuple(range(self.size.workers))
         return super().dealt(everyone if held else members, ()) if held else super().dealt(members, held)
 
-    def accept(self, world: World, who: int, digest: Digest) -> World:
+    def enter_generation(self, world: World, who: int, digest: Digest) -> World:
         before = world.workers[who].lanes
-        world = super().accept(world, who, digest)
+        world = super().enter_generation(world, who, digest)
         w = world.workers[who]
         held = {lane for _, lane in before}
         return self.put(world, who, w._replace(todo=tuple(x for x in w.todo if x not in held)))

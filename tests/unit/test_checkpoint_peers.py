@@ -179,11 +179,11 @@ def test_on_one_node_nothing_is_copied_or_kept(folder: Path) -> None:
 
 def sealed(version: int, frames: Frames) -> Snapshot:
     of = whole_slice("w", "uint8", (100_000,))
-    snapshot = frames.begin(version, 0, [of], {"part": None}, to_disk=False)
+    snapshot = frames.open_snapshot(version, 0, [of], {"part": None}, to_disk=False)
     assert snapshot is not None
     (piece,) = snapshot.positions
     snapshot.view(piece)[:] = bytes([version]) * piece.nbytes
-    snapshot.finish(0)
+    snapshot.finish_share(0)
     snapshot.seal()
     return snapshot
 
@@ -195,7 +195,7 @@ def copied(snapshot: Snapshot, frames: Frames, damage_at: int | None = None) -> 
         into[:] = out
     if damage_at is not None:
         room.image()[1][damage_at] ^= 4
-    room.accept()
+    room.accept_copy()
 
 
 @pytest.mark.parametrize("damage_at", [0, 4096 + 20, 4096 * 2 + 50_000], ids=["shares", "header", "piece"])

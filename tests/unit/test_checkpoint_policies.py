@@ -108,12 +108,12 @@ def savings(folder: Path, asked: Sequence[int], *, lineage: int = 0, from_step: 
     shared = Saver(tiers, settings, Policy(), lambda *_: None)
     saver = RunSaver(shared, Registry(Linear(1, 1), {}))
 
-    def begin(state: Captured, **_: Any) -> None:
+    def begin_snapshot(state: Captured, **_: Any) -> None:
         saved.append(state.version)
         control.version = control.disk_version = state.version
         control.lineage = lineage
 
-    shared.begin = begin  # type: ignore[assignment,method-assign]
+    shared.begin_snapshot = begin_snapshot  # type: ignore[assignment,method-assign]
     for step in asked:
         saver.save_if_due(step, lineage, from_step, 1, dict)
     return saved
@@ -160,7 +160,7 @@ def test_a_state_that_could_not_be_written_is_saved_again(tmp_path: Path) -> Non
     assert saver.save(7, 0, dict) and [checkpoint.step for checkpoint in newest(folder)] == [7]
     began = tiers.newest()
     assert saver.save(7, 0, dict) and tiers.newest().control == began.control, "it is there"  # type: ignore[union-attr]
-    saver.wait()
+    saver.close()
 
 
 def test_what_the_configuration_allows() -> None:

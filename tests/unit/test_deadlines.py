@@ -25,16 +25,16 @@ def test_in_a_step_whose_work_was_not_finished_in_time_each_try_has_longer() -> 
     deadlines.observe(Phase.SLOT, 0.01)
     for _ in range(4):
         tries.append(deadlines.limit_s(Phase.SLOT, 7))
-        deadlines.heed([(7, tries[-1])])
+        deadlines.heed_overdue([(7, tries[-1])])
     assert tries == [2, 16, 100, 100]
     assert deadlines.limit_s(Phase.SLOT, 8) == 2, "only there"
-    deadlines.heed([])
+    deadlines.heed_overdue([])
     assert deadlines.limit_s(Phase.SLOT, 7) == 2
 
 
 def test_a_worker_that_has_measured_nothing_never_has_less_than_for_its_first_step() -> None:
     deadlines = Deadlines(CONFIG, Board(None))
-    deadlines.heed([(7, 2.0)])
+    deadlines.heed_overdue([(7, 2.0)])
     assert deadlines.limit_s(Phase.SLOT, 7) == 60
-    deadlines.heed([(7, 10.0)])
+    deadlines.heed_overdue([(7, 10.0)])
     assert deadlines.limit_s(Phase.SLOT, 7) == 80

@@ -19,7 +19,7 @@ from elastic_harness.demo import driver
 from elastic_harness.demo.job import Job
 from elastic_harness.demo.screen import render
 from elastic_harness.runs.events import EventTail
-from elastic_harness.runs.story import tell
+from elastic_harness.runs.story import tell_story
 
 STAND_IN = Path(__file__).with_name("made_up_run.py")
 
@@ -187,6 +187,6 @@ def test_every_place_fits_the_window(width: int) -> None:
     ]
     events.append({"t": 2.0, "event": "generation", "number": 1, "members": members, "urgent": True, "reason": ""})
     console = RichConsole(width=width, file=io.StringIO())
-    console.print(render(tell(events, []), [], "run 1 of 2", "k kills a random worker", width))
+    console.print(render(tell_story(events, []), [], "run 1 of 2", "k kills a random worker", width))
     for rank in range(6):
         assert f"rank {rank} pid {3159800 + rank} " in console.file.getvalue()

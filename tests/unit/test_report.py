@@ -24,7 +24,7 @@ from elastic_harness.demo.plan import DOUBLE, RANK_ZERO, Strike, choose_victims,
 from elastic_harness.demo.screen import Screen, render, sparkline
 from elastic_harness.demo.verdict import compare
 from elastic_harness.runs.events import EVENTS, read_events
-from elastic_harness.runs.story import Kill, Story, tell
+from elastic_harness.runs.story import Kill, Story, tell_story
 from unit.made_up_run import SHA, STAGES, make_run, write_lines
 
 
@@ -42,7 +42,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path, tuple[Kill, ...]]:
 
 
 def story_of(run_dir: Path, kills: Iterable[Kill] = ()) -> Story:
-    return tell(read_events(run_dir / EVENTS), kills)
+    return tell_story(read_events(run_dir / EVENTS), kills)
 
 
 def judge(pair: tuple[Path, Path, tuple[Kill, ...]]) -> Any:
@@ -166,7 +166,7 @@ def test_story_drops_what_a_restore_supersedes() -> None:
                 "step_s": 0.1}  # fmt: skip
 
     restart = {"t": 9.0, "event": "run_started", "lineage": 1, "resumed_from_step": 2}
-    story = tell([*(commit(step, 0) for step in range(5)), restart, commit(2, 1)])
+    story = tell_story([*(commit(step, 0) for step in range(5)), restart, commit(2, 1)])
     assert {step: commit.loss for step, commit in story.commits.items()} == {0: 1.0, 1: 1.0, 2: 2.0}
 
 
@@ -182,7 +182,7 @@ def test_plan_is_repeatable_spread_out_and_holds_the_promised_kinds(seed: int, s
 
 
 def test_strike_waits_for_its_step_and_for_replacements_but_not_for_ever() -> None:
-    story = tell([{"t": 5.0, "event": "generation", "number": 1, "members": ["a", "b"]}])
+    story = tell_story([{"t": 5.0, "event": "generation", "number": 1, "members": ["a", "b"]}])
     story.max_steps = 40
     for member in "ab":
         story.apply({"t": 5.0, "event": "worker_started", "member": member, "pid": 1})

@@ -45,11 +45,11 @@ def take(
     """A snapshot of which `finished` shares are copied; all by default."""
     state = some_state(version)
     header = {"skeleton": {"version": version}, "meta": {"lineage": 0}, "policy": Policy().to_json()}
-    taken = frames.begin(version, 0, list(state), header, shares=shares, to_disk=to_disk)
+    taken = frames.open_snapshot(version, 0, list(state), header, shares=shares, to_disk=to_disk)
     assert taken is not None
     for index in range(shares if finished is None else finished):
         tiers.copy(taken, state, taken.share(index))
-        taken.finish(index)
+        taken.finish_share(index)
     return taken
 
 
@@ -73,17 +73,17 @@ def test_a_snapshot_counts_when_all_shares_are_there(memory: Memory) -> None:
     assert versions(frames) == [] and frames.begun() is not None
     begun = frames.begun()
     assert begun is not None
-    begun.finish(2)
+    begun.finish_share(2)
     assert versions(Frames(memory)) == [10], "as another process sees it"
 
 
 def test_a_snapshot_of_a_run_counts_when_the_ledger_is_as_far(memory: Memory) -> None:
     frames, state = Frames(memory, await_ledger=True), some_state(10)
-    taken = frames.begin(10, 0, list(state), {"meta": {}})
+    taken = frames.open_snapshot(10, 0, list(state), {"meta": {}})
     assert taken is not None
     for number in (taken.control.attempt - 1, taken.control.attempt + 1, -1, 1 << 64):  # a worker may say anything
         shared_frames.note_ledger(memory, number)
-    taken.finish(0)
+    taken.finish_share(0)
     assert taken.copied and not taken.complete and not taken.waits_for_disk and versions(frames) == []
     shared_frames.note_ledger(memory, taken.control.attempt)
     assert taken.complete and versions(Frames(memory)) == [10], "as another process sees it"
@@ -107,12 +107,12 @@ def test_what_waits_for_disk_is_not_overwritten(memory: Memory) -> None:
     frames = Frames(memory)
     first, second = take(frames, 1), take(frames, 2)
     header = {"policy": {}}
-    assert frames.begin(3, 0, list(some_state(3)), header) is None
-    first.settle(SnapshotOutcome.FAILED)
-    assert frames.begin(3, 0, list(some_state(3)), header) is not None
+    assert frames.open_snapshot(3, 0, list(some_state(3)), header) is None
+    first.note_outcome(SnapshotOutcome.FAILED)
+    assert frames.open_snapshot(3, 0, list(some_state(3)), header) is not None
     assert not first.here and second.here
-    first.settle(SnapshotOutcome.DURABLE)
-    first.finish(0)
+    first.note_outcome(SnapshotOutcome.DURABLE)
+    first.finish_share(0)
     assert versions(frames) == [2], "what is said of an old attempt does not count for the new one"
 
 
@@ -123,20 +123,20 @@ def test_a_frame_in_use_elsewhere_is_not_taken(memory: Memory) -> None:
     (theirs,) = [found for found in others.complete() if found.version == 1]
     with theirs.pinned() as pinned:
         assert pinned
-        assert frames.begin(3, 0, list(some_state(3)), {}) is None
+        assert frames.open_snapshot(3, 0, list(some_state(3)), {}) is None
         with first.pinned() as also:
             assert not also
-    assert frames.begin(3, 0, list(some_state(3)), {}) is not None
+    assert frames.open_snapshot(3, 0, list(some_state(3)), {}) is not None
 
 
 def test_a_larger_state_and_a_smaller_one(memory: Memory) -> None:
     frames, others = Frames(memory), Frames(memory)
     for version, n in enumerate((10, 3_000_000, 20, 5_000_000)):
         state = {slice_of("x", torch.arange(n)): torch.arange(n)}
-        taken = frames.begin(version, 0, list(state), {"meta": {}}, to_disk=False)
+        taken = frames.open_snapshot(version, 0, list(state), {"meta": {}}, to_disk=False)
         assert taken is not None
         tiers.copy(taken, state, taken.share(0))
-        taken.finish(0)
+        taken.finish_share(0)
         seen = others.complete()[0]
         assert seen.version == version
         (content,) = seen.contents().values()
@@ -149,13 +149,13 @@ def test_too_little_memory_is_said_and_one_frame_is_used_if_disk_has_it(
     frames = Frames(memory)
     first = take(frames, 1)
     monkeypatch.setattr(snapshot, "_memory_available", lambda: 1000)
-    assert frames.begin(2, 0, list(some_state(2)), {}) is None, "version 1 is nowhere else yet"
-    first.settle(SnapshotOutcome.DURABLE)
-    assert frames.begin(2, 0, list(some_state(2)), {}) is not None
+    assert frames.open_snapshot(2, 0, list(some_state(2)), {}) is None, "version 1 is nowhere else yet"
+    first.note_outcome(SnapshotOutcome.DURABLE)
+    assert frames.open_snapshot(2, 0, list(some_state(2)), {}) is not None
     with pytest.raises(InfrastructureError, match="more memory, and 0 MB are available"):
         empty = shared_frames.create()
         try:
-            Frames(empty).begin(1, 0, list(some_state(1)), {})
+            Frames(empty).open_snapshot(1, 0, list(some_state(1)), {})
         finally:
             for descriptor in empty:
                 os.close(descriptor)

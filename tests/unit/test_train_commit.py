@@ -24,7 +24,7 @@ def header(
 
 def test_a_header_survives_the_wire() -> None:
     sent = header(switch=9, stop=True, canary=2**63 - 1, canary_batch=2**62 + 1, state=2**63 - 2)
-    sent.table.enter((0, 1), [None] * 70, {0: Contribution(1.25, 0.5, 2**64 - 1)})
+    sent.table.enter_lanes((0, 1), [None] * 70, {0: Contribution(1.25, 0.5, 2**64 - 1)})
     got = Header.unpack(sent.pack(), sent.table)
     assert (got.generation, got.version, got.switch, got.stop, got.canary) == (3, 5, 9, True, 2**63 - 1)
     assert (got.canary_batch, got.state) == (2**62 + 1, 2**63 - 2)
@@ -127,8 +127,9 @@ def test_headers_of_different_steps_are_our_bug() -> None:
 def test_tables_of_disjoint_lanes_add_up() -> None:
     one, other = header(), header()
     here = torch.ones(1)
-    one.table.enter((0, 1), [here] * 69 + [None], {0: Contribution(1.0, 1.0, 11), 1: Contribution(2.0, 0.5, 12)})
-    other.table.enter((1, 2), [None] * 69 + [here], {2: Contribution(3.0, 1.0, 13), 3: Contribution(0.0, 0.0, 14)})
+    one.table.enter_lanes((0, 1), [here] * 69 + [None], {0: Contribution(1.0, 1.0, 11), 1: Contribution(2.0, 0.5, 12)})
+    last = {2: Contribution(3.0, 1.0, 13), 3: Contribution(0.0, 0.0, 14)}
+    other.table.enter_lanes((1, 2), [None] * 69 + [here], last)
     table = combine([one, other])
     assert table.loss_N.tolist() == [1.0, 2.0, 3.0, 0.0] and table.weight_N.tolist() == [1.0, 0.5, 1.0, 0.0]
     assert table.ids_hash_N.tolist() == [11, 12, 13, 14]

@@ -205,7 +205,7 @@ def test_states_of_policies_are_compared_between_replicas() -> None:
     model = nn.Linear(2, 2)
     policies = Policies([Counting()])
     watch = StateWatch(model, torch.optim.SGD(model.parameters()), [], {}, policies=policies)
-    before = watch.word("here")
-    assert watch.word("here") == before
+    before = watch.checked_word("here")
+    assert watch.checked_word("here") == before
     policies.before_apply(FACTS)
-    assert watch.word("here") != before
+    assert watch.checked_word("here") != before

@@ -80,7 +80,7 @@ def placed_sum(shape: Shape, members: int, step: int, dtype: torch.dtype) -> tup
         paired = Shape(shape.slots, shape.lanes, shape.micro_batch, pairs=dtype == torch.float32)
         for unit in paired.units(own):
             run_unit(slots, model, step, unit)
-            partials.add(unit, *slots.take())
+            partials.add(unit, *slots.take_gradients())
         finished.update(partials.nodes)
         words = words + partials.table.words
 
@@ -129,12 +129,12 @@ def test_a_unit_left_half_way_goes_on_where_it_was_left() -> None:
             break
         read.append(slot)
         parts.backward(again(batch).pow(2).mean())
-    assert parts.begun() == (0, 1)
+    assert parts.begun_unit() == (0, 1)
     for slot, batch in parts.run(0, (0, 1)):
         read.append(slot)
         parts.backward(again(batch).pow(2).mean())
     assert read == [0, 1, 2, 3]
-    expected, got = whole.take(), parts.take()
+    expected, got = whole.take_gradients(), parts.take_gradients()
     assert expected[1] == got[1]
     assert all(torch.equal(a, b) for a, b in zip(expected[0], got[0], strict=True) if a is not None and b is not None)
 
@@ -145,7 +145,7 @@ def test_a_slot_of_weight_0_adds_nothing_even_if_its_loss_is_no_number() -> None
     before = copy.deepcopy(model.state_dict())
     for _, batch in slots.run(0, (0, 1)):
         slots.backward(model(batch).pow(2).mean() * float("nan"), weight=0)
-    gradients, contributions = slots.take()
+    gradients, contributions = slots.take_gradients()
     parameters = len(list(model.parameters()))
     assert all(g is None for g in gradients[:parameters]) and contributions[0].weight == 0
     assert all(not g.any() for g in gradients[parameters:] if g is not None)
@@ -179,7 +179,7 @@ def test_a_declared_buffer_is_put_back_and_summed(change: Callable[[Any], None],
     slots = computer(model, Shape(2, 1, 2), ("mean",))
     run_unit(slots, model, 0, (0, 1))
     assert model.mean is original and torch.equal(original, torch.ones(2))
-    total = slots.take()[0][-1]
+    total = slots.take_gradients()[0][-1]
     assert total is not None and torch.equal(total, torch.full((2,), 6.0))
 
 

@@ -442,7 +442,7 @@ def test_extra_state_that_needs_a_pickle_is_refused() -> None:
 def test_extra_state_that_changes_in_forward_is_refused() -> None:
     model = nn.Sequential(Remembering({"amax": torch.zeros(2)}))
     buffers = Buffers(model, [], torch.float32)
-    buffers.begin()
+    buffers.check_unchanged()
     buffers.finish_slot([], counts=True)
     model[0].extra["amax"].neg_()
     with pytest.raises(UserCodeError, match=r"extra state of module 0 .* changed in forward"):

@@ -60,8 +60,8 @@ def test_any_bit_of_the_state_is_found_within_one_round(monkeypatch: pytest.Monk
 
 
 def _word(held: StateWatch, version: int) -> int:
-    held.accept(version)
-    return held.word("here")
+    held.accept_state(version)
+    return held.checked_word("here")
 
 
 def test_a_change_that_torch_does_not_count_is_named() -> None:
@@ -69,7 +69,7 @@ def test_a_change_that_torch_does_not_count_is_named() -> None:
     held = StateWatch(model, torch.optim.SGD(model.parameters(), momentum=0.9), [], {})
     model.bias.detach().numpy()[0] += 1
     with pytest.raises(UserCodeError, match="bias was changed in step 3 in a way that torch does not count"):
-        held.word("in step 3")
+        held.checked_word("in step 3")
 
 
 def test_differences_name_the_place() -> None:

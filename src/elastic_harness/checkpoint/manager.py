@@ -156,7 +156,7 @@ class CheckpointManager:
         began = time.perf_counter()
         self._join()
         if self._peers is not None:
-            self._peers.join()
+            self._peers.finish_copy()
         tensors: dict[str, Tensor] = {}
         skeleton = {name: encode(getattr(state, name), name, tensors) for name in STATES}
         meta = {"lineage": 0, **{name: getattr(state, name) for name in _META}, "packages": packages()}
@@ -175,14 +175,14 @@ class CheckpointManager:
         self._snapshot = None
         with self._saver.reported(state.step, needed=wait or self._peers is not None):  # peers would wait for this rank
             captured = Captured(state.step, whole, mine, meta, policy, part)
-            snapshot = self._saver.begin_when_free(captured, to_disk=to_disk)
+            snapshot = self._saver.begin_snapshot_when_free(captured, to_disk=to_disk)
             if not owned:
-                self._tiers.join()
+                self._tiers.finish_copy()
             self._snapshot = snapshot
         self._note(state.step, on_disk=to_disk)
         if self._snapshot is not None:
             if self._peers is not None:
-                self._peers.begin(self._snapshot)
+                self._peers.begin_copy(self._snapshot)
             stall_ms = 1e3 * (time.perf_counter() - began)
             self._tell("snapshot_taken", {"step": state.step, "tier": tier.value, "stall_ms": stall_ms})
         if wait:
@@ -195,7 +195,7 @@ class CheckpointManager:
         try:
             self._join(needed=True)
             if self._peers is not None:
-                self._peers.join()
+                self._peers.finish_copy()
             if self._snapshot is not None:
                 done = self._saver.wait(self._snapshot)
             self._saver.check()
@@ -211,7 +211,7 @@ class CheckpointManager:
 
     def _join(self, *, needed: bool = False) -> None:
         """Block until the state may change."""
-        self._saver.join(-1 if self._snapshot is None else self._snapshot.version, needed=needed)
+        self._saver.finish_copy(-1 if self._snapshot is None else self._snapshot.version, needed=needed)
 
     def watch_preemption(self) -> None:
         """Set `preempted` on SIGTERM. `due` then asks for a checkpoint; save it with `wait=True` and leave within the

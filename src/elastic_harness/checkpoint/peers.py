@@ -87,7 +87,7 @@ class Peers:
     def close(self, *, needed: bool) -> None:
         """Wait for the copy that is under way, and let go of what dead ranks have left. Unless it is `needed`, it is
         then gone."""
-        self.join()
+        self.finish_copy()
         self._release(needed=needed)
         self._hang_up()
 
@@ -106,13 +106,13 @@ class Peers:
 
     # ---- copying
 
-    def begin(self, snapshot: Snapshot) -> None:
-        """Start copying a snapshot once it is sealed. No other copy may be begun before `join`."""
+    def begin_copy(self, snapshot: Snapshot) -> None:
+        """Start copying a snapshot once it is sealed. No other copy may be begun before `finish_copy`."""
         if not self._lost:
             self._copying = threading.Thread(target=self._copy, args=(snapshot,), name="checkpoint-peers", daemon=True)
             self._copying.start()
 
-    def join(self) -> None:
+    def finish_copy(self) -> None:
         """Block until the copy is done, or has failed and was reported. If a peer stands still, this takes
         `PEER_TIMEOUT_S`."""
         if self._copying is not None:
@@ -209,7 +209,7 @@ class Peers:
         checked. `step`: the only step to look for, if given. `least`: older steps do not count. If there is none, that
         is reported with the reason. Raises ConfigError if `into` is of another state, InfrastructureError if a peer is
         lost."""
-        self.join()
+        self.finish_copy()
         if not self._ranks.all(not self._lost):
             self._hang_up()
             self._group, self._lost = self._new_group(), False
@@ -346,7 +346,7 @@ def _refusal(room: Room | None) -> str:
     """Return why a copy does not count, in words; empty if it counts."""
     try:
         if room is not None:
-            room.accept()
+            room.accept_copy()
     except CheckpointCorrupt as error:
         return f"{error} It is not used."
     return ""

@@ -47,25 +47,25 @@ class Saver:
             return CheckpointTier.NVME
         return CheckpointTier.MEMORY if self.timing.is_due(version, in_memory, to_disk=False) else None
 
-    def begin(self, state: Captured, *, to_disk: bool, shares: int = 1) -> Snapshot | None:
-        """Start copying a state to shared memory, as `Tiers.begin`; None if no place is free there now."""
-        snapshot = self.tiers.begin(state, shares=shares, to_disk=to_disk)
+    def begin_snapshot(self, state: Captured, *, to_disk: bool, shares: int = 1) -> Snapshot | None:
+        """Start copying a state to shared memory, as `Tiers.begin_snapshot`; None if no place is free there now."""
+        snapshot = self.tiers.begin_snapshot(state, shares=shares, to_disk=to_disk)
         if snapshot is not None:
             self.timing.saved(to_disk=to_disk)
             if snapshot.awaits_ledger:
                 self._report("checkpoint_begun", {"attempt": snapshot.control.attempt})
         return snapshot
 
-    def begin_when_free(self, state: Captured, *, to_disk: bool) -> Snapshot:
-        """Do as `begin`; block while no place is free."""
-        while (snapshot := self.begin(state, to_disk=to_disk)) is None:
+    def begin_snapshot_when_free(self, state: Captured, *, to_disk: bool) -> Snapshot:
+        """Do as `begin_snapshot`; block while no place is free."""
+        while (snapshot := self.begin_snapshot(state, to_disk=to_disk)) is None:
             time.sleep(POLL_S)
         return snapshot
 
-    def join(self, version: int, *, needed: bool = False) -> None:
+    def finish_copy(self, version: int, *, needed: bool = False) -> None:
         """Block until the state may change. `needed`: as for `reported`."""
         with self.reported(version, needed=needed):
-            self.tiers.join()
+            self.tiers.finish_copy()
 
     def wait(self, snapshot: Snapshot) -> bool:
         """Block until a snapshot is where it was to go, in memory or on disk, or until that is hopeless. Return whether

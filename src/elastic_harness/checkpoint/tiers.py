@@ -1,7 +1,7 @@
 """The tiers as one. Workers copy the state to shared memory beside training. A writer takes it on to disk and object
 storage. It is loaded from the nearest tier that has it complete.
 
-    begin (one process of the node)  →  every worker copies its share  →  join, before the state changes
+    begin_snapshot (one process of the node)  →  every worker copies its share  →  finish_copy, before the state changes
     writer: seal → write → prune → upload
 """
 
@@ -107,14 +107,14 @@ class Tiers:
 
     # ---- saving
 
-    def begin(self, state: Captured, *, shares: int = 1, to_disk: bool = True) -> Snapshot | None:
+    def begin_snapshot(self, state: Captured, *, shares: int = 1, to_disk: bool = True) -> Snapshot | None:
         """Open a snapshot and start copying this process's share of it, the first. Return None if all frames are in
-        use. The tensors must not change before `join`. Does not block, except for an earlier copy."""
-        self.join()
+        use. The tensors must not change before `finish_copy`. Does not block, except for an earlier copy."""
+        self.finish_copy()
         if self._writer is not None:
             self._writer.keep_alive()
         lineage = int(state.meta.get("lineage", 0))
-        snapshot = self._frames.begin(
+        snapshot = self._frames.open_snapshot(
             state.version, lineage, list(state.tensors), state.header, shares=shares, to_disk=to_disk
         )
         if snapshot is not None:
@@ -131,10 +131,10 @@ class Tiers:
         wanted = snapshot.version == version and snapshot.control.shares == shares
         return snapshot if wanted and not snapshot.complete else None
 
-    def follow(self, snapshot: Snapshot, tensors: Mapping[Slice, Tensor], index: int) -> None:
-        """Start copying a share of a snapshot that another process has begun. Like `begin`, it blocks only for an
-        earlier copy."""
-        self.join()
+    def copy_share(self, snapshot: Snapshot, tensors: Mapping[Slice, Tensor], index: int) -> None:
+        """Start copying a share of a snapshot that another process has begun. Blocks only for an earlier copy, as
+        `begin_snapshot` does."""
+        self.finish_copy()
         self._start(snapshot, tensors, index)
 
     def _start(self, snapshot: Snapshot, tensors: Mapping[Slice, Tensor], index: int) -> None:
@@ -152,9 +152,9 @@ class Tiers:
             snapshot.populate(mine)
             copy(snapshot, tensors, mine)
             failpoint("checkpoint.copied", snapshot.version)
-            snapshot.finish(index)
+            snapshot.finish_share(index)
             self._frames.wake()
-        except BaseException as error:  # thread boundary: raised again by `join`
+        except BaseException as error:  # thread boundary: raised again by `finish_copy`
             self._error = error
 
     @property
@@ -162,7 +162,7 @@ class Tiers:
         """Whether the state must not change yet."""
         return self._copying is not None and self._copying.is_alive()
 
-    def join(self) -> None:
+    def finish_copy(self) -> None:
         """Block until this process's share is copied. Raises the error of that copy."""
         if self._copying is not None:
             self._copying.join()

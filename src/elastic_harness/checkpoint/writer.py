@@ -107,7 +107,7 @@ class Writer:
                     tell("checkpoint_failed", **policy.failure(snapshot.version, failed, final=pause_s is None))
                     if pause_s is not None:
                         time.sleep(pause_s)
-            snapshot.settle(SnapshotOutcome.FAILED)
+            snapshot.note_outcome(SnapshotOutcome.FAILED)
             return True
 
     def _write(self, snapshot: Snapshot, policy: Policy) -> None:
@@ -120,10 +120,10 @@ class Writer:
         else:
             whole = parts.save_part(self._folder, version, parts.Part(**header["part"]), *told)
             if whole is None:  # other writers are not done yet
-                snapshot.settle(SnapshotOutcome.DURABLE)
+                snapshot.note_outcome(SnapshotOutcome.DURABLE)
                 return
             path = whole
-        snapshot.settle(SnapshotOutcome.DURABLE)
+        snapshot.note_outcome(SnapshotOutcome.DURABLE)
         failpoint("checkpoint.written", version)
         with contextlib.suppress(OSError):
             retention.prune(self._folder, policy.retention, self._uploader.in_use())

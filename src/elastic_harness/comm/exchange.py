@@ -240,7 +240,7 @@ class Exchange:
                 self._transport.wait((work,), 0.001)
         return work.finished
 
-    def sent(self, timeout_s: float) -> None:
+    def wait_until_sent(self, timeout_s: float) -> None:
         """Wait until every send has left its buffer. A send that failed is no error here, because the receiver will
         report it."""
         if self._transport is not None and self._sends:
@@ -253,6 +253,6 @@ class Exchange:
     def retire(self, timeout_s: float) -> None:
         """Give all vectors back, the result too. The next step is committed, so nobody asks for this one any more.
         Waits until every send has left its buffer."""
-        self.sent(timeout_s)
+        self.wait_until_sent(timeout_s)
         self._pool.give_back(*self._partials, self.result)
         self._partials.clear()

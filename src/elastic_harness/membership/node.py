@@ -260,7 +260,7 @@ def step(state: NodeState, inputs: Iterable[Input], now: float) -> Step:
     before = state
     outputs: tuple[Output, ...] = ()
     for told in inputs:
-        state, more = _take(state, told, now)
+        state, more = _apply(state, told, now)
         outputs += more
     if state.damaged is not before.damaged:
         new = [(key, why) for key, (at, why) in state.damaged.items() if before.damaged.get(key, (-1,))[0] != at]
@@ -294,7 +294,7 @@ class Node:
         return outputs
 
 
-def _take(state: NodeState, told: Input, now: float) -> Step:
+def _apply(state: NodeState, told: Input, now: float) -> Step:
     own = state.own
     match told:
         case Happened(event):
@@ -505,7 +505,7 @@ def _heed(state: NodeState, decision: dict[str, Any], now: float) -> Step:
         state = replace(state, origin=decision["origin"], heeded=0)
         if known_to_the_store:  # it still has this node's record, which lacks what the old leader had read
             return _begin_again(state, now)
-    state = replace(state, origin_in=state.own.session, own=state.own.heed(decision))
+    state = replace(state, origin_in=state.own.session, own=state.own.heed_decision(decision))
     state, outputs = _carry_out(state, decision["actions"])
     own = state.own
     if own.key in (decision.get("damaged") or ()):

@@ -110,7 +110,7 @@ class OwnRecord:
 
     # ---- what is decided
 
-    def heed(self, decision: Mapping[str, Any]) -> OwnRecord:
+    def heed_decision(self, decision: Mapping[str, Any]) -> OwnRecord:
         """Drop the events that a decision says were read, and learn what the decision knows."""
         about, history = self.about, self.history
         if not history and HISTORY in decision["about"] and decision["formed"]:

@@ -263,7 +263,7 @@ def steps(state: State, events: Iterable[Event], now: float) -> tuple[State, tup
     actions: tuple[Action, ...] = ()
     draft = _Draft(state)
     for event in events:
-        more = _take(draft, event, now)
+        more = _apply(draft, event, now)
         actions += more
         if any(isinstance(a, Poison | Stop) for a in more):
             return replace(draft.result(), done=True), actions
@@ -325,7 +325,7 @@ class _Draft:
         )
 
 
-def _take(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
+def _apply(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
     state = draft.state
     match event:
         case Ready(member):

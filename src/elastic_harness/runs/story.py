@@ -236,7 +236,7 @@ class Story:
                 worker.end, worker.ended = "stopped", float(event["t"])
 
 
-def tell(events: Iterable[Mapping[str, Any]], kills: Iterable[Kill] = ()) -> Story:
+def tell_story(events: Iterable[Mapping[str, Any]], kills: Iterable[Kill] = ()) -> Story:
     """Return the story of a whole log. Workers that `kills` names are shown as killed."""
     story = Story()
     for event in events:

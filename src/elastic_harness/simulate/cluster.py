@@ -118,24 +118,24 @@ class Cluster:
                 self.check_announcement(world, before, generation)
                 for i in self.audience(world, before, generation):
                     world = self.put(world, i, world.workers[i]._replace(told=True))
-                    world = self.tell(world, i, ("generation", generation))
+                    world = self.tell_worker(world, i, ("generation", generation))
             case protocol.Publish(digest, _):
                 self.check_digest(world, before, digest)
                 self.digests.append(digest)
                 for member in digest.sources:
-                    world = self.tell(world, index_of(member), ("digest", len(self.digests) - 1))
+                    world = self.tell_worker(world, index_of(member), ("digest", len(self.digests) - 1))
                 return self.deduplicated(world, digest)
             case protocol.Pause():
                 for i, w in enumerate(world.workers):
                     if w.told:
-                        world = self.tell(world, i, ("pause",))
+                        world = self.tell_worker(world, i, ("pause",))
             case protocol.Evict(member):
                 world = self.die(world, index_of(member))
             case protocol.Done(version):
                 self.check_done(world, version)
                 for i, w in enumerate(world.workers):
                     if w.told:
-                        world = self.tell(world, i, ("done",))
+                        world = self.tell_worker(world, i, ("done",))
             case protocol.Stop():
                 for i in range(len(world.workers)):
                     world = self.ask_to_stop(world, i)
@@ -305,9 +305,9 @@ class Cluster:
 
     def ask_to_stop(self, world: World, who: int) -> World:
         """Ask a worker to stop. A worker that was in no generation is just ended."""
-        return self.tell(world, who, ("stop",)) if world.workers[who].told else self.die(world, who)
+        return self.tell_worker(world, who, ("stop",)) if world.workers[who].told else self.die(world, who)
 
-    def tell(self, world: World, who: int, message: tuple[Any, ...]) -> World:
+    def tell_worker(self, world: World, who: int, message: tuple[Any, ...]) -> World:
         w = world.workers[who]
         if not w.up or w.fenced:
             return world

@@ -606,7 +606,7 @@ class Simulation(Workers):
             raise Violation("state given up", f"{at}: {digest}")
 
     def _tell(self, who: int, message: tuple[object, ...]) -> None:
-        self.world = self.tell(self.world, who, message)
+        self.world = self.tell_worker(self.world, who, message)
 
     # ---- faults
 

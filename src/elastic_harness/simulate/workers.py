@@ -283,7 +283,7 @@ class Workers(Cluster):
         w = world.workers[who]
         if w.version < 1:
             return world
-        world = self.enter(world, w, w.version - 1)
+        world = self.write_line(world, w, w.version - 1)
         if self.is_due(w.version):
             world = self.save(world, who)
         return self.lead(world, self.event(protocol.Committed(w.version - 1)))
@@ -292,7 +292,7 @@ class Workers(Cluster):
         """Return whether a member tells of commits, and saves."""
         return who == members[0]
 
-    def enter(self, world: World, w: SimulatedWorker, step: int) -> World:
+    def write_line(self, world: World, w: SimulatedWorker, step: int) -> World:
         """Write a line of the ledger."""
         return world._replace(ledger=world.ledger | {(w.lineage, w.from_step, step)})
 
@@ -308,7 +308,7 @@ class Workers(Cluster):
         w = world.workers[who]._replace(mode="fin", todo=())
         world = self.put(world, who, w)
         if w.members[0] == who:  # it saves the result before it says that it has finished: one line more
-            world = self.enter(world, w, w.version)
+            world = self.write_line(world, w, w.version)
         world = self.report(world, who, protocol.Finished(self.name(who), w.version))
         if w.stop:
             return self.put(world, who, w._replace(mode="over"))
@@ -398,7 +398,7 @@ class Workers(Cluster):
             if self.name(who) not in generation.members:
                 return self.leave(world, who)
             return self.await_digest(world, who, generation)
-        return self.accept(world, who, self.digests[w.digest]) if self.acceptable(w, who) else world
+        return self.enter_generation(world, who, self.digests[w.digest]) if self.acceptable(w, who) else world
 
     def acceptable(self, w: SimulatedWorker, who: int) -> bool:
         """Return whether this worker knows the digest that it waits for, and is connected."""
@@ -418,7 +418,7 @@ class Workers(Cluster):
 
     # ---- recovery
 
-    def accept(self, world: World, who: int, digest: Digest) -> World:
+    def enter_generation(self, world: World, who: int, digest: Digest) -> World:
         """Enter the digest's generation, and do or begin what the digest asks of this member."""
         w = world.workers[who]
         me = self.name(who)

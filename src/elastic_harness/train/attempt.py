@@ -112,7 +112,7 @@ def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> lis
     assert formed is not None and partials is not None
     generation, timeout_s = formed.generation, engine.config.elastic.exchange_timeout_s
     engine.board.show(Phase.EXCHANGE, partials.step, deadline_s=2 * timeout_s)
-    state = engine.watch.word(f"in step {partials.step}")
+    state = engine.watch.checked_word(f"in step {partials.step}")
     header = Header(
         generation=generation.number,
         version=partials.step,

@@ -22,7 +22,7 @@ from elastic_harness.train.progress import Progress
 from elastic_harness.train.tell import tell_commit
 
 
-def committed(engine: Engine, progress: Progress, record: Record, metrics: Metrics, attempt: Attempt) -> Progress:
+def after_apply(engine: Engine, progress: Progress, record: Record, metrics: Metrics, attempt: Attempt) -> Progress:
     """Return the progress after a commit. The vectors of the step before are free now; the first member of each node
     tells its agent."""
     assert progress.formed is not None
@@ -46,7 +46,7 @@ def committed(engine: Engine, progress: Progress, record: Record, metrics: Metri
 def before_apply(engine: Engine, progress: Progress) -> None:
     """Whatever reads the state of this version has to be through with it: a snapshot, and a joiner that receives it."""
     finish_copy(engine, progress)
-    engine.deadlines.enter(Phase.APPLY, progress.version)
+    engine.deadlines.enter_phase(Phase.APPLY, progress.version)
     if progress.serving is not None:
         progress.serving.join()
 
@@ -74,17 +74,17 @@ def save_if_due(engine: Engine, progress: Progress) -> None:
             version, digest.lineage, digest.from_step, shares, described(engine, progress), uploads=uploads
         )
     else:
-        engine.saver.follow(version, *formed.on_node)
+        engine.saver.copy_share(version, *formed.on_node)
 
 
 def finish_copy(engine: Engine, progress: Progress) -> None:
     """Before the state changes: have this worker's share of a snapshot copied, if there is one."""
     formed = progress.formed
     assert formed is not None
-    engine.saver.follow(progress.version, *formed.on_node)
+    engine.saver.copy_share(progress.version, *formed.on_node)
     if engine.saver.copying:
         engine.board.show(Phase.CHECKPOINT, progress.version, deadline_s=engine.config.elastic.exchange_timeout_s)
-    engine.saver.join(progress.version)
+    engine.saver.finish_copy(progress.version)
 
 
 def described(engine: Engine, progress: Progress) -> Callable[[], dict[str, Any]]:
@@ -117,7 +117,7 @@ def halt_if_decided(engine: Engine, progress: Progress) -> None:
     if progress.metrics is None or not progress.metrics.halted:
         return
     if progress.exchange is not None:
-        progress.exchange.sent(engine.config.elastic.exchange_timeout_s)
+        progress.exchange.wait_until_sent(engine.config.elastic.exchange_timeout_s)
     tell_commit(engine, progress, None)  # the member that speaks may have died before it could
     engine.link.send(PolicyHalt(progress.metrics.halted))
     raise Diverged(progress.metrics.halted)
@@ -133,5 +133,5 @@ def stop_at_boundary(engine: Engine, progress: Progress) -> Left:
         engine.saver.save(
             progress.version, formed.digest.lineage, described(engine, progress), uploads=formed.rank == 0
         )
-    progress.exchange.sent(engine.config.elastic.exchange_timeout_s)
+    progress.exchange.wait_until_sent(engine.config.elastic.exchange_timeout_s)
     return Left(request.reason)

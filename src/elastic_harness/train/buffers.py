@@ -35,18 +35,18 @@ class Buffers:
         self._extra = ExtraState(model)
         self._extra_before: dict[str, str] = {}
         self._dtype = dtype
-        self.accept()
+        self.accept_values()
 
     def zeros(self) -> list[Tensor]:
         """An empty sum for every averaged buffer."""
         return [torch.zeros(b.shape, dtype=self._dtype, device=b.device) for b in self._averaged.values()]
 
-    def accept(self) -> None:
+    def accept_values(self) -> None:
         """Take the buffers as they are now for those of the step that begins."""
         self._saved = [b.clone() for b in self._averaged.values()]
         self._versions = {name: buffer._version for name, (_, _, buffer) in self._places.items()}
 
-    def begin(self) -> None:
+    def check_unchanged(self) -> None:
         """Before slots run. Raises UserCodeError if a buffer that is state was changed since the commit."""
         for name in (*self._averaged, *self._fixed):
             module, attribute, buffer = self._places[name]

@@ -23,7 +23,7 @@ class Deadlines:
         self._slowest_s: dict[Phase, float] = {}
         self._overdue_s: dict[int, float] = {}
 
-    def heed(self, overdue: Iterable[tuple[int, float]]) -> None:
+    def heed_overdue(self, overdue: Iterable[tuple[int, float]]) -> None:
         """Steps in which somebody did not finish within so many seconds."""
         self._overdue_s = dict(overdue)
 
@@ -33,14 +33,14 @@ class Deadlines:
         bounded_s = min(max(learned_s, self._config.progress_timeout_min_s), self._config.progress_timeout_max_s)
         return bounded_s if slowest_s is not None else max(bounded_s, self._config.first_step_timeout_s)
 
-    def enter(self, phase: Phase, step: int = -1, slot: int = -1) -> None:
+    def enter_phase(self, phase: Phase, step: int = -1, slot: int = -1) -> None:
         """Show a phase on the board with its learned deadline."""
         self._board.show(phase, step, slot, self.limit_s(phase, step))
 
     @contextmanager
     def measured(self, phase: Phase, step: int = -1, slot: int = -1) -> Iterator[None]:
         """Show a phase on the board for the time of a block, and learn from it."""
-        self.enter(phase, step, slot)
+        self.enter_phase(phase, step, slot)
         start = time.monotonic()
         yield
         self.observe(phase, time.monotonic() - start)

@@ -54,8 +54,8 @@ class Engine:
 
     def accept_state(self, version: int) -> None:
         """Training state is that of `version` now: any further change before the next commit is an error."""
-        self.slots.accept()
-        self.watch.accept(version)
+        self.slots.accept_buffers()
+        self.watch.accept_state(version)
 
     def new_partials(self, step: int) -> Partials:
         """Nothing of step `step` is done yet."""

@@ -27,7 +27,7 @@ class HeldGradients:
         self._names = list(names)
         self._parameters = list(parameters)
         self._held: list[Tensor | None] = [None] * len(self._parameters)
-        self._lent: list[tuple[Tensor | None, int]] | None = None
+        self._noted: list[tuple[Tensor | None, int]] | None = None
         self._peeked: tuple[int, int] = (0, 0)  # which gradient, the hash of its beginning
         self.lent = False  # whether p.grad holds the sums
 
@@ -44,40 +44,40 @@ class HeldGradients:
             if gradient is not None:
                 parameter.grad = gradient
 
-    def note(self) -> None:
+    def note_backward(self) -> None:
         """Remember what the backward has left."""
         gradients = [parameter.grad for parameter in self._parameters]
-        self._lent = [(g, -1 if g is None else g._version) for g in gradients]
+        self._noted = [(g, -1 if g is None else g._version) for g in gradients]
         which = (self._peeked[0] + 1) % len(gradients)
         self._peeked = which, _peek(gradients[which])
 
     def take_back(self, where: str) -> None:
         """Empty p.grad. Raises UserCodeError if anything but the backward has changed it; `where`: in which slot."""
-        if self._lent is None:
+        if self._noted is None:
             return
-        for (noted, version), name, parameter in zip(self._lent, self._names, self._parameters, strict=True):
+        for (noted, version), name, parameter in zip(self._noted, self._names, self._parameters, strict=True):
             if parameter.grad is not noted or (noted is not None and noted._version != version):
                 raise _changed(name, where)
         which, before = self._peeked
-        if _peek(self._lent[which][0]) != before:
+        if _peek(self._noted[which][0]) != before:
             raise _changed(self._names[which], where)
-        self._held = [gradient for gradient, _ in self._lent]
+        self._held = [gradient for gradient, _ in self._noted]
         self._empty()
 
-    def take(self) -> list[Tensor | None]:
+    def take_sums(self) -> list[Tensor | None]:
         """The finished sums, which are the caller's from now on."""
         taken, self._held = self._held, [None] * len(self._parameters)
         return taken
 
-    def drop(self) -> None:
+    def drop_sums(self) -> None:
         """Forget them."""
-        self.take()
+        self.take_sums()
         self._empty()
 
     def _empty(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-        self._lent, self.lent = None, False
+        self._noted, self.lent = None, False
 
 
 def _peek(gradient: Tensor | None) -> int:

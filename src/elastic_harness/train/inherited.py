@@ -64,7 +64,7 @@ class Inherited:
                         f"{self.origin.version}; make it longer, or take the weights alone (--weights-only)"
                     ) from error
 
-    def begin(self) -> None:
+    def prepare_step_0(self) -> None:
         """Prepare step 0 of a run that nobody has state of: take the weights, if they alone are taken. Raises
         InfrastructureError where the whole state is wanted: to begin with random weights would be silently wrong."""
         if not self.origin.weights_only:

@@ -104,13 +104,13 @@ class AgentLink:
                 os._exit(EXIT_INFRASTRUCTURE)
             try:
                 with self._changed:
-                    self._take(message)
+                    self._note_message(message)
                     self._changed.notify_all()
             except BaseException:  # thread boundary: without this thread the worker would wait for ever
                 traceback.print_exc()
                 os._exit(EXIT_INFRASTRUCTURE)
 
-    def _take(self, message: object) -> None:
+    def _note_message(self, message: object) -> None:
         match message:
             case Generation():
                 self._heard = self._heard.announced(message)

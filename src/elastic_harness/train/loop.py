@@ -19,7 +19,7 @@ from elastic_harness.contract.board import Phase
 from elastic_harness.errors import GenerationChanged, PeerFailed, Recoverable, UserCodeError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.attempt import Attempt, finish_exchange, place, record_of
-from elastic_harness.train.boundary import after_commit, before_apply, committed
+from elastic_harness.train.boundary import after_apply, after_commit, before_apply
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import gate
 from elastic_harness.train.interrupts import interrupts_wait
@@ -36,10 +36,10 @@ def commit_step(engine: Engine, progress: Progress) -> Generator[Any, None, Prog
     """Commit step `progress.version`; yields the batches of the slots that fall to this worker. Returns (as the
     generator's value) the progress after it. Collective; blocks until the step is committed."""
     engine.watch.check_step(f"before step {progress.version}, outside of its micro-batches")
-    progress = settle(engine, progress)
+    progress = settle_commit(engine, progress)
     step = progress.version
     if engine.before_step is not None:
-        engine.watch.prepare(step, engine.before_step)
+        engine.watch.run_before_step(step, engine.before_step)
     while progress.version == step:
         try:
             progress = progress if progress.partials else replace(progress, partials=engine.new_partials(step))
@@ -55,11 +55,12 @@ def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[An
     """Run the slots of this worker's lanes; each finished partial sum starts to travel at once."""
     partials = progress.partials
     assert partials is not None and progress.formed is not None
-    begun = engine.slots.begun()  # left half-way when the generation changed; first, before p.grad is needed for others
+    # A unit that was left half-way when the generation changed comes first, before p.grad is needed for others.
+    begun = engine.slots.begun_unit()
     first = 0
     for unit in sorted(units(engine, attempt, begun), key=lambda unit: unit != begun):
         yield from run_slots(engine, progress, unit)
-        gradients, contributions = engine.slots.take()
+        gradients, contributions = engine.slots.take_gradients()
         if attempt.canary_due and unit == CANARY:
             first = canary_word(gradients)
         span = partials.add(unit, gradients, contributions)
@@ -67,7 +68,8 @@ def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[An
         attempt.send_if_finished(span, partials)
     if attempt.canary_due:
         yield from run_slots(engine, progress, CANARY, rehearsal=True)
-        attempt.canary, attempt.canary_batch = canary_word(engine.slots.take()[0]), batch_word(engine.slots.rehearsed)
+        again, _ = engine.slots.take_gradients()
+        attempt.canary, attempt.canary_batch = canary_word(again), batch_word(engine.slots.rehearsed)
         check_pure(first, attempt.canary, partials.step)
 
 
@@ -97,7 +99,7 @@ def run_slots(engine: Engine, progress: Progress, unit: Span, *, rehearsal: bool
     assert progress.formed is not None
     for slot, batch in engine.slots.run(step, unit, rehearsal=rehearsal):
         stop_if_void(engine, progress)
-        engine.saver.follow(step, *progress.formed.on_node)
+        engine.saver.copy_share(step, *progress.formed.on_node)
         with engine.deadlines.measured(Phase.SLOT, step, slot):
             failpoint("slot.forward", step)
             yield batch
@@ -122,11 +124,11 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
             engine.registry.rehearse()  # most optimizers have no state before their first step
         engine.accept_state(record.step + 1)
         failpoint("apply.finished", record.step)
-        progress = committed(engine, progress, record, metrics, attempt)
+        progress = after_apply(engine, progress, record, metrics, attempt)
     return replace(progress, verdict=verdict)
 
 
-def settle(engine: Engine, progress: Progress) -> Progress:
+def settle_commit(engine: Engine, progress: Progress) -> Progress:
     """What the last commit left to be done once the user's code after it has run: save, stop, or move on to the
     planned generation that all have heard of. Raises Diverged or Left if training does not go on."""
     after_commit(engine, progress)

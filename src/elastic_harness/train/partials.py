@@ -68,7 +68,7 @@ class SlotTable:
         """(L, ⌈P/64⌉) bits: whether the lane has a gradient for the entry."""
         return self.words[3 * self.slots :].view(np.uint64).reshape(self.lanes, -1)
 
-    def enter(self, lanes: Span, gradients: Gradients, contributions: Mapping[int, Contribution]) -> None:
+    def enter_lanes(self, lanes: Span, gradients: Gradients, contributions: Mapping[int, Contribution]) -> None:
         """Record finished lanes that were summed together."""
         for slot, contribution in contributions.items():
             self.loss_N[slot], self.weight_N[slot] = contribution.loss, contribution.weight
@@ -99,7 +99,7 @@ class Partials:
     def add(self, span: Span, gradients: Gradients, contributions: Mapping[int, Contribution]) -> Span:
         """Take over a finished span; returns the one it has grown into. Adds in place: the tensors belong to this
         object from now on."""
-        self.table.enter(span, gradients, contributions)
+        self.table.enter_lanes(span, gradients, contributions)
         while span != (0, self.table.lanes):
             parent, sibling = parent_and_sibling(span, self.table.lanes)
             if sibling not in self.spans:

@@ -97,7 +97,7 @@ def recover(engine: Engine, progress: Progress, failure: Recoverable | None) -> 
                 engine.pool.clear()
             failpoint("recovery.released", progress.version)
             progress = replace(progress, formed=formed, exchange=None, serving=None)
-            engine.deadlines.heed(formed.digest.overdue)
+            engine.deadlines.heed_overdue(formed.digest.overdue)
             failpoint("recovery.reconciled", progress.version)
             with stages.timed("repair"):
                 progress = _repair(engine, progress, report)
@@ -172,7 +172,7 @@ def _lanes(engine: Engine, progress: Progress) -> Ranges:
     """The lanes this member keeps: the finished ones, and those it has begun and will take up again."""
     if progress.partials is None:
         return ()
-    begun = engine.slots.begun()
+    begun = engine.slots.begun_unit()
     return merge_ranges(progress.partials.held(), (begun,) if begun else ())
 
 
@@ -194,13 +194,13 @@ def _repair(engine: Engine, progress: Progress, report: Report) -> Progress:
             raise
 
     if source.kind != "keep":
-        engine.slots.drop()
-        engine.saver.join(progress.version)
+        engine.slots.drop_unit()
+        engine.saver.finish_copy(progress.version)
     match source.kind:
         case "keep":
             if digest.lanes.get(members[formed.rank], ()) == report.lanes:
                 return progress
-            engine.slots.drop()
+            engine.slots.drop_unit()
             return progress.dropped()
         case "replay":
             record = Record.from_payload(receive()[0], engine.new_partials(0).table)
@@ -219,7 +219,7 @@ def _repair(engine: Engine, progress: Progress, report: Report) -> Progress:
             tell_state(engine, formed, stored, holder=CHECKPOINT)
             tell_state(engine, formed, held, taken_from=CHECKPOINT)
         case "init":
-            engine.saver.begin()
+            engine.saver.prepare_step_0()
             engine.registry.rehearse()
     return progress.at(digest.version, record=None, metrics=None)
 

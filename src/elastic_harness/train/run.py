@@ -61,7 +61,7 @@ from elastic_harness.train.imports import late_settings, tell_imports
 from elastic_harness.train.inherited import Inherited
 from elastic_harness.train.layout import averaged_buffers, make_layout, optimized, state_buffers
 from elastic_harness.train.link import AgentLink, Left, Link
-from elastic_harness.train.loop import commit_step, settle
+from elastic_harness.train.loop import commit_step, settle_commit
 from elastic_harness.train.nonfinite import SkipNonfinite
 from elastic_harness.train.policies import Policies
 from elastic_harness.train.policies import settings as policy_settings
@@ -147,7 +147,7 @@ class Run:
         except Left as left:
             if not left.done:
                 self._leave(left)
-            engine.saver.wait()
+            engine.saver.close()
             engine.applier.disown()
             self._disconnect()
             _open.pop(engine.run_dir.resolve(), None)
@@ -190,9 +190,9 @@ class Run:
         formed = self._progress.formed
         if formed is None or version <= formed.digest.from_step:
             return
-        engine.slots.put_back()
+        engine.slots.undo_slot()
         try:
-            engine.watch.word("before close()")
+            engine.watch.checked_word("before close()")
         except UserCodeError as error:
             print(f"elastic-harness: step {version} is not saved: {error}", file=sys.stderr, flush=True)
             return
@@ -212,7 +212,7 @@ class Run:
         """Let go of the connections to the other workers."""
         formed, exchange = self._progress.formed, self._progress.exchange
         if exchange is not None:
-            exchange.sent(self._engine.config.elastic.exchange_timeout_s)
+            exchange.wait_until_sent(self._engine.config.elastic.exchange_timeout_s)
         if formed is not None and formed.transport is not None:
             self._engine.link.wake = lambda: None
             formed.transport.close()
@@ -221,15 +221,15 @@ class Run:
     def _leave(self, left: Left) -> NoReturn:
         """End the process: this worker is not needed any more, and what follows the loop is for those who finished."""
         failpoint("leave.began", self._progress.version)
-        self._engine.saver.wait()
+        self._engine.saver.close()
         self._disconnect()
         print(f"elastic-harness: {left.reason}", file=sys.stderr, flush=True)
         _leave(0)
 
     def _finish(self) -> None:
         """Save, say so, and keep serving until everybody is done."""
-        self._engine.watch.word("after the last step")
-        self._progress = settle(self._engine, self._progress)
+        self._engine.watch.checked_word("after the last step")
+        self._progress = settle_commit(self._engine, self._progress)
         engine, progress = self._engine, self._progress
         formed = progress.formed
         assert formed is not None
@@ -394,7 +394,7 @@ def start(
 
     def reading(step: int, slot: int, sample_ids: list[int]) -> None:
         board.sample_ids = sample_ids
-        deadlines.enter(Phase.DATA, step, slot)
+        deadlines.enter_phase(Phase.DATA, step, slot)
 
     device = next(model.parameters()).device
     cuda = device.type == "cuda"
@@ -479,7 +479,7 @@ _open: dict[Path, Run] = {}
 
 def _release(engine: Engine) -> None:
     """Let go of the run folder and of the user's objects."""
-    engine.saver.wait()
+    engine.saver.close()
     engine.applier.disown()
     engine.link.close()
 

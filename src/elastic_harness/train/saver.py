@@ -57,16 +57,16 @@ class RunSaver:
     ) -> None:
         """As the first worker: begin a snapshot if one is due and a frame is free. `from_step`: where this lineage
         began. `world`: how many workers copy a share. `uploads`: whether it may go to object storage. Must be followed
-        by `join` before the state changes. Does not block."""
+        by `finish_copy` before the state changes. Does not block."""
         self._saver.check()
         tier = self._saver.due(version, *self._last_saved(lineage, from_step))
         if tier is not None:
             shares = 1 if self.alone else world  # no other process has our memory
             with self._saver.reported(version):
                 state = self._state(version, lineage, describe, uploads)
-                self._saver.begin(state, to_disk=tier == CheckpointTier.NVME, shares=shares)
+                self._saver.begin_snapshot(state, to_disk=tier == CheckpointTier.NVME, shares=shares)
 
-    def follow(self, version: int, place: int, shares: int) -> None:
+    def copy_share(self, version: int, place: int, shares: int) -> None:
         """As another worker: start copying this one's share if the first has begun a snapshot of this version. `place`:
         among the workers of this node, who are `shares`. Costs microseconds if there is none. Does not block."""
         if place == 0:
@@ -74,7 +74,7 @@ class RunSaver:
         awaited = self._tiers.awaited(version, shares)
         if awaited is not None:
             with self._saver.reported(version):
-                self._tiers.follow(awaited, self._capture()[1], place)
+                self._tiers.copy_share(awaited, self._capture()[1], place)
 
     def note_loss(self) -> None:
         """Note that a worker was lost: it counts for intervals that follow the failure rate."""
@@ -89,22 +89,23 @@ class RunSaver:
     def copying(self) -> bool:
         return self._tiers.copying
 
-    def join(self, version: int) -> None:
+    def finish_copy(self, version: int) -> None:
         """Block until the state may change."""
-        self._saver.join(version)
+        self._saver.finish_copy(version)
 
     def save(self, version: int, lineage: int, describe: Describe, *, uploads: bool = True) -> bool:
         """Save the state, which is that of a step boundary, unless that is done already; blocks until it is on disk,
         and gives whether it is. Raises InfrastructureError if it is not, the policy is to fail, and there is no agent
         to end the job."""
         self._saver.check()
-        self.join(version)
+        self.finish_copy(version)
         durable = False
         with self._saver.reported(version):
             snapshot = self._tiers.newest()
             if snapshot is None or not _is_saved(snapshot, version, lineage):
-                snapshot = self._saver.begin_when_free(self._state(version, lineage, describe, uploads), to_disk=True)
-                self._tiers.join()
+                state = self._state(version, lineage, describe, uploads)
+                snapshot = self._saver.begin_snapshot_when_free(state, to_disk=True)
+                self._tiers.finish_copy()
             durable = self._saver.wait(snapshot)
         self._saver.check()
         return durable
@@ -116,7 +117,7 @@ class RunSaver:
             if version not in [checkpoint.step for checkpoint in newest(self._tiers.folder)]:
                 self.save(version, lineage, describe)
 
-    def wait(self) -> None:
+    def close(self) -> None:
         """Let go of the tiers: a writer of our own finishes first, and ends."""
         self._saver.close()
 
@@ -164,11 +165,11 @@ class RunSaver:
         ours = {NONFINITE: BEGIN} if NONFINITE in self._registry.parts else {}
         return self._registry.restore({**ours, **loaded.skeleton}, loaded.tensors)  # older checkpoints are without
 
-    def begin(self) -> None:
+    def prepare_step_0(self) -> None:
         """Prepare the state of step 0, where nobody has any; tell of what is here and could not be used."""
         self._tiers.tell_passed_over()
         if self._inherited is not None:
-            self._inherited.begin()
+            self._inherited.prepare_step_0()
 
     @contextmanager
     def _folder_locked(self) -> Iterator[None]:

@@ -112,14 +112,14 @@ class SlotComputer:
 
     def run(self, step: int, unit: Span, *, rehearsal: bool = False) -> Iterator[tuple[int, Any]]:
         """Yield (slot, batch) for every non-empty slot of a unit; the caller runs forward and `backward` before it
-        asks for the next. Afterwards `take` has the unit's sum and what its slots contributed. A unit that was left
-        half-way is taken up where it was left: finished slots are not computed again. A `rehearsal` is for comparison
-        only and never counts as begun."""
-        self.put_back()
+        asks for the next. Afterwards `take_gradients` has the unit's sum and what its slots contributed. A unit that
+        was left half-way is taken up where it was left: finished slots are not computed again. A `rehearsal` is for
+        comparison only and never counts as begun."""
+        self.undo_slot()
         if self._unit != (step, unit, rehearsal):
-            self.drop()
+            self.drop_unit()
             self._unit = (step, unit, rehearsal)
-        self._buffers.begin()
+        self._buffers.check_unchanged()
         slots = self._shape.unit_slots(unit)
         self._prefetch(step + 1, slots)
         for slot in slots[len(self._contributions) :]:
@@ -156,7 +156,7 @@ class SlotComputer:
         found: list[int] = self._ids(step, slot).tolist()
         return found
 
-    def begun(self) -> Span | None:
+    def begun_unit(self) -> Span | None:
         """The unit that has a finished slot but was not taken yet."""
         if self._unit is None or not self._contributions:
             return None
@@ -167,7 +167,7 @@ class SlotComputer:
         """The running slot in words."""
         return "no slot" if self._slot is None else f"slot {self._slot[1]} of step {self._slot[0]}"
 
-    def put_back(self) -> None:
+    def undo_slot(self) -> None:
         """Undo what a slot has done that was left half-way by an exception; if its backward had begun, the whole unit
         is done again."""
         if self._slot is None:
@@ -175,11 +175,11 @@ class SlotComputer:
         self._slot = None
         self._buffers.put_back()
         if self._gradients.lent:
-            self.drop()
+            self.drop_unit()
 
-    def accept(self) -> None:
+    def accept_buffers(self) -> None:
         """Take the buffers as they are now for those of the step that begins."""
-        self._buffers.accept()
+        self._buffers.accept_values()
 
     def _contributed(self, step: int, slot: int) -> tuple[float, float]:
         if self._seen is None:
@@ -226,15 +226,15 @@ class SlotComputer:
         self._failed = True
         scaled.backward()
         self._failed = False
-        self._gradients.note()
+        self._gradients.note_backward()
         failpoint("slot.backward", step)
         self._seen = (float(value), share)
 
-    def take(self) -> tuple[Gradients, dict[int, Contribution]]:
+    def take_gradients(self) -> tuple[Gradients, dict[int, Contribution]]:
         """The finished unit's gradients, one per entry of the layout (None where absent), and what each of its slots
         contributed. p.grad is empty after."""
         gradients: Gradients = []
-        for gradient, name in zip(self._gradients.take(), self._names, strict=True):
+        for gradient, name in zip(self._gradients.take_sums(), self._names, strict=True):
             if gradient is not None and gradient.is_sparse:
                 raise UserCodeError(
                     f"Parameter {name} has a sparse gradient, which cannot be summed exactly; use sparse=False."
@@ -244,13 +244,13 @@ class SlotComputer:
         self._unit = None
         return taken
 
-    def drop(self) -> None:
+    def drop_unit(self) -> None:
         """Forget whatever a half-computed unit left behind."""
         self._slot = None
         self._unit = None
         self._contributions = {}
         self.rehearsed = []
-        self._gradients.drop()
+        self._gradients.drop_sums()
         self._buffer_sums = self._buffers.zeros()
 
 

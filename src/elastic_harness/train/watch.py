@@ -65,11 +65,11 @@ class StateWatch:
         self.version = -1
         self._modes: list[bool] | None = None
         self._structure = self._structure_now()
-        self.accept(-1)
+        self.accept_state(-1)
 
     # ---- what is so
 
-    def accept(self, version: int) -> None:
+    def accept_state(self, version: int) -> None:
         """Take everything as it is now for the state of `version`. Local; after a commit or a restore."""
         self.version = version
         self._seen = self._seen_now()
@@ -79,7 +79,7 @@ class StateWatch:
         self._state = self._optimizer.state, [id(of) for of in self._optimizer.state.values()]
         self._expected = dict(self._part())
 
-    def prepare(self, step: int, act: Callable[[int], None]) -> None:
+    def run_before_step(self, step: int, act: Callable[[int], None]) -> None:
         """Have `act` set requires_grad and the modules' modes for this step, and take these as it leaves them."""
         modes = self._modes_now()
         act(step)
@@ -162,7 +162,7 @@ class StateWatch:
                 "start()."
             )
 
-    def word(self, where: str) -> int:
+    def checked_word(self, where: str) -> int:
         """63 bits of the hash over this step's part of the state, for the header. Raises UserCodeError if anything was
         changed since the last commit."""
         self.check_step(where)

@@ -83,7 +83,7 @@ class Frames:
         self._wake = wake
         self._await_ledger = await_ledger
 
-    def begin(
+    def open_snapshot(
         self,
         version: int,
         lineage: int,
@@ -236,7 +236,7 @@ class Snapshot:
 
     @cached_property
     def header(self) -> dict[str, Any]:
-        """What `begin` was given, and the slices."""
+        """What `Frames.open_snapshot` was given, and the slices."""
         try:
             text = bytes(self._frame.map[_HEADER_AT : _HEADER_AT + self.control.header_bytes])
             return parse_object(text)
@@ -274,7 +274,7 @@ class Snapshot:
         if mine:
             self._frame.populate(self.positions[mine[0]], self.positions[mine[-1]] + mine[-1].nbytes)
 
-    def finish(self, index: int) -> None:
+    def finish_share(self, index: int) -> None:
         """Say that a share is copied."""
         if self.here:
             _WORD.pack_into(self._frame.map, _SHARES_AT + 8 * index, self.control.attempt)
@@ -294,7 +294,7 @@ class Snapshot:
             self._frame.map[at + 16 * number : at + 16 * number + 16] = xxhash.xxh3_128_digest(self.view(piece))
         self._frame.set_seal(self.control)
 
-    def settle(self, outcome: SnapshotOutcome) -> None:
+    def note_outcome(self, outcome: SnapshotOutcome) -> None:
         """Note what became of the snapshot on disk."""
         if self.here:
             _PAIR.pack_into(self._frame.map, _OUTCOME_AT, self.control.attempt, outcome)
@@ -314,7 +314,7 @@ class Snapshot:
 
 
 class Room:
-    """A frame while a sealed snapshot of another node is copied into it. Until `accept` the frame holds no snapshot."""
+    """A frame while a sealed snapshot of another node is copied into it. It holds no snapshot until `accept_copy`."""
 
     def __init__(self, frame: _Frame, nbytes: int) -> None:
         frame.invalidate()
@@ -327,7 +327,7 @@ class Room:
         """Return the memory to fill with the two runs of bytes of the snapshot's `image`."""
         return memoryview(self._page), self._frame.view[_SHARES_AT : self._nbytes]
 
-    def accept(self) -> Snapshot:
+    def accept_copy(self) -> Snapshot:
         """Check every piece; then the copy counts. Raises CheckpointCorrupt if it is not what was sealed."""
         control = _control_in(self._page)
         if control is None or control.nbytes != self._nbytes:
