@@ -21,8 +21,8 @@ from typing import Any
 from elastic_harness.data.order import EpochOrder
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
 from elastic_harness.demo.plan import choose_victims, plan_strikes
+from elastic_harness.runs.ledger import ids_hash
 from elastic_harness.runs.story import Kill
-from elastic_harness.runs.verify import slot_digest
 
 SEED, SAMPLES, SLOTS = 1337, 5000, 32
 STAGES = ("release_ms", "generation_ms", "rebuild_ms", "reconcile_ms", "repair_ms")
@@ -135,7 +135,7 @@ def ledger_line(step: int, generation: int, members: list[str], loss: float) -> 
         "lineage": 0, "from_step": 0, "step": step, "generation": generation, "world_size": len(members),
         "epoch": span.epoch, "position": span.position, "count": span.count, "slots": SLOTS, "lanes": SLOTS,
         "computed_by": [[member, cuts[part], cuts[part + 1]] for part, member in enumerate(members)],
-        "slot_samples": [slot_digest(samples) for samples in ids],
+        "slot_samples": [ids_hash(samples) for samples in ids],
         "slot_weight": [float(len(samples)) for samples in ids], "loss": loss,
     }  # fmt: skip
 

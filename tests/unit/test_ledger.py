@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from elastic_harness.runs.ledger import (
     LedgerWriter,
     StateLine,
     follow,
+    ids_hash,
     lanes_covered_once,
     read_ledger,
 )
@@ -45,7 +48,7 @@ def ledger_line(step: int, lineage: int = 0, from_step: int = 0, world: int = 2)
         "lineage": lineage, "from_step": from_step, "step": step, "generation": 1, "world_size": world,
         "epoch": span.epoch, "position": span.position, "count": span.count, "slots": SLOTS, "lanes": SLOTS,
         "computed_by": [[f"m{part}", cuts[part], cuts[part + 1]] for part in range(world)],
-        "slot_samples": [verification.slot_digest(samples) for samples in ids],
+        "slot_samples": [ids_hash(samples) for samples in ids],
         "slot_weight": [float(len(samples)) for samples in ids], "loss": 5.5 - 0.01 * step,
     }  # fmt: skip
 
@@ -200,6 +203,12 @@ def test_planted_violation_is_the_first_one_named(
     assert verification.main([str(tmp_path)]) == 1
 
 
+def test_the_name_of_a_slots_samples_is_as_documented() -> None:
+    """Workers and `verify` call one function, so a change of it would go unnoticed there, and break older ledgers."""
+    expected = hashlib.sha256(struct.pack("<3q", 5, 0, 1 << 40)).hexdigest()[:16]
+    assert ids_hash(np.array([5, 0, 1 << 40])) == expected
+
+
 def test_sample_used_twice_by_a_broken_order_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the order itself repeats a sample, hashes agree with it; the count of uses does not."""
     monkeypatch.setattr(
@@ -209,7 +218,7 @@ def test_sample_used_twice_by_a_broken_order_is_caught(tmp_path: Path, monkeypat
     for line in lines:
         first = line["position"]
         ids = [np.arange(first, first + line["count"])[slot * MICRO : (slot + 1) * MICRO] // 2 for slot in range(SLOTS)]
-        line["slot_samples"] = [verification.slot_digest(samples) for samples in ids]
+        line["slot_samples"] = [ids_hash(samples) for samples in ids]
     verdict = verification.verify(write_run(tmp_path, lines))
     assert any("uses sample 0 a second time in epoch 0" in text for text in verdict.violations)
     assert any("never used" in text for text in verdict.violations)

@@ -73,15 +73,16 @@ class Schedule:
 
 def slot_sample_ids(schedule: Schedule, order: Order, step: int, slot: int, micro_batch: int) -> npt.NDArray[np.int64]:
     """Return the sample ids that slot ``slot`` of step ``step`` reads, in order. They may be few or none."""
-    span = schedule.at(step)
-    low, high = span.slot_range(slot, micro_batch)
-    return _step_sample_ids(schedule, order, step)[low - span.first : high - span.first]
+    positions = schedule.at(step)
+    low, high = positions.slot_range(slot, micro_batch)
+    return _step_sample_ids(schedule, order, step)[low - positions.first : high - positions.first]
 
 
 @lru_cache(maxsize=2)
 def _step_sample_ids(schedule: Schedule, order: Order, step: int) -> npt.NDArray[np.int64]:
     """Return all ids of a step at once. The order takes as long for one position as for a hundred."""
-    span = schedule.at(step)
-    ids = sample_ids(order, span.epoch, np.arange(span.first, span.first + span.count, dtype=np.int64))
+    positions = schedule.at(step)
+    within_epoch = np.arange(positions.first, positions.first + positions.count, dtype=np.int64)
+    ids = sample_ids(order, positions.epoch, within_epoch)
     ids.setflags(write=False)
     return ids

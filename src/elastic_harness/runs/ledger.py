@@ -11,27 +11,38 @@ ignored.
 from __future__ import annotations
 
 import base64
+import hashlib
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from elastic_harness.errors import InfrastructureError
 from elastic_harness.runs import json_lines
 from elastic_harness.shape import WHOLE_MAX
+
+if TYPE_CHECKING:  # the agent writes ledgers, and does not load NumPy
+    import numpy as np
+    import numpy.typing as npt
 
 LEDGER = "ledger.jsonl"
 CHECKPOINT = "checkpoint"  # stands in place of a member where the state came from a checkpoint
 STATE = "state"
 REACHED = "reached"
 REACHED_EVERY_BYTES = 1 << 20
-DIGEST_BYTES = 8
+HASH_BYTES = 8
 
 
 class LedgerError(InfrastructureError):
     """There is no ledger, or a line is none of a ledger. The message names it."""
+
+
+def ids_hash(sample_ids: npt.NDArray[np.int64]) -> str:
+    """Return the name that the ledger gives the samples of a slot: 8 bytes, in hexadecimal digits, of sha256 over their
+    little-endian int64 ids. A worker computes it of what it reads (`train.slots`), and `verify` of what was due."""
+    return hashlib.sha256(sample_ids.astype("<i8").tobytes()).hexdigest()[: 2 * HASH_BYTES]
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class LedgerLine:
     slots: int
     lanes: int
     computed_by: tuple[tuple[str, int, int], ...]  # member, first lane, one past the last lane
-    slot_samples: tuple[str, ...]  # per slot 8 bytes (hexadecimal) of sha256 over the little-endian int64 ids it read
+    slot_samples: tuple[str, ...]  # per slot the `ids_hash` of the samples it read
     slot_weight: tuple[float, ...]  # per slot: 1 for a full one, 0 for an empty one
     loss: float
     skipped: str = ""  # why the update was not applied; empty, and left out of the file, if it was
@@ -77,7 +88,7 @@ class LedgerLine:
             return LedgerLine(
                 **integers,
                 computed_by=tuple((str(member), int(low), int(high)) for member, low, high in record["computed_by"]),
-                slot_samples=_unpacked_digests(record["slot_samples"]),
+                slot_samples=_unpacked_hashes(record["slot_samples"]),
                 slot_weight=_unpacked_runs(record["slot_weight"]),
                 loss=float("nan") if record["loss"] is None else float(record["loss"]),
                 skipped=str(record.get("skipped") or ""),
@@ -91,7 +102,7 @@ class LedgerLine:
             ) from error
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object that `from_json` reads back. There are many slots, so their digests are packed and
+        """Return the JSON object that `from_json` reads back. There are many slots, so their hashes are packed and
         equal weights counted. This halves the file and makes it ten times as fast to read."""
         runs = [[weight, len(list(same))] for weight, same in itertools.groupby(self.slot_weight)]
         packed = base64.b64encode(bytes.fromhex("".join(self.slot_samples))).decode()
@@ -150,16 +161,16 @@ def parse_line(record: Mapping[str, Any]) -> LedgerLine | StateLine:
     return StateLine.from_json(record) if record.get("kind") == STATE else LedgerLine.from_json(record)
 
 
-def _unpacked_digests(packed: str | Sequence[str]) -> tuple[str, ...]:
-    """Return one digest per slot, from one base64 text, or from a list as in ledgers of earlier versions."""
+def _unpacked_hashes(packed: str | Sequence[str]) -> tuple[str, ...]:
+    """Return one hash per slot, from one base64 text, or from a list as in ledgers of earlier versions."""
     if isinstance(packed, str):
         text = base64.b64decode(packed, validate=True).hex()
-        digests = [text[at : at + 2 * DIGEST_BYTES] for at in range(0, len(text), 2 * DIGEST_BYTES)]
+        hashes = [text[at : at + 2 * HASH_BYTES] for at in range(0, len(text), 2 * HASH_BYTES)]
     else:
-        digests = [str(digest) for digest in packed]
-    if any(len(bytes.fromhex(digest)) != DIGEST_BYTES for digest in digests):
-        raise ValueError(f"a slot's samples are named by {2 * DIGEST_BYTES} hexadecimal digits")
-    return tuple(digests)
+        hashes = [str(each) for each in packed]
+    if any(len(bytes.fromhex(each)) != HASH_BYTES for each in hashes):
+        raise ValueError(f"a slot's samples are named by {2 * HASH_BYTES} hexadecimal digits")
+    return tuple(hashes)
 
 
 def _unpacked_runs(packed: Sequence[Any]) -> tuple[float, ...]:

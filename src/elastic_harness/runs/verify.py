@@ -9,7 +9,6 @@ torch.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from collections import Counter
@@ -26,7 +25,15 @@ from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError, HarnessError
 from elastic_harness.runs import origin as origins
 from elastic_harness.runs.events import EVENTS, passed_over, read_events
-from elastic_harness.runs.ledger import LEDGER, Ledger, LedgerEntry, LedgerLine, lanes_covered_once, read_ledger
+from elastic_harness.runs.ledger import (
+    LEDGER,
+    Ledger,
+    LedgerEntry,
+    LedgerLine,
+    ids_hash,
+    lanes_covered_once,
+    read_ledger,
+)
 from elastic_harness.runs.named import of_run
 from elastic_harness.runs.origin import Origin
 
@@ -131,12 +138,6 @@ class Verdict:
         elif self.origin is not None:
             lines.append(f"  began from {self.origin}, whose folder is not at hand: what it did is not judged here")
         return "\n".join(lines)
-
-
-def slot_digest(sample_ids: np.ndarray) -> str:
-    """Return the name that the ledger gives the samples of a slot: 16 hex digits of a hash of the little-endian int64
-    ids."""
-    return hashlib.sha256(np.ascontiguousarray(sample_ids, dtype="<i8").tobytes()).hexdigest()[:16]
 
 
 def verify(*run_dirs: str | Path, max_violations: int = 20) -> Verdict:
@@ -251,7 +252,7 @@ class _Replay:
         self.schedule = identity.schedule
         self.epochs_complete = 0
         self._used: dict[tuple[int, int], np.ndarray] = {}  # of a source and its pass: which samples
-        self._owner_of_digest: dict[str, tuple[int, int]] | None = None
+        self._owner_of_hash: dict[str, tuple[int, int]] | None = None
         self._book_before(identity.first_position)
 
     def _book_before(self, position: int) -> None:
@@ -269,12 +270,12 @@ class _Replay:
                 f"recorded with {line.slots} slots in {line.lanes} lanes; "
                 f"the run has {identity.slots} in {identity.lanes}"
             ]
-        span = self.schedule.at(line.step)
+        due = self.schedule.at(line.step)
         found: list[str] = []
-        if (line.epoch, line.position, line.count) != (span.epoch, span.position, span.count):
+        if (line.epoch, line.position, line.count) != (due.epoch, due.position, due.count):
             found.append(
                 f"consumed {line.count} samples from position {line.position} (epoch {line.epoch}); "
-                f"the schedule says {span.count} from position {span.position} (epoch {span.epoch})"
+                f"the schedule says {due.count} from position {due.position} (epoch {due.epoch})"
             )
         coverage = [lanes_covered_once(computed_by, line.lanes) for computed_by in line.computed_by_shard]
         found += filter(None, coverage)
@@ -285,7 +286,7 @@ class _Replay:
             return found
         for slot, places in enumerate(self.slot_places(line.step)):
             ids = ids_of(identity.order, places)
-            if line.slot_samples[slot] != slot_digest(ids):
+            if line.slot_samples[slot] != ids_hash(ids):
                 found.append(f"slot {slot} {self._misread(line.step, slot, line.slot_samples[slot], ids)}")
                 continue
             if (line.slot_weight[slot] > 0) != (len(ids) > 0):
@@ -295,11 +296,11 @@ class _Replay:
 
     def slot_places(self, step: int) -> list[SamplePlaces]:
         """Return the samples that every slot of a step has to read, by arithmetic alone."""
-        identity, span = self.identity, self.schedule.at(step)
-        ranges = [span.slot_range(slot, identity.micro_batch_samples) for slot in range(identity.slots)]
-        positions = np.arange(span.first, span.first + span.count, dtype=np.int64)
-        step_places = identity.order.places(span.epoch, positions)  # for all at once: it costs as much for one position
-        offsets = [(low - span.first, high - span.first) for low, high in ranges]
+        identity, due = self.identity, self.schedule.at(step)
+        ranges = [due.slot_range(slot, identity.micro_batch_samples) for slot in range(identity.slots)]
+        positions = np.arange(due.first, due.first + due.count, dtype=np.int64)
+        step_places = identity.order.places(due.epoch, positions)  # for all at once: it costs as much for one position
+        offsets = [(low - due.first, high - due.first) for low, high in ranges]
         return [SamplePlaces(*(column[low:high] for column in step_places)) for low, high in offsets]
 
     def gaps(self, until: int | None = None) -> list[str]:
@@ -329,8 +330,8 @@ class _Replay:
         last = max(self.lines, default=-1)
         if last < 0:
             return []
-        span, order = self.schedule.at(last), self.identity.order
-        for source, drawn in enumerate(order.drawn(span.epoch, span.first + span.count)):
+        newest, order = self.schedule.at(last), self.identity.order
+        for source, drawn in enumerate(order.drawn(newest.epoch, newest.first + newest.count)):
             size = order.sizes[source]
             for turn in range(drawn // size):
                 used = self._used.get((source, turn))
@@ -369,18 +370,18 @@ class _Replay:
             used[ids] = True
         return found
 
-    def _misread(self, step: int, slot: int, digest: str, ids: np.ndarray) -> str:
+    def _misread(self, step: int, slot: int, found: str, ids: np.ndarray) -> str:
         """Return the meaning of a wrong hash, as far as the ledger tells: whose samples were read instead."""
-        if self._owner_of_digest is None:
-            self._owner_of_digest = {
-                slot_digest(ids_of(self.identity.order, places)): (other, slot)
+        if self._owner_of_hash is None:
+            self._owner_of_hash = {
+                ids_hash(ids_of(self.identity.order, places)): (other, slot)
                 for other in self.lines
                 for slot, places in enumerate(self.slot_places(other))
             }
         due = f"samples {_some(ids)} were due there and were not read"
-        owner = self._owner_of_digest.get(digest)
+        owner = self._owner_of_hash.get(found)
         if owner is None:
-            return f"read samples of no slot of this run (hash {digest}, due {slot_digest(ids)}); {due}"
+            return f"read samples of no slot of this run (hash {found}, due {ids_hash(ids)}); {due}"
         return f"read the samples of step {owner[0]} slot {owner[1]}, which are used twice so; {due}"
 
 

@@ -93,16 +93,16 @@ def described(engine: Engine, progress: Progress) -> Callable[[], dict[str, Any]
     def description() -> dict[str, Any]:
         formed, metrics = progress.formed, progress.metrics
         assert formed is not None
-        span = engine.schedule.at(progress.version)
+        positions = engine.schedule.at(progress.version)
         values = {} if metrics is None else {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "lr": metrics.lr}
         since = engine.policies.states[NONFINITE].value["since"]
         return {
             "generation": formed.generation.number,
             "world_size": formed.world,
             "metrics": {name: value for name, value in values.items() if value is not None and math.isfinite(value)},
-            "epoch": span.epoch,
-            "position": span.position,
-            "tokens": span.position * engine.tokens_per_sample,
+            "epoch": positions.epoch,
+            "position": positions.position,
+            "tokens": positions.position * engine.tokens_per_sample,
             "data": {name: engine.configured[name] for name in ("order", "dataset")},
             "config": engine.config.to_dict(),
             "packages": packages(),

@@ -22,8 +22,8 @@ Words = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one slot adds to a step: its mean loss, its weight (1 for a full slot, 0 for an empty one) and 64 bits of
-    the hash of the sample ids that were read."""
+    """What one slot adds to a step: its mean loss, its weight (1 for a full slot, 0 for an empty one) and the
+    `ledger.ids_hash` of the samples that were read, as a number."""
 
     loss: float
     weight: float
@@ -60,7 +60,7 @@ class SlotTable:
 
     @property
     def ids_hash_N(self) -> npt.NDArray[np.uint64]:
-        """Per slot, 64 bits of the hash of the sample ids that were read."""
+        """Per slot the `Contribution.ids_hash`."""
         return self.words[2 * self.slots : 3 * self.slots].view(np.uint64)
 
     @property

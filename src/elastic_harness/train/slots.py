@@ -5,7 +5,6 @@ A slot is a pure function of (seed, step, slot, weights): nothing here knows the
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from elastic_harness.data.order import Order
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
 from elastic_harness.errors import UserCodeError
 from elastic_harness.failpoints import failpoint
+from elastic_harness.runs.ledger import ids_hash
 from elastic_harness.train.batch import own_memory
 from elastic_harness.train.buffers import Buffers
 from elastic_harness.train.gradients import HeldGradients
@@ -124,10 +124,9 @@ class SlotComputer:
         self._prefetch(step + 1, slots)
         for slot in slots[len(self._contributions) :]:
             ids = self._ids(step, slot)
-            # The ledger keeps this digest; `runs.verify.slot_digest` computes it again.
-            ids_hash = int.from_bytes(hashlib.sha256(ids.astype("<i8").tobytes()).digest()[:8], "big")
+            read = int(ids_hash(ids), 16)  # goes with the slot's contribution into the header, and on to the ledger
             if len(ids) == 0:
-                self._contributions[slot] = Contribution(0.0, 0.0, ids_hash)
+                self._contributions[slot] = Contribution(0.0, 0.0, read)
                 continue
             self._reading(step, slot, ids.tolist())
             seed_everything(self._seed, step, slot)
@@ -138,7 +137,7 @@ class SlotComputer:
             self._seen, self._failed = None, False
             yield slot, batch
             self._gradients.take_back(self.where())
-            self._contributions[slot] = Contribution(*self._contributed(step, slot), ids_hash)
+            self._contributions[slot] = Contribution(*self._contributed(step, slot), read)
             self._slot = None
             self._buffers.finish_slot(self._buffer_sums, counts=self._contributions[slot].weight > 0)
 

@@ -22,7 +22,7 @@ def tell_commit(engine: Engine, progress: Progress, step_s: float | None) -> Non
     """The ledger line and the metrics of the last committed step."""
     formed, record, metrics = progress.formed, progress.record, progress.metrics
     assert formed is not None and record is not None and metrics is not None
-    span = engine.schedule.at(record.step)
+    positions = engine.schedule.at(record.step)
     world = len({member for member, _, _ in record.computed_by})
     line = LedgerLine(
         lineage=formed.digest.lineage,
@@ -30,9 +30,9 @@ def tell_commit(engine: Engine, progress: Progress, step_s: float | None) -> Non
         step=record.step,
         generation=record.generation,
         world_size=world,
-        epoch=span.epoch,
-        position=span.position,
-        count=span.count,
+        epoch=positions.epoch,
+        position=positions.position,
+        count=positions.count,
         slots=engine.shape.slots,
         lanes=engine.shape.lanes,
         computed_by=record.computed_by,
@@ -49,7 +49,7 @@ def tell_commit(engine: Engine, progress: Progress, step_s: float | None) -> Non
             generation=record.generation,
             world_size=world,
             loss=metrics.loss,
-            tokens=engine.tokens_per_sample * span.count,
+            tokens=engine.tokens_per_sample * positions.count,
             lr=metrics.lr,
             grad_norm=metrics.grad_norm,
             step_s=step_s,
