@@ -369,6 +369,7 @@ class ElasticRun:
         self._notice(reason)
 
     def _announce(self, generation: Generation) -> None:
+        """Tell the workers here of a new generation, and those that it leaves out. Its number is on disk first."""
         number, members, reason = generation.number, generation.members, generation.reason
         self.agent.records.use_number(number)
         self._values.forget_before(number)
@@ -530,6 +531,7 @@ class ElasticRun:
         return [w for w in self.agent.workers.values() if w.alive and w.exit_code is None]
 
     def _refill(self, *, delay_s: float = 0.0, after_loss: bool = False) -> None:
+        """Plan workers for the places that are free. `_spawn_due` starts them."""
         if self._done or self.agent.outcome is not None or self._finishing:
             return
         running = [w.index for w in self.agent.workers.values() if w.running]

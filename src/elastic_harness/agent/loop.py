@@ -440,6 +440,7 @@ class Agent:
     # ---- what the selector reports
 
     def _on_pidfd(self, worker: Worker) -> None:
+        """Reap a worker that has ended, and forget it. The supervisor decides whether another one takes its place."""
         if worker.reap() is None:
             return
         if not worker.detected_at:
@@ -503,6 +504,8 @@ class Agent:
                 self._selector.unregister(worker.log.read_end)
 
     def _gone(self, worker: Worker, detected_by: str) -> None:
+        """Take a worker for lost, once: hear what it still said, tell the supervisor at once, and note the failure. The
+        supervisor hears of its end in `_on_pidfd`, which may be much later."""
         worker.detected_at = time.time()
         worker.detected_by = detected_by
         worker.oom_kills = self.report.oom_kills_since()

@@ -63,7 +63,7 @@ class Saver:
         return snapshot
 
     def finish_copy(self, version: int, *, needed: bool = False) -> None:
-        """Block until the state may change. `needed`: as for `reported`."""
+        """Block until this process's share is copied: then the state may change. `needed`: as for `reported`."""
         with self.reported(version, needed=needed):
             self.tiers.finish_copy()
 

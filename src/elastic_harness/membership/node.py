@@ -295,6 +295,7 @@ class Node:
 
 
 def _apply(state: NodeState, told: Input, now: float) -> Step:
+    """Return the node after one input, and what it asks for."""
     own = state.own
     match told:
         case Happened(event):

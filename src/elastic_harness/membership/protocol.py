@@ -326,6 +326,7 @@ class _Draft:
 
 
 def _apply(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
+    """Note one event in the draft. Return the actions that follow from it alone; `_advance` finds the others."""
     state = draft.state
     match event:
         case Ready(member):

@@ -23,8 +23,8 @@ from elastic_harness.train.tell import tell_commit
 
 
 def after_apply(engine: Engine, progress: Progress, record: Record, metrics: Metrics, attempt: Attempt) -> Progress:
-    """Return the progress after a commit. The vectors of the step before are free now; the first member of each node
-    tells its agent."""
+    """Return the progress after the state has changed. The vectors of the step before are free now; the first member of
+    each node tells its agent."""
     assert progress.formed is not None
     if progress.exchange is not None:
         progress.exchange.retire(engine.config.elastic.exchange_timeout_s)
@@ -44,7 +44,7 @@ def after_apply(engine: Engine, progress: Progress, record: Record, metrics: Met
 
 
 def before_apply(engine: Engine, progress: Progress) -> None:
-    """Whatever reads the state of this version has to be through with it: a snapshot, and a joiner that receives it."""
+    """Wait for those who still read the state of this version: a snapshot's copy, and a joiner that receives it."""
     finish_copy(engine, progress)
     engine.deadlines.enter_phase(Phase.APPLY, progress.version)
     if progress.serving is not None:
@@ -52,8 +52,8 @@ def before_apply(engine: Engine, progress: Progress) -> None:
 
 
 def after_commit(engine: Engine, progress: Progress) -> None:
-    """What follows from the commit of the last step, once the user's code after it has run, and before the next step.
-    Raises Diverged or Left if training does not go on."""
+    """Do what follows from the commit of the last step, after the user's code and before the next step. Raises Diverged
+    or Left if training does not go on."""
     halt_if_decided(engine, progress)
     if progress.verdict is not None and progress.verdict.stop:
         raise stop_at_boundary(engine, progress)
@@ -61,8 +61,8 @@ def after_commit(engine: Engine, progress: Progress) -> None:
 
 
 def save_if_due(engine: Engine, progress: Progress) -> None:
-    """After a commit the first member of each node begins to save the state if that is due; the others notice, and copy
-    their shares. The end of the run has a checkpoint of its own."""
+    """As the first member of a node, begin a snapshot if one is due; as another, copy a share if one was begun.
+    The end of the run has a checkpoint of its own."""
     formed, version = progress.formed, progress.version
     assert formed is not None
     if progress.record is None or progress.ended or version >= engine.config.training.max_steps:
@@ -78,7 +78,7 @@ def save_if_due(engine: Engine, progress: Progress) -> None:
 
 
 def finish_copy(engine: Engine, progress: Progress) -> None:
-    """Before the state changes: have this worker's share of a snapshot copied, if there is one."""
+    """Block until this worker's share of a snapshot is copied, if one was begun of this version."""
     formed = progress.formed
     assert formed is not None
     engine.saver.copy_share(progress.version, *formed.on_node)

@@ -47,7 +47,8 @@ class Buffers:
         self._versions = {name: buffer._version for name, (_, _, buffer) in self._places.items()}
 
     def check_unchanged(self) -> None:
-        """Before slots run. Raises UserCodeError if a buffer that is state was changed since the commit."""
+        """Raise UserCodeError if a buffer that is state was changed since the commit. Before each unit: notes what the
+        others are now, for `finish_slot`."""
         for name in (*self._averaged, *self._fixed):
             module, attribute, buffer = self._places[name]
             if module._buffers.get(attribute) is not buffer or buffer._version != self._versions[name]:

@@ -24,7 +24,7 @@ class Deadlines:
         self._overdue_s: dict[int, float] = {}
 
     def heed_overdue(self, overdue: Iterable[tuple[int, float]]) -> None:
-        """Steps in which somebody did not finish within so many seconds."""
+        """Give the work of these steps longer: somebody did not finish it within so many seconds."""
         self._overdue_s = dict(overdue)
 
     def limit_s(self, phase: Phase, step: int) -> float:

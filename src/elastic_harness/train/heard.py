@@ -21,10 +21,12 @@ class Heard:
     paused: bool = False
 
     def announced(self, generation: Generation) -> Heard:
+        """Return what is known after this generation was announced."""
         urgent_number = generation.number if generation.urgent else self.urgent_number
         return Heard(generation, urgent_number)
 
     def told_to_pause(self) -> Heard:
+        """Return what is known after a pause: no generation goes on until the next one is announced."""
         number = self.newest.number if self.newest is not None else 0
         return replace(self, paused=True, urgent_number=number + 1)
 

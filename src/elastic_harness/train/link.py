@@ -111,6 +111,7 @@ class AgentLink:
                 os._exit(EXIT_INFRASTRUCTURE)
 
     def _note_message(self, message: object) -> None:
+        """Note what the agent said. Urgent news break the transport, so that the main thread leaves its exchange."""
         match message:
             case Generation():
                 self._heard = self._heard.announced(message)

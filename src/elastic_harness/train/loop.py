@@ -1,7 +1,7 @@
 """The life of a step, recovery included. Read this page first.
 
     place the lanes → compute the slots of mine, summing them up the fixed tree → exchange partial sums
-    → gate on everyone's header → join the copy of the state, if one is being made → apply the record: version + 1
+    → gate on everyone's header → finish the copy of the state, if one is being made → apply the record: version + 1
 
 Whatever breaks on the way (`Recoverable`) leads to `recover`, which returns how far this worker is now; finished
 lanes survive it, and the same step goes on. Nothing is voted on: state at a version is a pure function of the seed,
@@ -129,8 +129,8 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
 
 
 def settle_commit(engine: Engine, progress: Progress) -> Progress:
-    """What the last commit left to be done once the user's code after it has run: save, stop, or move on to the
-    planned generation that all have heard of. Raises Diverged or Left if training does not go on."""
+    """Do what the last commit left to be done once the user's code after it has run: begin to save, stop, or move on to
+    the planned generation that all have heard of. Raises Diverged or Left if training does not go on."""
     after_commit(engine, progress)
     verdict, progress = progress.verdict, replace(progress, verdict=None)
     if verdict is not None and verdict.switch:

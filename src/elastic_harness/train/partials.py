@@ -69,7 +69,7 @@ class SlotTable:
         return self.words[3 * self.slots :].view(np.uint64).reshape(self.lanes, -1)
 
     def enter_lanes(self, lanes: Span, gradients: Gradients, contributions: Mapping[int, Contribution]) -> None:
-        """Record finished lanes that were summed together."""
+        """Enter finished lanes that were summed together."""
         for slot, contribution in contributions.items():
             self.loss_N[slot], self.weight_N[slot] = contribution.loss, contribution.weight
             self.ids_hash_N[slot] = contribution.ids_hash

@@ -90,7 +90,7 @@ class RunSaver:
         return self._tiers.copying
 
     def finish_copy(self, version: int) -> None:
-        """Block until the state may change."""
+        """Block until this worker's share is copied: then the state may change. Reports what went wrong."""
         self._saver.finish_copy(version)
 
     def save(self, version: int, lineage: int, describe: Describe, *, uploads: bool = True) -> bool:
@@ -118,7 +118,8 @@ class RunSaver:
                 self.save(version, lineage, describe)
 
     def close(self) -> None:
-        """Let go of the tiers: a writer of our own finishes first, and ends."""
+        """Have this process's own writer finish, if it has one, and wait for it. Without an agent nothing can be saved
+        after that."""
         self._saver.close()
 
     def _state(self, version: int, lineage: int, describe: Describe, uploads: bool) -> Captured:
@@ -166,7 +167,8 @@ class RunSaver:
         return self._registry.restore({**ours, **loaded.skeleton}, loaded.tensors)  # older checkpoints are without
 
     def prepare_step_0(self) -> None:
-        """Prepare the state of step 0, where nobody has any; tell of what is here and could not be used."""
+        """Prepare the state of step 0, because nobody has any: take the weights of another run if this one begins with
+        them. Report the checkpoints here that could not be used."""
         self._tiers.tell_passed_over()
         if self._inherited is not None:
             self._inherited.prepare_step_0()

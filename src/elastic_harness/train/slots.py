@@ -100,7 +100,7 @@ class SlotComputer:
         self._seed = seed
         self._reading = reading
         self._scaler = scaler
-        self._unit: tuple[int, Span, bool] | None = None  # step, lanes, rehearsal: what is in p.grad
+        self._unit: tuple[int, Span, bool] | None = None  # step, lanes, rehearsal: of what is being summed
         self._slot: tuple[int, int, float] | None = None  # step, slot, share of a full slot
         self._seen: tuple[float, float] | None = None  # loss, weight of the running slot
         self._failed = False  # whether a backward of the running slot ended half-way
@@ -156,7 +156,7 @@ class SlotComputer:
         return found
 
     def begun_unit(self) -> Span | None:
-        """The unit that has a finished slot but was not taken yet."""
+        """Return the unit that has a finished slot and whose gradients were not taken yet, or None."""
         if self._unit is None or not self._contributions:
             return None
         _, unit, rehearsal = self._unit
@@ -167,8 +167,8 @@ class SlotComputer:
         return "no slot" if self._slot is None else f"slot {self._slot[1]} of step {self._slot[0]}"
 
     def undo_slot(self) -> None:
-        """Undo what a slot has done that was left half-way by an exception; if its backward had begun, the whole unit
-        is done again."""
+        """Undo what a slot has done to the model that was left half-way by an exception. If its backward had begun, the
+        whole unit is done again."""
         if self._slot is None:
             return
         self._slot = None
@@ -244,7 +244,7 @@ class SlotComputer:
         return taken
 
     def drop_unit(self) -> None:
-        """Forget whatever a half-computed unit left behind."""
+        """Forget the unit that is being computed, with its sums."""
         self._slot = None
         self._unit = None
         self._contributions = {}

@@ -163,8 +163,8 @@ class StateWatch:
             )
 
     def checked_word(self, where: str) -> int:
-        """63 bits of the hash over this step's part of the state, for the header. Raises UserCodeError if anything was
-        changed since the last commit."""
+        """Check that nothing was changed since the last commit, which raises UserCodeError, and return 63 bits of the
+        hash over this step's part of the state, for the header."""
         self.check_step(where)
         now = dict(self._part())
         if now != self._expected:
