@@ -26,7 +26,7 @@ from elastic_harness.runs.ledger import (
     LedgerLine,
     LedgerWriter,
     StateLine,
-    follow,
+    follow_lineages,
     ids_hash,
     lanes_covered_once,
     read_ledger,
@@ -387,7 +387,7 @@ def test_following_lineages_equals_replaying_them_one_by_one(starts: list[int]) 
         for step in range(start, end):
             lines.append(LedgerLine.from_json(ledger_line(step, lineage, start)))
             expected[step] = lineage
-    assert {step: line.lineage for step, line in follow(lines).items()} == expected
+    assert {step: line.lineage for step, line in follow_lineages(lines).items()} == expected
 
 
 @given(st.integers(1, 40), st.sets(st.integers(1, 39)))

@@ -394,7 +394,7 @@ class Ledger:
 
     def followed(self) -> Mapping[int, LedgerLine]:
         """The lines along the last lineage, by step: lineage k replaces all older lines from its `from_step` on."""
-        return _Followed(self, follow(self.entries))
+        return _Followed(self, follow_lineages(self.entries))
 
 
 class _Followed(Mapping[int, LedgerLine]):
@@ -438,7 +438,7 @@ def read_ledger(*paths: str | Path) -> Ledger:
 _Line = TypeVar("_Line", LedgerLine, LedgerEntry)
 
 
-def follow(lines: Iterable[_Line]) -> dict[int, _Line]:
+def follow_lineages(lines: Iterable[_Line]) -> dict[int, _Line]:
     """Return the lines by step, after every lineage has superseded older ones. Among equal keys the first line
     counts."""
     by_lineage: dict[int, list[_Line]] = {}

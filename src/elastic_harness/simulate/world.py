@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from elastic_harness.runs.ledger import LedgerLine, follow
+from elastic_harness.runs.ledger import LedgerLine, follow_lineages
 from elastic_harness.train.heard import Heard
 
 Contribution = tuple[int, int]
@@ -118,9 +118,9 @@ class Violation(Exception):
 
 
 def followed(ledger: frozenset[tuple[int, int, int]]) -> set[int]:
-    """Return the steps that a ledger with these lines accounts for, by `ledger.follow`, as users are told."""
+    """Return the steps that a ledger with these lines accounts for, by `ledger.follow_lineages`, as users are told."""
     lines = [_line(*line) for line in sorted(ledger)]
-    return set(follow(lines))
+    return set(follow_lineages(lines))
 
 
 def _line(lineage: int, from_step: int, step: int) -> LedgerLine:

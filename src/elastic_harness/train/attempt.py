@@ -31,17 +31,17 @@ class Attempt:
     """One attempt at a step. canary_due: this member computes lane 0 once more, for comparison with `reference`, and
     with what it gave the first time if that was here."""
 
-    lanes: tuple[int, ...]
-    placed: dict[str, Ranges]
+    lanes: tuple[int, ...]  # those that this member still has to compute
+    placed: dict[str, Ranges]  # by member, all lanes that it holds once the step's slots are done
     plan: Plan
     exchange: Exchange
     layout: Layout
     rank: int
     lineage: int
     canary_due: bool = False
-    reference: int | None = None
-    canary: int = 0
-    canary_batch: int = 0
+    reference: int | None = None  # the rank whose canary and state count, if one was compared before
+    canary: int = 0  # the word of its gradients, once computed
+    canary_batch: int = 0  # the word of its batch
 
     def send_if_finished(self, span: Span, partials: Partials) -> None:
         """If `span` is one of this member's partial sums on the wire, flatten it and let it go."""

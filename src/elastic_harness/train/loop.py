@@ -67,9 +67,9 @@ def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[An
         failpoint("lane.finished", partials.step)
         attempt.send_if_finished(span, partials)
     if attempt.canary_due:
-        yield from run_slots(engine, progress, CANARY, rehearsal=True)
+        yield from run_slots(engine, progress, CANARY, canary=True)
         again, _ = engine.slots.take_gradients()
-        attempt.canary, attempt.canary_batch = canary_word(again), batch_word(engine.slots.rehearsed)
+        attempt.canary, attempt.canary_batch = canary_word(again), batch_word(engine.slots.canary_batches)
         check_pure(first, attempt.canary, partials.step)
 
 
@@ -93,11 +93,11 @@ def check_pure(first: int, again: int, step: int) -> None:
         )
 
 
-def run_slots(engine: Engine, progress: Progress, unit: Span, *, rehearsal: bool = False) -> Iterator[Any]:
+def run_slots(engine: Engine, progress: Progress, unit: Span, *, canary: bool = False) -> Iterator[Any]:
     """Yield the batches of a unit's slots; between two slots is where an urgent change of generation is noticed."""
     step = progress.version
     assert progress.formed is not None
-    for slot, batch in engine.slots.run(step, unit, rehearsal=rehearsal):
+    for slot, batch in engine.slots.run(step, unit, canary=canary):
         stop_if_void(engine, progress)
         engine.saver.copy_share(step, *progress.formed.on_node)
         with engine.deadlines.measured(Phase.SLOT, step, slot):

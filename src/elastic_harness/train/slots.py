@@ -100,25 +100,25 @@ class SlotComputer:
         self._seed = seed
         self._reading = reading
         self._scaler = scaler
-        self._unit: tuple[int, Span, bool] | None = None  # step, lanes, rehearsal: of what is being summed
+        self._unit: tuple[int, Span, bool] | None = None  # step, lanes, whether as a canary: of what is being summed
         self._slot: tuple[int, int, float] | None = None  # step, slot, share of a full slot
         self._seen: tuple[float, float] | None = None  # loss, weight of the running slot
         self._failed = False  # whether a backward of the running slot ended half-way
         self._buffer_sums: list[Tensor] = []
         self._contributions: dict[int, Contribution] = {}
-        self.rehearsed: list[int] = []  # a word for each batch of the newest rehearsal
+        self.canary_batches: list[int] = []  # a word for each batch of the newest canary
 
     # ---- one unit: a lane, or two lanes of one slot each
 
-    def run(self, step: int, unit: Span, *, rehearsal: bool = False) -> Iterator[tuple[int, Any]]:
+    def run(self, step: int, unit: Span, *, canary: bool = False) -> Iterator[tuple[int, Any]]:
         """Yield (slot, batch) for every non-empty slot of a unit; the caller runs forward and `backward` before it
         asks for the next. Afterwards `take_gradients` has the unit's sum and what its slots contributed. A unit that
-        was left half-way is taken up where it was left: finished slots are not computed again. A `rehearsal` is for
+        was left half-way is taken up where it was left: finished slots are not computed again. A `canary` is for
         comparison only and never counts as begun."""
         self.undo_slot()
-        if self._unit != (step, unit, rehearsal):
+        if self._unit != (step, unit, canary):
             self.drop_unit()
-            self._unit = (step, unit, rehearsal)
+            self._unit = (step, unit, canary)
         self._buffers.check_unchanged()
         slots = self._shape.unit_slots(unit)
         self._prefetch(step + 1, slots)
@@ -131,8 +131,8 @@ class SlotComputer:
             self._reading(step, slot, ids.tolist())
             seed_everything(self._seed, step, slot)
             batch = own_memory(self._dataset.read(ids))
-            if rehearsal:
-                self.rehearsed.append(batch_word(batch))  # now: the user's code may change it
+            if canary:
+                self.canary_batches.append(batch_word(batch))  # now: the user's code may change it
             self._slot = (step, slot, len(ids) / self._shape.micro_batch)
             self._seen, self._failed = None, False
             yield slot, batch
@@ -159,8 +159,8 @@ class SlotComputer:
         """Return the unit that has a finished slot and whose gradients were not taken yet, or None."""
         if self._unit is None or not self._contributions:
             return None
-        _, unit, rehearsal = self._unit
-        return None if rehearsal else unit
+        _, unit, canary = self._unit
+        return None if canary else unit
 
     def where(self) -> str:
         """The running slot in words."""
@@ -248,7 +248,7 @@ class SlotComputer:
         self._slot = None
         self._unit = None
         self._contributions = {}
-        self.rehearsed = []
+        self.canary_batches = []
         self._gradients.drop_sums()
         self._buffer_sums = self._buffers.zeros()
 

@@ -104,7 +104,7 @@ def fill(sources: Sequence[BlockSource], targets: Mapping[Slice, memoryview]) ->
     repaired: list[str] = []
     lock = threading.Lock()
 
-    def take(piece: Piece, into: memoryview) -> None:
+    def take_piece(piece: Piece, into: memoryview) -> None:
         wrong = []
         for source, hashes in known:
             there = hashes.get(piece) == expected[piece]
@@ -125,7 +125,7 @@ def fill(sources: Sequence[BlockSource], targets: Mapping[Slice, memoryview]) ->
         with memoryview(held) as view:
             for piece in stored[source.tensor][source]:
                 if piece.low < high and low < piece.high:
-                    take(piece, view[piece.low : piece.high])
+                    take_piece(piece, view[piece.low : piece.high])
         _copy_overlap(source, _array(held, source), target, _array(into, target))
 
     with ThreadPoolExecutor(READERS, thread_name_prefix="checkpoint-reader") as pool:
@@ -136,7 +136,7 @@ def fill(sources: Sequence[BlockSource], targets: Mapping[Slice, memoryview]) ->
             if exact is not None:
                 for piece in exact:
                     if piece.nbytes:
-                        jobs.append(pool.submit(take, piece, into[piece.low : piece.high]))
+                        jobs.append(pool.submit(take_piece, piece, into[piece.low : piece.high]))
                 continue
             for near in _overlapping(sources[0], slices, target):
                 jobs.append(pool.submit(take_box, (near, target), into))
