@@ -1,1 +1,1 @@
-"""Failures that are no deaths: what is noticed, and what is done about it. Pure rules; others act on them."""
+"""Rules about failures that are no deaths. Others gather the facts and act on the verdicts."""
