@@ -20,12 +20,13 @@ from torch import Tensor
 
 from elastic_harness.comm import plan as planning
 from elastic_harness.comm import tcp
-from elastic_harness.comm.exchange import JOIN, Exchange
+from elastic_harness.comm.exchange import Exchange
 from elastic_harness.comm.nccl import NcclTransport
 from elastic_harness.comm.placement import Ranges, deal, merge_ranges
 from elastic_harness.comm.plan import Plan, make_plan
 from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.transport import Pending, Transport
+from elastic_harness.contract.waits import HEADER, JOIN, Awaited
 from elastic_harness.errors import PeerFailed
 from elastic_harness.train.attempt import Adder
 from elastic_harness.train.header import FIXED_WORDS, Header, combine
@@ -182,6 +183,7 @@ class Member:
     def __init__(self, layout: Layout, lanes: int, held: Ranges, gradients: Sequence[Gradients]) -> None:
         self.layout, self.lanes = layout, lanes
         self.pool = CountingPool()
+        self.shown: list[tuple[int, tuple[Awaited, ...]]] = []  # whom it waited for
         self.partials = Partials(STEP, SlotTable.empty(lanes, lanes, len(layout.entries)))
         for lo, hi in held:
             for lane in range(lo, hi):
@@ -190,7 +192,8 @@ class Member:
 
     def post(self, group: Transport | None, plan: Plan, rank: int) -> None:
         words = FIXED_WORDS + SlotTable.size(self.lanes, self.lanes, len(self.layout.entries))
-        self.exchange = Exchange(group, plan, self.lanes, STEP, rank, self.layout.elements, words, self.pool)
+        elements, show_wait = self.layout.elements, lambda step, parts: self.shown.append((step, tuple(parts)))
+        self.exchange = Exchange(group, plan, self.lanes, STEP, rank, elements, words, self.pool, show_wait)
         self.result = self.exchange.result.fill_(float("nan"))
 
     def send(self) -> None:
@@ -342,6 +345,17 @@ def blamed(members: Sequence[Member], running: Sequence[int]) -> dict[int, tuple
 def test_everybody_names_the_member_that_is_late_and_not_who_waits_for_it_too() -> None:
     _, members = four_on_two_nodes()
     assert blamed(members, [0, 1, 3]) == {0: (2,), 1: (2,), 3: (2,)}
+
+
+def test_what_is_waited_for_is_shown_before_and_cleared_after() -> None:
+    _, members = four_on_two_nodes()
+    blamed(members, [0, 1, 3])
+    for rank in (0, 1, 3):
+        *before, (step, parts) = members[rank].shown
+        assert step == STEP and Awaited(HEADER, 2) in parts
+        assert all(bool(shown) != bool(index % 2) for index, (_, shown) in enumerate(before)), "shown, cleared, …"
+    # member 1 joins lanes on its node first, and waits for its mate alone there
+    assert members[1].shown[0][1] and {part.rank for part in members[1].shown[0][1]} <= {0}
 
 
 def test_a_part_lost_inside_a_node_is_blamed_on_its_sender_there() -> None:

@@ -24,15 +24,16 @@ from elastic_harness.comm.plan import Plan, Transfer
 from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.transport import Pending, Transport
 from elastic_harness.comm.tree import Span, key, split
+from elastic_harness.contract.waits import GATHER, HEADER, JOIN, REDUCE, SPREAD, Awaited
 from elastic_harness.errors import Inconsistent, PeerFailed
 from elastic_harness.failpoints import failpoint
-
-HEADER, JOIN, REDUCE, GATHER, SPREAD, TRANSFER = range(6)
-"""Kinds of messages, in the order in which a step needs them."""
 
 Add = Callable[[torch.Tensor, Span, torch.Tensor, Span, torch.Tensor, int], None]
 """add(out, first, a, second, b, lo) writes the sum of two sibling spans' elements, from `lo` on, into `out`, which may
 be one of the two."""
+
+ShowWait = Callable[[int, Sequence[Awaited]], None]
+"""show_wait(step, parts) shows the outside what this member waits for; no parts: it goes on."""
 
 
 def tag(kind: int, step: int, number: int) -> int:
@@ -58,6 +59,7 @@ class Exchange:
         elements: int,
         header_words: int,
         pool: Pool,
+        show_wait: ShowWait,
     ) -> None:
         self._transport = transport
         self._plan = plan
@@ -65,6 +67,7 @@ class Exchange:
         self._step = step
         self._rank = rank
         self._pool = pool
+        self._show_wait = show_wait
         self.result = result = pool.take(elements)
         self._partials: list[torch.Tensor] = []  # lent for this member's own partial sums
         self._sends: list[Pending] = []
@@ -73,6 +76,7 @@ class Exchange:
         self._joined: list[torch.Tensor] = []
         self._headers: dict[int, Pending] = {}
         self._incoming: dict[int, list[Pending]] = {}
+        self._parts: dict[Pending, Awaited] = {}
         self._outgoing: dict[int, list[Transfer]] = {}
         self._awaited: Sequence[Pending] = ()
         self._owners = {lo: owner for owner, (lo, hi) in enumerate(plan.owned) if hi > lo}
@@ -82,6 +86,7 @@ class Exchange:
             if rank_ != rank:
                 words = torch.empty(header_words, dtype=torch.int64, device=transport.device)
                 self._headers[rank_] = transport.receive(words, rank_, tag(HEADER, step, 0))
+                self._parts[self._headers[rank_]] = Awaited(HEADER, rank_)
         self._awaited = tuple(self._headers.values())
         stages = {JOIN: plan.join, REDUCE: plan.reduce, GATHER: plan.gather, SPREAD: plan.spread}
         for kind, transfers in stages.items():
@@ -92,7 +97,9 @@ class Exchange:
                     into = result[t.lo : t.hi] if t.span is None else pool.take(t.hi - t.lo)
                     if t.span is not None:
                         self._received[t.span] = (into, t.lo)
-                    self._incoming[kind].append(transport.receive(into, t.source, self._tag(kind, t)))
+                    work = transport.receive(into, t.source, self._tag(kind, t))
+                    self._incoming[kind].append(work)
+                    self._parts[work] = Awaited(kind, t.source, *(t.span or (0, lanes)))
         failpoint("exchange.posted", step)
 
     def lend_vector(self) -> torch.Tensor:
@@ -220,7 +227,9 @@ class Exchange:
         assert self._transport is not None
         self._awaited = [work for work in works if not work.finished]
         if self._awaited:
+            self._show_wait(self._step, [self._parts[work] for work in self._awaited])
             self._transport.wait(self._awaited, max(0.001, deadline - time.monotonic()))
+            self._show_wait(self._step, ())
 
     def waiting_for(self) -> tuple[int, ...]:
         """Return the ranks whose part has not arrived, for the report of a broken exchange. Only the parts that were

@@ -1,5 +1,9 @@
 """The board: a page of memory in which a worker shows what it does. Its agent reads the page at any time, also after
-the worker's death."""
+the worker's death.
+
+    0   what the worker does: `Reading`
+    64  what it waits for: the head of a `Wait`, then its parts
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,18 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 
+from elastic_harness.contract.waits import Awaited, Wait
+
+PARTS_MAX = 64  # parts of a wait that the board lists
 _LAYOUT = struct.Struct("<QqqqqdQ")  # the fields of Reading
+_WAIT, _WAIT_AT = struct.Struct("<Qqdq"), 64  # the beat of the phase in which it waits, step, since, number of parts
+_PART, _PARTS_AT = struct.Struct("<4i"), 64 + _WAIT.size
+_PARTS = [struct.Struct(f"<{4 * count}i") for count in range(PARTS_MAX + 1)]
 
 
 class Phase(IntEnum):
@@ -74,13 +86,25 @@ class BoardReader:
     def read(self) -> Reading:
         return Reading(*_LAYOUT.unpack_from(self._page, 0))
 
+    def wait(self) -> Wait | None:
+        """Return what the worker waits for in its present phase. None: for nobody, or it is just writing that down."""
+        head = _WAIT.unpack_from(self._page, _WAIT_AT)
+        beat, step, since, count = head
+        listed = min(count, PARTS_MAX)
+        if beat != self.read().beat or listed < 1:
+            return None
+        content = self._page[_PARTS_AT : _PARTS_AT + listed * _PART.size]
+        parts = tuple(Awaited(*part) for part in _PART.iter_unpack(content))
+        return Wait(step, since, parts, count - listed) if head == _WAIT.unpack_from(self._page, _WAIT_AT) else None
+
     def close(self) -> None:
         self._page.close()
         os.close(self.descriptor)
 
 
 class Board:
-    """The worker's side. `show` costs about a microsecond. Without an agent it writes to memory that nobody reads."""
+    """The worker's side. `show` and `wait_for` cost about a microsecond. Without an agent they write to memory that
+    nobody reads."""
 
     def __init__(self, descriptor: int | None) -> None:
         if descriptor is None:
@@ -102,3 +126,9 @@ class Board:
         _LAYOUT.pack_into(
             self._page, 0, self._beat, self.generation, phase, step, slot, time.time(), int(deadline_s * 1000)
         )
+
+    def wait_for(self, step: int, parts: Sequence[Awaited]) -> None:
+        """Show what this worker waits for, until it shows something else or enters a phase. No parts: it goes on."""
+        listed = parts[:PARTS_MAX]
+        _PARTS[len(listed)].pack_into(self._page, _PARTS_AT, *chain.from_iterable(listed))
+        _WAIT.pack_into(self._page, _WAIT_AT, self._beat, step, time.time(), len(parts))

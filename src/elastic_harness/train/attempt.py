@@ -72,6 +72,7 @@ def place(engine: Engine, progress: Progress) -> Attempt:
         engine.layout.elements,
         FIXED_WORDS + SlotTable.size(engine.shape.slots, lanes, len(engine.layout.entries)),
         engine.pool,
+        engine.board.wait_for,
     )
     done = {lane for lo, hi in partials.held() for lane in range(lo, hi)}
     own = [lane for lo, hi in placed[members[formed.rank]] for lane in range(lo, hi) if lane not in done]

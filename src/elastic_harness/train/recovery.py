@@ -28,6 +28,7 @@ from elastic_harness.comm.placement import Ranges, merge_ranges
 from elastic_harness.comm.transport import Transport
 from elastic_harness.contract.board import Phase
 from elastic_harness.contract.messages import LinkTrouble
+from elastic_harness.contract.waits import CONNECTION, REPORT, TRANSFER, Awaited
 from elastic_harness.errors import (
     EXIT_INFRASTRUCTURE,
     CheckpointCorrupt,
@@ -133,15 +134,20 @@ def _meet(engine: Engine, generation: Generation, stages: Stages) -> Formed:
     engine.board.generation = number
     engine.board.show(Phase.RECOVERY, deadline_s=engine.config.elastic.exchange_timeout_s)
     transport: Transport | None = None
+    others = [peer for peer in range(len(members)) if peer != rank]
     try:
-        if len(members) > 1:
+        if others:
+            engine.board.wait_for(-1, [Awaited(CONNECTION, peer) for peer in others])
             with stages.timed("rebuild"):
                 values, void = GenerationValues(engine.link, number), cancelled_by(engine.link, number)
                 transport = engine.connect(values, rank, len(members), void)
                 engine.link.wake = transport.abort
         failpoint("recovery.rebuilt")
         with stages.timed("reconcile"):
-            return Formed(generation, engine.link.digest(number), rank, transport)
+            engine.board.wait_for(-1, [Awaited(REPORT, peer) for peer in others])
+            digest = engine.link.digest(number)
+            engine.board.wait_for(-1, ())
+            return Formed(generation, digest, rank, transport)
     except BaseException as error:
         engine.link.wake = lambda: None
         if transport is not None:
@@ -188,7 +194,10 @@ def _repair(engine: Engine, progress: Progress, report: Report) -> Progress:
         failpoint("recovery.receiving", digest.version)
         try:
             donor, timeout_s = members.index(source.donor), engine.config.elastic.exchange_timeout_s
-            return receive_payload(formed.transport, donor, timeout_s)
+            engine.board.wait_for(-1, [Awaited(TRANSFER, donor)])
+            payload = receive_payload(formed.transport, donor, timeout_s)
+            engine.board.wait_for(-1, ())
+            return payload
         except PeerFailed as error:
             error.name(members)
             raise

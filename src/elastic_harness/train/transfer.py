@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_harness.comm.exchange import TRANSFER, tag
+from elastic_harness.comm.exchange import tag
 from elastic_harness.comm.transport import Pending, Transport
+from elastic_harness.contract.waits import TRANSFER
 from elastic_harness.errors import PeerFailed
 from elastic_harness.train.imprint import hash_of
 
