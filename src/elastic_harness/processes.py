@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
+_THREADS_MAX = 64  # of a process, that are told of
 
 
 class Stat(NamedTuple):
@@ -51,3 +53,35 @@ def die_with_parent(parent_pid: int, signal_number: int) -> None:
 def become_child_subreaper() -> None:
     """Have orphaned descendants become this process's children."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def caught_signals(pid: int) -> int:
+    """Return the signals that a process has handlers for, as a mask: bit n - 1 is signal n."""
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", _read(f"/proc/{pid}/status"), re.MULTILINE)
+    return int(caught[1], 16) if caught else 0
+
+
+def threads(pid: int) -> list[str]:
+    """Return what the kernel tells of each thread of a process: its state, where in the kernel it waits, the system
+    call with its arguments, and the kernel's stack. What this user may not read is left out."""
+    try:
+        numbers = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
+    except OSError:
+        return []
+    return [line for number in numbers[:_THREADS_MAX] for line in _thread(f"/proc/{pid}/task/{number}", number)]
+
+
+def _thread(folder: str, number: int) -> list[str]:
+    name, waits_in, call = (_read(f"{folder}/{file}").strip() for file in ("comm", "wchan", "syscall"))
+    state = re.search(r"^State:\s*(.*)$", _read(f"{folder}/status"), re.MULTILINE)
+    told = [f"state {state[1]}" if state else "gone"]
+    told += [f"waits in {waits_in}"] if waits_in not in ("", "0") else []
+    told += [f"system call {call}"] if call else []
+    frames = [f"  {line.rpartition(' ')[2]}" for line in _read(f"{folder}/stack").splitlines()]
+    return [f"thread {number} ({name}): {', '.join(told)}", *frames]
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text(errors="replace")
+    return ""

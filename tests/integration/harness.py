@@ -345,6 +345,7 @@ class TrainingJob(Job):
         assert not shared, f"left in /dev/shm: {shared}"
         names = {p.name for p in self.run_dir.iterdir()}
         known = {"config.yaml", "run.json", "events.jsonl", "ledger.jsonl", "logs", "checkpoints", "lock", "generation"}
+        known |= {"hangs"}
         assert names <= known | {"weights.safetensors", "imports.json"}, f"left in the run folder: {names - known}"
         checkpoints = self.run_dir / "checkpoints"
         odd = [p.name for p in checkpoints.iterdir() if not re.fullmatch(r"step-\d{8}(\.damaged)?|latest|best", p.name)]

@@ -162,7 +162,7 @@ def test_a_checkpoint_counts_only_with_its_manifest(tmp_path: Path) -> None:
 
 FACTS = incident.Evidence(
     member="w2-1", rank=2, host="h", pid=12, lived_s=3.0, where="computing slot 4, step 7", exit_code=-9, error="",
-    hang="", overdue=False, garbled="", requested=False, oom_kills=0, tail=("a", "b"), log="/l",
+    hang="", overdue=False, diagnosis=(), garbled="", requested=False, oom_kills=0, tail=("a", "b"), log="/l",
 )  # fmt: skip
 
 

@@ -294,6 +294,9 @@ class ElasticRun:
         self._refill()
         self._spawn_due()
 
+    def members(self, generation: int) -> tuple[str, ...]:
+        return self._members if self._generation is not None and self._generation.number == generation else ()
+
     def status(self) -> dict[str, Any]:
         generation, finished = self._generation, next(iter(self._finished.values()), None)
         return {

@@ -16,10 +16,12 @@ from typing import Any, Literal, Protocol
 
 from elastic_harness.agent.control.server import ControlServer
 from elastic_harness.agent.options import LaunchOptions
+from elastic_harness.agent.reporting import hang_files
 from elastic_harness.agent.reporting.console import Console
 from elastic_harness.agent.reporting.records import Records
 from elastic_harness.agent.reporting.reporter import Reporter
 from elastic_harness.agent.workers import worker as workers
+from elastic_harness.agent.workers.diagnosis import Diagnosis
 from elastic_harness.agent.workers.environment import base_environment
 from elastic_harness.agent.workers.forks import ForkServer, reap_orphans, uses_our_api
 from elastic_harness.agent.workers.hangs import Hang, HangWatch
@@ -42,6 +44,7 @@ from elastic_harness.runs.origin import versions_in
 from elastic_harness.writer_process import WriterCommand, WriterProcess
 
 TICK_S = 0.05
+DIAGNOSIS_LOOK_S = 0.01
 POLL_S_MIN = 0.002
 POLL_S_MAX = 0.01
 CPU_SHARE_MAX = 0.01
@@ -86,6 +89,9 @@ class Supervisor(Protocol):
 
     def close(self) -> None: ...
     def scale(self, target: int) -> None: ...
+    def members(self, generation: int) -> tuple[str, ...]:
+        """Return the members of a generation in rank order; none if it is not the newest."""
+
     def status(self) -> dict[str, Any]: ...
 
 
@@ -128,6 +134,7 @@ class Agent:
         self._poll_at = 0.0
         self._cpu_at, self._cpu_s = time.monotonic(), time.process_time()
         self._hangs = HangWatch()
+        self._diagnosis: Diagnosis | None = None
         self._signals_seen = 0
         self._orphans_at = 0.0
         self._control = ControlServer(folder.path, self._selector, partial(answer, self))
@@ -366,6 +373,36 @@ class Agent:
         if fields.get("fatal"):
             self.fail(EXIT_INFRASTRUCTURE, str(fields.get("error")))
 
+    def _find_hangs(self, now: float) -> None:
+        """Look for workers that hang. All stacks are taken before any of them is killed."""
+        found = self._hangs.check(self.workers.values(), now)
+        if found and self._diagnosis is None:
+            self._diagnosis = Diagnosis(self.workers.values(), now)
+            self.after(DIAGNOSIS_LOOK_S, self._diagnose)
+        if self._diagnosis is not None:
+            self._diagnosis.note(found)
+
+    def _diagnose(self) -> None:
+        """Wait for the stacks, then kill those that hang, and only after that write about it."""
+        diagnosis, now = self._diagnosis, time.monotonic()
+        assert diagnosis is not None
+        if not diagnosis.over(now):
+            self.after(DIAGNOSIS_LOOK_S, self._diagnose)
+            return
+        self._diagnosis = None
+        hangs = [hang for hang in diagnosis.hangs if hang.worker.running and not hang.worker.lost]
+        if not hangs:  # they have ended by themselves
+            return
+        concluded = diagnosis.conclude(self.supervisor.members)
+        for hang in hangs:
+            self.give_up(hang)
+        took_s = time.monotonic() - diagnosis.began_at
+        path = hang_files.write(self.folder.path, hangs[0].worker.member, concluded.text())
+        for hang in hangs:
+            where = [f"stacks of all workers: {path}"] if path else []
+            hang.worker.diagnosis = (*concluded.of(hang.worker.member), *where)
+        self.report.hang([hang.worker.member for hang in hangs], concluded, path, took_s)
+
     def give_up(self, hang: Hang) -> None:
         """Treat a worker that hangs as lost, and kill it."""
         worker = hang.worker
@@ -390,8 +427,7 @@ class Agent:
     def _tick(self) -> None:
         self.after(TICK_S, self._tick)
         now = time.monotonic()
-        for hang in self._hangs.check(self.workers.values(), now):
-            self.give_up(hang)
+        self._find_hangs(now)
         if self.outcome is None and os.getppid() != self._parent_pid:
             self._on_signal(signal.SIGHUP)
         if self.console.pending:

@@ -133,6 +133,9 @@ class PlainRun:
             "calls it, stop the job and launch it with another --nproc-per-node"
         )
 
+    def members(self, generation: int) -> tuple[str, ...]:
+        return ()
+
     def status(self) -> dict[str, Any]:
         return {"mode": "plain", "restarts": self._restarts, "target": self.agent.options.workers}
 

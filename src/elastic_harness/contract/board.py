@@ -1,14 +1,19 @@
-"""The board: a page of memory in which a worker shows what it does. Its agent reads the page at any time, also after
-the worker's death.
+"""The board: a file in memory that a worker shares with its agent. Its first page shows what the worker does. Behind
+the page the worker writes its stacks when the agent asks for them. The agent reads both at any time, also after the
+worker's death.
 
     0   what the worker does: `Reading`
+    56  the signal that it answers with its stacks; 0: none
     64  what it waits for: the head of a `Wait`, then its parts
 """
 
 from __future__ import annotations
 
+import faulthandler
+import fcntl
 import mmap
 import os
+import signal
 import struct
 import time
 from collections.abc import Sequence
@@ -17,9 +22,14 @@ from enum import IntEnum
 from itertools import chain
 
 from elastic_harness.contract.waits import Awaited, Wait
+from elastic_harness.processes import caught_signals
 
+STACKS_SIGNAL = signal.SIGRTMIN + 11
+"""The agent asks for stacks with this signal (decision 0041)."""
 PARTS_MAX = 64  # parts of a wait that the board lists
+_STACKS_BYTES_MAX = 1 << 20
 _LAYOUT = struct.Struct("<QqqqqdQ")  # the fields of Reading
+_ANSWERS, _ANSWERS_AT = struct.Struct("<Q"), 56
 _WAIT, _WAIT_AT = struct.Struct("<Qqdq"), 64  # the beat of the phase in which it waits, step, since, number of parts
 _PART, _PARTS_AT = struct.Struct("<4i"), 64 + _WAIT.size
 _PARTS = [struct.Struct(f"<{4 * count}i") for count in range(PARTS_MAX + 1)]
@@ -97,6 +107,22 @@ class BoardReader:
         parts = tuple(Awaited(*part) for part in _PART.iter_unpack(content))
         return Wait(step, since, parts, count - listed) if head == _WAIT.unpack_from(self._page, _WAIT_AT) else None
 
+    @property
+    def answers(self) -> bool:
+        """Whether the worker writes its stacks when it is asked with STACKS_SIGNAL."""
+        return _ANSWERS.unpack_from(self._page, _ANSWERS_AT) == (STACKS_SIGNAL,)
+
+    def clear_stacks(self) -> None:
+        os.ftruncate(self.descriptor, mmap.PAGESIZE)
+
+    def stacks_bytes(self) -> int:
+        """Return how many bytes of stacks the worker has written since they were cleared."""
+        return os.fstat(self.descriptor).st_size - mmap.PAGESIZE
+
+    def stacks(self) -> str:
+        """Return the stacks that the worker has written, the main thread's last."""
+        return os.pread(self.descriptor, _STACKS_BYTES_MAX, mmap.PAGESIZE).decode(errors="replace")
+
     def close(self) -> None:
         self._page.close()
         os.close(self.descriptor)
@@ -111,7 +137,9 @@ class Board:
             self._page = mmap.mmap(-1, mmap.PAGESIZE)
         else:
             self._page = mmap.mmap(descriptor, mmap.PAGESIZE)
-            os.close(descriptor)
+            os.set_inheritable(descriptor, False)
+        self._descriptor = descriptor
+        self._offered = False
         self._beat = 0
         self.generation = 0
         self.phase = Phase.STARTING
@@ -132,3 +160,21 @@ class Board:
         listed = parts[:PARTS_MAX]
         _PARTS[len(listed)].pack_into(self._page, _PARTS_AT, *chain.from_iterable(listed))
         _WAIT.pack_into(self._page, _WAIT_AT, self._beat, step, time.time(), len(parts))
+
+    def offer_stacks(self) -> None:
+        """Offer the agent the stacks of all threads, unless the script handles STACKS_SIGNAL itself. A later call
+        withdraws the offer if the script does so by then.
+
+        faulthandler writes the stacks from within the signal handler. This needs neither the interpreter's lock nor
+        memory nor a disk.
+        """
+        if self._descriptor is None:
+            return
+        free = signal.getsignal(STACKS_SIGNAL) is signal.SIG_DFL  # what faulthandler registers does not show here
+        if not self._offered:
+            free = free and not caught_signals(os.getpid()) >> STACKS_SIGNAL - 1 & 1
+            if free:
+                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, os.O_APPEND)  # behind the page, also after it was cleared
+                faulthandler.register(STACKS_SIGNAL, file=self._descriptor, all_threads=True)
+                self._offered = True
+        _ANSWERS.pack_into(self._page, _ANSWERS_AT, STACKS_SIGNAL if free else 0)

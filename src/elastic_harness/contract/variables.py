@@ -7,7 +7,7 @@ MEMBER = "ELASTIC_HARNESS_MEMBER"  # the worker's id; the writer of checkpoints 
 RUN_DIR = "ELASTIC_HARNESS_RUN_DIR"
 RUN_ID = "ELASTIC_HARNESS_RUN_ID"
 LINK = "ELASTIC_HARNESS_FD"  # descriptor of the connection to the agent
-BOARD = "ELASTIC_HARNESS_BOARD_FD"  # descriptor of the page in which the worker shows what it does
+BOARD = "ELASTIC_HARNESS_BOARD_FD"  # descriptor of the board, on which the worker shows what it does
 SNAPSHOTS = "ELASTIC_HARNESS_SNAPSHOTS"  # descriptors of the shared memory, and of the eventfd that wakes the writer
 TELL_IMPORTS = "ELASTIC_HARNESS_TELL_IMPORTS"  # set: the agent wants to know what the worker has imported
 

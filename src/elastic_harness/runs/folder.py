@@ -15,6 +15,7 @@ from elastic_harness.runs import named
 
 RECORD = "run.json"
 LOCK = "lock"
+HANGS = "hangs"
 _SHAPE: shape.Shape = {
     **dict.fromkeys(("run_id", "cwd", "status", "history", "mode", "control"), str | None),
     **dict.fromkeys(("lineage", "from_step", "exit_code", "agent_pid", "launcher_pid"), int | None),

@@ -35,6 +35,7 @@ CANARY: Span = (0, 1)
 def commit_step(engine: Engine, progress: Progress) -> Generator[Any, None, Progress]:
     """Commit step `progress.version`; yields the batches of the slots that fall to this worker. Returns (as the
     generator's value) the progress after it. Collective; blocks until the step is committed."""
+    engine.board.offer_stacks()  # as long as the script leaves the signal alone
     engine.watch.check_step(f"before step {progress.version}, outside of its micro-batches")
     progress = settle_commit(engine, progress)
     step = progress.version

@@ -511,6 +511,7 @@ def _coordinator(run_dir: str | Path | None) -> tuple[Link, Path, Board]:
         )
     agent = AgentLink(int(descriptor), os.environ[variables.MEMBER])
     board = Board(int(os.environ.pop(variables.BOARD)))
+    board.offer_stacks()
     _report_errors(agent, board)
     return agent, Path(os.environ[variables.RUN_DIR]), board
 

@@ -27,6 +27,7 @@ class Evidence:
     error: str  # of the user's code
     hang: str  # the evidence that it made no progress, in words
     overdue: bool  # it may only have been slow
+    diagnosis: tuple[str, ...]  # what was found out before it was ended for a hang, in lines
     garbled: str  # what was wrong with its messages
     requested: bool  # `elastic-harness kill` asked for it
     oom_kills: int | None  # by how much the out-of-memory counter had risen
@@ -74,7 +75,7 @@ def build(facts: Evidence, done: str, advice: str = "") -> Incident:
     end = read_exit(facts.exit_code)
     if facts.hang:
         what = f"worker {facts.member} {'was ended' if facts.overdue else 'hung'}: {facts.hang}"
-        evidence.append("the agent ended it with SIGKILL after its progress deadline")
+        evidence += [*facts.diagnosis, "the agent ended it with SIGKILL after its progress deadline"]
         if facts.overdue:
             evidence.append("the next worker at this step has longer, elastic.progress_timeout_factor times as long")
             advice = advice or "if such work is to be expected, raise elastic.progress_timeout_min_s"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from elastic_harness.agent.reporting import incident
 from elastic_harness.agent.reporting.console import Console
 from elastic_harness.agent.reporting.incident import Incident
 from elastic_harness.agent.reporting.records import Records
+from elastic_harness.agent.workers.diagnosis import Conclusion
 from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.contract.messages import Commit
 from elastic_harness.runs.ledger import LEDGER
@@ -44,6 +47,18 @@ class Reporter:
             t_detected=worker.detected_at,
         )
 
+    def hang(self, members: Sequence[str], concluded: Conclusion, stacks: Path | None, took_s: float) -> None:
+        """Write what was found out about a hang. members: those who were ended for it. stacks: the file with all
+        stacks. took_s: from when the hang was noticed until they were ended."""
+        self._records.event(
+            "hang",
+            members=members,
+            culprits=[asdict(culprit) for culprit in concluded.culprits],
+            why=concluded.sentences,
+            stacks=str(stacks.relative_to(self._records.folder.path)) if stacks else None,
+            took_s=round(took_s, 3),
+        )
+
     def oom_kills_since(self) -> int | None:
         """Return by how much the out-of-memory counter rose since the last call; None if it cannot be read."""
         before, self._oom_kills = self._oom_kills, incident.oom_kill_counter()
@@ -67,6 +82,7 @@ class Reporter:
                 garbled=worker.garbled,
                 requested=worker.killed_on_request,
                 overdue=worker.overdue is not None,
+                diagnosis=worker.diagnosis,
                 oom_kills=worker.oom_kills,
                 tail=tuple(worker.log.tail()),
                 log=str(worker.log.path),

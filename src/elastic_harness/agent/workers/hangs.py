@@ -40,7 +40,7 @@ class HangWatch:
 
     def check(self, workers: Iterable[Worker], now: float) -> list[Hang]:
         """Return every worker that hangs."""
-        living = [w for w in workers if w.running and w.hello and not w.lost and _is_needed(w)]
+        living = [w for w in workers if w.running and w.hello and not w.lost and is_needed(w)]
         if self._checked_at is not None and now - self._checked_at > OWN_PAUSE_S:
             for worker in living:
                 worker.beat_seen_at += now - self._checked_at
@@ -86,7 +86,7 @@ def _beyond_deadline(worker: Worker, reading: Reading, idle_s: float) -> Hang:
     return Hang(worker, f"no progress for {idle_s:.1f} s while {reading.where} (deadline {deadline_s:g} s){why}")
 
 
-def _is_needed(worker: Worker) -> bool:
+def is_needed(worker: Worker) -> bool:
     """Return whether others may be waiting for the worker. That is also so for a worker that a planned change leaves
     out, until the boundary."""
     return worker.released is None or worker.left_out

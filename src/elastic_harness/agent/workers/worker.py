@@ -62,6 +62,7 @@ class Worker:
     released: Release | None = None
     killed_on_request: bool = False
     hang: str = ""
+    diagnosis: tuple[str, ...] = ()  # what was found out before it was ended for a hang, in lines
     overdue: Reading | None = None  # the work that took too long, so that the worker was ended
     deadline_max_s: float = 0.0  # the longest that it may ever give itself for a piece of work
     oom_kills: int | None = None  # by how much the out-of-memory counter had risen when it was gone
