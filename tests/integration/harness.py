@@ -12,6 +12,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from elastic_harness.errors import HarnessError
 from elastic_harness.runs.ledger import read_ledger
 from elastic_harness.runs.verify import verify
 from integration.launch_tools import Job, run
+from integration.preloaded import preloaded
 
 TRAINER = Path(__file__).with_name("observed_trainer.py")
 PATIENCE_S = 240.0
@@ -72,7 +74,9 @@ class TrainingJob(Job):
         settings: Sequence[str] = (),
         script: Path = TRAINER,
         variables: Mapping[str, str] | None = None,
+        anew: bool = False,
     ) -> None:
+        """`anew`: the launcher is a new process, and no fork of the `preloaded` one."""
         self.workers = workers
         self.steps = steps
         self.limit = 0
@@ -83,12 +87,14 @@ class TrainingJob(Job):
         self._write("limit", "0")
         self._arguments = (self.tests, *TINY, f"training.max_steps={steps}", *settings)
         self._script = script
+        self._popen = subprocess.Popen if anew else preloaded().popen
         super().__init__(
             folder / "run",
             *self._arguments,
             script=script,
             options=("--nproc-per-node", workers, *options),
             variables=variables,
+            popen=self._popen,
         )
 
     def relaunch(self, workers: int) -> None:
@@ -96,7 +102,8 @@ class TrainingJob(Job):
         assert self.process.poll() is not None
         self._file.close()
         self.workers = workers
-        super().__init__(self.run_dir, *self._arguments, script=self._script, options=("--nproc-per-node", workers))
+        options = ("--nproc-per-node", workers)
+        super().__init__(self.run_dir, *self._arguments, script=self._script, options=options, popen=self._popen)
 
     # ---- waiting
 

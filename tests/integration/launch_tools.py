@@ -10,11 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic_harness.agent.control.server import request
 from elastic_harness.contract.commands import GetStatus
 from elastic_harness.runs.events import read_events
+
+if TYPE_CHECKING:
+    from integration.preloaded import Started
 
 SOURCE = Path(__file__).parents[2] / "src"
 FAKE_WORKER = Path(__file__).with_name("launch_worker.py")
@@ -52,7 +55,7 @@ class Job:
         script: Path = FAKE_WORKER,
         options: tuple = (),
         variables: Mapping[str, str] | None = None,
-        popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+        popen: Callable[..., subprocess.Popen[bytes] | Started] = subprocess.Popen,
         where: Sequence[object] = ("--standalone",),
     ) -> None:
         self.run_dir = run_dir

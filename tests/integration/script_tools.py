@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_harness.contract.variables import FAILPOINTS
-from integration.launch_tools import environment, left_behind
-from integration.preloaded import Preloaded
+from integration.launch_tools import command, environment, left_behind
+from integration.preloaded import ONE_THREAD, preloaded
 
 SCRIPTS = Path(__file__).with_name("scripts")
 PATIENCE_S = 240.0
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # as workers have it: another one does not live on in a forked process
 
 
 def python(script: Path, *arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
@@ -22,37 +20,25 @@ def python(script: Path, *arguments: object, **more: str) -> subprocess.Complete
     return execute([sys.executable, script, *arguments], more)
 
 
-def forked(script: Path | str, *arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
+def forked(script: object, *arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
     """The same, without the time that Python and torch take to start: for runs that are not about how they begin."""
-    command = [sys.executable, *map(str, (script, *arguments))]
-    return preloaded().run(command, {**environment(), **ONE_THREAD, **more}, PATIENCE_S)
-
-
-@functools.cache
-def preloaded() -> Preloaded:
-    process = Preloaded({**environment(), **ONE_THREAD})
-    atexit.register(process.close)
-    return process
+    given = [sys.executable, *map(str, (script, *arguments))]
+    return preloaded().run(given, {**environment(), **ONE_THREAD, **more}, PATIENCE_S)
 
 
 def launch(
-    run_dir: Path, script: Path, *arguments: object, options: tuple[object, ...] = (), **more: str
+    run_dir: Path, script: Path, *arguments: object, options: tuple[object, ...] = (), anew: bool = False, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """A script under our launcher, to its end; nothing may be left behind."""
-    ended = execute(
-        [
-            *(sys.executable, "-m", "elastic_harness", "launch", "--standalone"),
-            *("--run-dir", run_dir, *options, script, *arguments),
-        ],
-        more,
-    )
+    """A script under our launcher, to its end; nothing may be left behind. The launcher is `forked`, or begins anew."""
+    given = command("launch", "--standalone", "--run-dir", run_dir, *options, script, *arguments)
+    ended = execute(given, more) if anew else preloaded().run(given, {**environment(), **more}, PATIENCE_S)
     assert not left_behind(run_dir)
     return ended
 
 
-def execute(command: list[object], more: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def execute(given: Sequence[object], more: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        list(map(str, command)),
+        list(map(str, given)),
         env={**environment(), **more},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -80,5 +66,3 @@ def one_message(ended: subprocess.CompletedProcess[str]) -> str:
     text = ended.stdout + ended.stderr
     assert "Traceback" not in text, said(ended)
     return text
-
-

@@ -12,6 +12,7 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from elastic_harness.runs.verify import verify
 from etcd_servers import Cluster
 from integration.harness import FOREVER, TINY, TRAINER
 from integration.launch_tools import SOURCE, Job, command, environment
+from integration.preloaded import preloaded
 
 PATIENCE_S = 120.0
 RUN = "job"
@@ -33,7 +35,14 @@ class NodeJob(Job):
     """One node's launch."""
 
     def __init__(
-        self, host: Host, folder: Path, nodes: str, options: Sequence[object], script: Sequence[object], source: Path
+        self,
+        host: Host,
+        folder: Path,
+        nodes: str,
+        options: Sequence[object],
+        script: Sequence[object],
+        source: Path,
+        anew: bool,
     ):
         self.host = host
         super().__init__(
@@ -42,7 +51,7 @@ class NodeJob(Job):
             script=TRAINER,
             options=tuple(options),
             variables={"PYTHONPATH": str(source)},
-            popen=host.popen,
+            popen=host.popen if anew or source != SOURCE else partial(preloaded().popen, namespace=host.name),
             where=("--nnodes", nodes, "--run-id", RUN, "--host", host.address),
         )
 
@@ -56,11 +65,13 @@ class NodeJob(Job):
 
 
 class Hosts:
-    """The hosts of one test. `jobs`: the newest launch on each."""
+    """The hosts of one test. `jobs`: the newest launch on each. `anew`: launchers are new processes, and no forks of
+    the `preloaded` one."""
 
     def __init__(self, folder: Path, network: Network, cluster: Cluster, *, steps: int) -> None:
         self.folder, self.network, self.cluster, self.steps = folder, network, cluster, steps
         self.store = cluster.url
+        self.anew = False
         self.jobs: dict[int, NodeJob] = {}
         self.limit = 0
         self.orders = folder / "orders"
@@ -89,7 +100,7 @@ class Hosts:
         script = (self.orders, *TINY, f"training.max_steps={self.steps}", *settings)
         given = ("--store", self.store, "--node-name", f"n{number}", "--nproc-per-node", nproc, *options)
         self.jobs[number] = NodeJob(
-            self.network.hosts[number], self.folder / f"run@n{number}", nodes, given, script, source
+            self.network.hosts[number], self.folder / f"run@n{number}", nodes, given, script, source, self.anew
         )
         return self.jobs[number]
 

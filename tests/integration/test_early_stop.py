@@ -14,7 +14,8 @@ from elastic_harness.runs.events import read_events
 from elastic_harness.runs.verify import verify
 from etcd_servers import Cluster
 from integration.launch_tools import Job
-from integration.script_tools import SCRIPTS, execute, failing, finals, launch, python, said
+from integration.preloaded import preloaded
+from integration.script_tools import SCRIPTS, execute, failing, finals, forked, launch, python, said
 
 pytestmark = pytest.mark.slow
 STOPPING = SCRIPTS / "stopping.py"
@@ -29,7 +30,7 @@ def finished(run_dir: Path) -> dict[str, Any]:
 def fourteen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The weights after 14 steps of a run that has no more of them."""
     folder = tmp_path_factory.mktemp("fourteen")
-    ended = python(STOPPING, "--how", "never", "--steps", 14, "--run-dir", folder)
+    ended = forked(STOPPING, "--how", "never", "--steps", 14, "--run-dir", folder)
     assert ended.returncode == 0, said(ended)
     yield finished(folder)["weights_sha256"]
 
@@ -115,6 +116,7 @@ def test_on_several_nodes_one_of_which_asks(tmp_path: Path, fourteen: str, how: 
                 *("--how", how, "--who", who, "--step-s", 0.1),
                 script=STOPPING,
                 where=(*where, "--node-name", name),
+                popen=preloaded().popen if how == "die" else subprocess.Popen,
             )
             for name, who in (("a", "all"), ("b", "nobody"))
         ]
@@ -143,11 +145,11 @@ def test_leaving_the_loop_fails_the_job_at_once_and_names_run_stop(tmp_path: Pat
 
 
 def test_leaving_the_loop_alone_is_said_and_allowed(tmp_path: Path) -> None:
-    ended = python(STOPPING, "--how", "break", "--run-dir", tmp_path)
+    ended = forked(STOPPING, "--how", "break", "--run-dir", tmp_path)
     assert ended.returncode == 0 and finals(ended.stdout) == ["final-step 13"], said(ended)
     assert 'run.stop("why")' in ended.stderr
 
 
 def test_an_exception_in_the_loop_is_not_taken_for_a_break(tmp_path: Path) -> None:
-    ended = python(STOPPING, "--how", "raise", "--run-dir", tmp_path)
+    ended = forked(STOPPING, "--how", "raise", "--run-dir", tmp_path)
     assert ended.returncode == 1 and "on purpose" in ended.stderr and "run.stop" not in ended.stderr, said(ended)

@@ -92,7 +92,7 @@ def test_the_lists_name_every_place() -> None:
 def test_a_kill_anywhere_in_a_step(train: Start, undisturbed: Callable[[int], str], first: int) -> None:
     """Groups of four, three and two, in turn; the victim is rank 0 or the last one, in turn."""
     faults = list(zip(IN_STEP, itertools.cycle([first == 0, first != 0]), strict=False))
-    job = train(4, steps=STEPS)
+    job = train(4, steps=STEPS, anew=True)
     while faults:
         job.fill(4)
         for world in (4, 3, 2):

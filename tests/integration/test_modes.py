@@ -30,7 +30,7 @@ def finished(run_dir: Path) -> dict[str, Any]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """The run that nothing happened to."""
     folder = tmp_path_factory.mktemp("alone")
-    ended = python(OWN_LOOP, *STEPS, "--run-dir", folder)
+    ended = forked(OWN_LOOP, *STEPS, "--run-dir", folder)
     assert ended.returncode == 0, said(ended)
     assert "accuracy" in ended.stdout
     assert verify(folder).ok
@@ -50,11 +50,11 @@ def test_plain_python_resumes_where_the_last_checkpoint_was(tmp_path: Path, alon
 
 
 def test_plain_python_refuses_another_program_in_the_same_folder(tmp_path: Path) -> None:
-    first = python(OWN_LOOP, "--steps", 2, "--run-dir", tmp_path)
+    first = forked(OWN_LOOP, "--steps", 2, "--run-dir", tmp_path)
     assert first.returncode == 0, said(first)
     known = json.loads((tmp_path / "fingerprint.json").read_text())
     (tmp_path / "fingerprint.json").write_text(json.dumps({**known, "run.seed": 99}))
-    other = python(OWN_LOOP, "--steps", 2, "--run-dir", tmp_path)
+    other = forked(OWN_LOOP, "--steps", 2, "--run-dir", tmp_path)
     assert other.returncode == 2
     assert "run.seed: the run has 99, this process 1337" in one_message(other)
 
@@ -80,6 +80,7 @@ def test_without_assertions_nothing_changes(tmp_path: Path, alone: dict[str, Any
         OWN_LOOP,
         *STEPS,
         options=("--nproc-per-node", 2),
+        anew=True,
         PYTHONOPTIMIZE="1",
         **failing("exchange.header_sent member=w0-1 step=12 kill"),
     )
@@ -95,6 +96,7 @@ def test_forked_workers_end_on_the_same_weights(tmp_path: Path, alone: dict[str,
         OWN_LOOP,
         *STEPS,
         options=("--nproc-per-node", 2),
+        anew=True,
         **failing("slot.backward member=w1-1 step=12 kill"),
     )
     assert ended.returncode == 0, said(ended)

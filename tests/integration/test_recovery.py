@@ -97,7 +97,8 @@ def test_damage_on_disk_does_not_matter_while_memory_has_it(train: Train, undist
 
 def test_memory_survives_workers_agent_and_writer(train: Train, undisturbed: Weights) -> None:
     """Nothing is on disk; what the launcher holds is enough."""
-    job = train(2, steps=STEPS, settings=["checkpoint.checkpoint_interval=0", "checkpoint.memory_snapshot_interval=3"])
+    settings = ["checkpoint.checkpoint_interval=0", "checkpoint.memory_snapshot_interval=3"]
+    job = train(2, steps=STEPS, settings=settings, anew=True)
     job.fill()
     job.advance(8)
     os.kill(job.record()["agent_pid"], signal.SIGKILL)
@@ -224,7 +225,7 @@ def test_a_stopped_process_is_lost_within_its_deadline(train: Train, undisturbed
 
 def test_a_run_that_was_stopped_resumes_to_the_same_weights(train: Train, undisturbed: Weights) -> None:
     """All that is on disk is enough: the second launch has another number of workers."""
-    job = train(2, steps=STEPS)
+    job = train(2, steps=STEPS, anew=True)
     job.fill()
     job.advance(4)
     assert run("stop", job.run_dir).returncode == 0

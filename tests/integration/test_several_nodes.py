@@ -46,6 +46,7 @@ def hosts(tmp_path: Path, network: Network) -> Iterator[Hosts]:
 
 
 def test_a_host_vanishes_and_comes_back(hosts: Hosts, undisturbed: Weights) -> None:
+    hosts.anew = True
     hosts.begin(3)
     hosts.advance(2)
     victim = (hosts.leader() + 1) % 3
@@ -285,6 +286,7 @@ def test_a_store_with_certificates_and_a_password(tmp_path: Path, network: Netwo
     ):
         want_password(cluster, "xyzzy-plugh")
         hosts.store += f"&user=root&password_file={tmp_path}/secret"
+        hosts.anew = True  # as the list of processes shows it
         hosts.begin(2)
         os.kill(hosts.jobs[1].events("worker_started")[-1]["pid"], signal.SIGKILL)
         hosts.advance(2)
