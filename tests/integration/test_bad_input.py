@@ -96,7 +96,8 @@ def test_a_checkpoint_that_fails_ends_the_job_if_that_is_the_policy(
     settings = ["training.max_steps=2000", "model.n_layer=1", "checkpoint.checkpoint_interval=2", "training.threads=1"]
     settings += ["checkpoint.async_save_policy=fail", f"data.path={tmp_path}/text.txt"]
     trainer = ["-m", "elastic_harness.train", "--config", CONFIGS / "small.yaml"]
-    ended = execute([sys.executable, *launcher, *trainer, "--run-dir", tmp_path / "run", *settings], more)
+    command = (*launcher, *trainer, "--run-dir", tmp_path / "run", *settings)
+    ended = forked(*command, **more) if failing == "the worker" else execute([sys.executable, *command], more)
     assert ended.returncode == 4, said(ended)
     text = one_message(ended)
     assert named in text and "async_save_policy is fail" in text, said(ended)
@@ -147,7 +148,7 @@ def test_weights_that_cannot_be_written_end_the_job_at_once(tmp_path: Path) -> N
 
 def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    ended = python(ODD, "none", 0, "--run-dir", tmp_path / "file" / "run")
+    ended = forked(ODD, "none", 0, "--run-dir", tmp_path / "file" / "run")
     assert ended.returncode == 4, said(ended)
     assert str(tmp_path / "file" / "run") in one_message(ended)
 

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.verify import verify
-from integration.script_tools import SCRIPTS, execute, launch, one_message, python, said
+from integration.script_tools import SCRIPTS, execute, forked, launch, one_message, said
 
 pytestmark = pytest.mark.slow
 ODD = SCRIPTS / "odd.py"
@@ -43,7 +43,7 @@ def test_a_full_disk_is_one_message_and_the_run_goes_on_with_space(small_disk: P
     run = small_disk / "run"
 
     def train() -> subprocess.CompletedProcess[str]:
-        return launch(run, ODD, "none", 0) if launched else python(ODD, "none", 0, "--run-dir", run)
+        return launch(run, ODD, "none", 0) if launched else forked(ODD, "none", 0, "--run-dir", run)
 
     filler = fill(small_disk, 24 << 10)
     ended = train()

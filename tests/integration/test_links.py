@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,15 +15,34 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.hosts import Network
+from benchmarks.hosts import Host, Network
 
 from elastic_harness.comm.silence import Probe
+from integration.launch_tools import environment
+from integration.preloaded import preloaded
 
 PEER = Path(__file__).with_name("link_peer.py")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("namespaces")]
 
 
-Peer = subprocess.Popen[str]
+class Peer:
+    """A member's process, and the two ends of the line to it."""
+
+    def __init__(self, arguments: list[object], host: Host, errors: Path) -> None:
+        self._line, theirs = socket.socketpair()
+        with theirs, errors.open("ab") as file:
+            command = [sys.executable, *map(str, arguments)]
+            options = {"stdin": theirs, "stdout": theirs, "stderr": file, "namespace": host.name}
+            self.process = preloaded().popen(command, env=environment(), **options)
+        self.stdin, self.stdout = self._line.makefile("w"), self._line.makefile("r")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for end in (self.stdin, self.stdout, self._line):
+            end.close()
+
+
 Start = Callable[..., list[Peer]]
 
 
@@ -34,30 +53,27 @@ def start(network: Network, tmp_path: Path) -> Iterator[Start]:
 
     def begin(*commands: str) -> list[Peer]:
         for rank, (host, command) in enumerate(zip(network.hosts, commands, strict=False)):
-            arguments = [sys.executable, PEER, str(rank), str(len(commands)), tmp_path, host.address, command]
-            peers.append(host.popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            arguments = [PEER, rank, len(commands), tmp_path, host.address, command]
+            peers.append(Peer(arguments, host, tmp_path / "errors"))
         return peers
 
     yield begin
     for peer in peers:
-        peer.kill()
-        peer.communicate()
+        peer.end()
 
 
 def ready(*peers: Peer) -> None:
     for peer in peers:
-        assert peer.stdout is not None and peer.stdout.readline() == "ready\n"
+        assert peer.stdout.readline() == "ready\n"
 
 
 def go_on(*peers: Peer) -> None:
     for peer in peers:
-        assert peer.stdin is not None
         peer.stdin.write("go on\n")
         peer.stdin.flush()
 
 
 def said(peer: Peer) -> dict[str, Any]:
-    assert peer.stdout is not None
     told: dict[str, Any] = json.loads(peer.stdout.readline())
     return told
 
@@ -103,10 +119,10 @@ def test_a_host_that_vanishes_is_named_by_all(network: Network, start: Start) ->
 def test_a_paused_peer_is_not_accused(network: Network, start: Start) -> None:
     first, second = start("exchange:1", "send")
     ready(first, second)
-    second.send_signal(signal.SIGSTOP)
+    second.process.send_signal(signal.SIGSTOP)
     go_on(first)
     time.sleep(6.0)  # nothing can be waited for: nothing is to happen
-    second.send_signal(signal.SIGCONT)
+    second.process.send_signal(signal.SIGCONT)
     go_on(second)
     told = said(first)
     assert not told["error"] and told["took_s"] > 5.0
@@ -135,9 +151,9 @@ def test_a_probe_does_not_disturb_who_is_probed(start: Start, tmp_path: Path) ->
     first, second = start("build", "build")
     while not (tmp_path / "1").exists():
         time.sleep(0.0005)
-    second.send_signal(signal.SIGSTOP)
+    second.process.send_signal(signal.SIGSTOP)
     time.sleep(3.0)  # long enough for a probe
-    second.send_signal(signal.SIGCONT)
+    second.process.send_signal(signal.SIGCONT)
     for peer in (first, second):
         assert not said(peer)["error"]
 

@@ -11,7 +11,7 @@ from elastic_harness.checkpoint.disk.manifest import newest
 from elastic_harness.errors import EXIT_USER_CODE
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.verify import verify
-from integration.script_tools import SCRIPTS, failing, finals, forked, launch, one_message, python, said
+from integration.script_tools import SCRIPTS, failing, finals, forked, launch, one_message, said
 
 pytestmark = pytest.mark.slow
 SCRIPT = SCRIPTS / "nonfinite.py"
@@ -78,7 +78,7 @@ def test_too_many_in_a_row_stop_the_job_and_what_was_before_is_kept(tmp_path: Pa
 
 
 def test_without_an_agent_it_is_said_and_ends_the_same_way(tmp_path: Path) -> None:
-    ended = python(SCRIPT, "ever", "--run-dir", tmp_path, "--max-in-a-row", 2)
+    ended = forked(SCRIPT, "ever", "--run-dir", tmp_path, "--max-in-a-row", 2)
     assert ended.returncode == EXIT_USER_CODE
     assert "the update of step 5 was skipped: the loss of 6 of 6 slots" in one_message(ended)
     assert "error: the updates of 2 steps in a row, 5 to 6, were not finite" in ended.stderr

@@ -12,7 +12,7 @@ from elastic_harness.errors import EXIT_CONFIG, EXIT_USER_CODE
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.ledger import read_ledger
 from elastic_harness.runs.verify import verify
-from integration.script_tools import SCRIPTS, failing, finals, forked, launch, one_message, python, said
+from integration.script_tools import SCRIPTS, failing, finals, forked, launch, one_message, said
 
 pytestmark = pytest.mark.slow
 SCRIPT = SCRIPTS / "own_policy.py"
@@ -46,12 +46,12 @@ def test_a_policy_decides_alike_whoever_dies(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_goes_on_with_its_state_and_refuses_other_settings(tmp_path: Path) -> None:
-    whole = python(SCRIPT, "spikes", "--run-dir", tmp_path / "whole")
-    first = python(SCRIPT, "spikes", "--run-dir", tmp_path / "halves", **failing("slot.forward step=7 kill"))
+    whole = forked(SCRIPT, "spikes", "--run-dir", tmp_path / "whole")
+    first = forked(SCRIPT, "spikes", "--run-dir", tmp_path / "halves", **failing("slot.forward step=7 kill"))
     assert first.returncode != 0
-    other = python(SCRIPT, "spikes", "--run-dir", tmp_path / "halves", "--times", 3)
+    other = forked(SCRIPT, "spikes", "--run-dir", tmp_path / "halves", "--times", 3)
     assert other.returncode == EXIT_CONFIG and "policy.tame_spikes.times" in one_message(other)
-    second = python(SCRIPT, "spikes", "--run-dir", tmp_path / "halves")
+    second = forked(SCRIPT, "spikes", "--run-dir", tmp_path / "halves")
     assert second.returncode == 0, said(second)
     assert finals(second.stdout) == finals(whole.stdout)
     assert decisions(tmp_path / "halves") == decisions(tmp_path / "whole")
