@@ -22,7 +22,7 @@ check: lint ## lint, types, import rules and the fast unit tests; under a minute
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not slow and not soak" tests/unit
 
 test: $(STAMP) ## every test, with real processes and real signals
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 3 --dist loadgroup
 
 soak: $(STAMP) ## long random storms of failures; SOAK_MINUTES=10 by default
 	SOAK_MINUTES=$${SOAK_MINUTES:-10} $(BIN)/pytest -m soak
