@@ -90,7 +90,7 @@ def test_spikes_are_skipped_alike_whoever_dies(tmp_path: Path) -> None:
     assert decisions(run_dir) == expected
     verdict = verify(run_dir)
     assert verdict.ok and verdict.skipped == len(expected), verdict
-    backtest = python("-m", "elastic_harness", "health", "backtest", run_dir, "--window", 8, "--sigmas", 3, "--json")
+    backtest = forked("-m", "elastic_harness", "health", "backtest", run_dir, "--window", 8, "--sigmas", 3, "--json")
     assert backtest.returncode == 0, said(backtest)
     (rule,) = json.loads(backtest.stdout)["rules"]
     assert set(map(int, rule["steps"])) <= set(expected), "the backtest knows no norm here: there is no clipping"
