@@ -22,7 +22,7 @@ from elastic_harness.membership.store import Change, Unavailable, Watch
 
 VERSIONS = ("3.4", "3.5")
 START_S = 30.0
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def program(version: str) -> str:
