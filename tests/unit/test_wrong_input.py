@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from elastic_harness import names, shape
 from elastic_harness.agent.options import LaunchOptions, parse
 from elastic_harness.agent.reporting.records import Records
+from elastic_harness.agent.workers.diagnosis import Shown, as_member
 from elastic_harness.checkpoint.disk import manifest
 from elastic_harness.commands import manage
 from elastic_harness.contract import messages, wire
@@ -26,6 +27,7 @@ from elastic_harness.contract.forking import BLANK, FROM_FORK_SERVER, TO_FORK_SE
 from elastic_harness.data.token_index import FIXED, HASH, MAGIC, PAGE, VERSION, TokenIndexFile
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.failpoints import _parse
+from elastic_harness.health.waits import find_culprits
 from elastic_harness.membership.codec import decode, encode, from_text
 from elastic_harness.membership.types import Report
 from elastic_harness.runs import folder
@@ -165,6 +167,19 @@ def test_a_board_may_hold_anything(content: bytes) -> None:
     board = BoardReader("x")
     board._page[:56] = content
     assert isinstance(board.read().where, str)
+    board.close()
+
+
+@settings(max_examples=100)
+@given(st.binary(min_size=200, max_size=200))
+def test_a_wait_on_a_board_may_be_anything(content: bytes) -> None:
+    board = BoardReader("x")
+    board._page[:200] = content
+    board._page[64:72] = content[:8]  # the beat, so that the wait counts
+    wait = board.wait()
+    known = as_member(Shown(board.read(), wait, False), None, lambda generation: ("w0-1", "w1-1"))
+    assert find_culprits({"w0-1": known}) is not None and board.answers in (True, False)
+    assert wait is None or all(isinstance(part.in_words(wait.step), str) for part in wait.parts)
     board.close()
 
 
