@@ -15,7 +15,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -248,6 +248,7 @@ def test_plain_output_tells_the_same_in_lines(pair: tuple[Path, Path, tuple[Kill
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=300), st.integers(2, 80))
+@example([0.0, -2.225073858507e-311], 80)
 def test_sparkline_fits_its_width(values: list[float], width: int) -> None:
     assert len(sparkline(values, width)) == min(len(values), width)
 

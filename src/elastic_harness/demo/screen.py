@@ -35,8 +35,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if len(values) > width:
         values = [values[index * (len(values) - 1) // (width - 1)] for index in range(width)]
     low, high = min(values), max(values)
-    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(SPARKS[int((value - low) * scale)] for value in values)
+    range_ = high - low or 1.0
+    return "".join(SPARKS[int((value - low) / range_ * (len(SPARKS) - 1))] for value in values)
 
 
 class Screen:
