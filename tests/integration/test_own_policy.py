@@ -73,7 +73,7 @@ def test_a_policy_that_differs_between_workers_is_named(tmp_path: Path) -> None:
 
 
 def test_spikes_are_skipped_alike_whoever_dies(tmp_path: Path) -> None:
-    """One worker dies in a skipped update; another joins in the middle of the window, and takes it over."""
+    """One worker dies in a skipped update. A spare joins in the middle of the window, and takes it over."""
     options = ("--steps", 16)
     alone = forked(SCRIPT, "health", *options, "--run-dir", tmp_path / "alone")
     assert alone.returncode == 0, said(alone)
@@ -82,15 +82,22 @@ def test_spikes_are_skipped_alike_whoever_dies(tmp_path: Path) -> None:
     first = min(expected)
     run_dir = tmp_path / "launched"
     ended = launch(
-        run_dir, SCRIPT, "health", *options, "--rejoin-at", first + 1,
-        options=("--nproc-per-node", 2, "--spares", 1), **failing(f"apply.skipped member=w1-1 step={first} kill"),
+        run_dir, SCRIPT, "health", *options, options=("--nproc-per-node", 2, "--spares", 1),
+        **failing(f"apply.skipped member=w1-1 step={first} kill"),
     )  # fmt: skip
     assert ended.returncode == 0, said(ended)
     assert set(finals(ended.stdout)) == set(finals(alone.stdout)), said(ended)
     assert decisions(run_dir) == expected
+    joined = [each for each in read_events(run_dir / "events.jsonl") if each["event"] == "worker_joined"]
+    assert any(0 < each["version"] <= max(expected) for each in joined), joined
     verdict = verify(run_dir)
     assert verdict.ok and verdict.skipped == len(expected), verdict
     backtest = forked("-m", "elastic_harness", "health", "backtest", run_dir, "--window", 8, "--sigmas", 3, "--json")
     assert backtest.returncode == 0, said(backtest)
     (rule,) = json.loads(backtest.stdout)["rules"]
     assert set(map(int, rule["steps"])) <= set(expected), "the backtest knows no norm here: there is no clipping"
+    plain, watched = tmp_path / "plain", tmp_path / "watched"
+    ended = launch(plain, SCRIPT, "none", "--steps", 18, options=("--nproc-per-node", 1, "--from", run_dir))
+    assert ended.returncode == 0, said(ended)
+    ended = launch(watched, SCRIPT, "health", "--steps", 20, options=("--nproc-per-node", 1, "--from", plain))
+    assert ended.returncode == 0, said(ended)

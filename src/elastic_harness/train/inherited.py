@@ -11,6 +11,7 @@ import torch
 from elastic_harness.checkpoint.disk import local, manifest
 from elastic_harness.checkpoint.structure import Skeleton
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
+from elastic_harness.health.spikes import NAME as SPIKES
 from elastic_harness.runs.origin import Origin
 from elastic_harness.train.imprint import imprint, state_hash
 from elastic_harness.train.state import Registry
@@ -24,9 +25,9 @@ class Inherited:
     knows of its own past steps begins anew."""
 
     def __init__(self, origin: Origin, registry: Registry, policies: Collection[str]) -> None:
-        """`policies`: their names; their states begin anew."""
+        """`policies`: their names; their states begin anew. That of a rule for spikes goes if this run has none."""
         self.origin = origin
-        self._anew = {SCHEDULER, *policies}
+        self._anew = {SCHEDULER, SPIKES, *policies}
         self._registry = registry
         skeleton, tensors = registry.capture()
         self._skeleton = {name: skeleton[name] for name in (OPTIMIZER, *self._anew) if name in skeleton}

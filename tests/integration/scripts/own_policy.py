@@ -3,7 +3,8 @@
     python own_policy.py KIND [--run-dir DIR] [--steps N] [--rejoin-at STEP] [--times X]
 
 spikes: the loss of one sample is large; the policy scales such updates, and skips the one of step 9. stop: it stops the
-run at step 6. rank: it decides otherwise in another process. health: there is no policy but `health.on_spike`.
+run at step 6. rank: it decides otherwise in another process. health: there is no policy but `health.on_spike`. none:
+there is no policy.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class TameSpikes:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("spikes", "stop", "rank", "health"))
+    parser.add_argument("kind", choices=("spikes", "stop", "rank", "health", "none"))
     parser.add_argument("--run-dir")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rejoin-at", type=int)
@@ -69,7 +70,7 @@ def main() -> None:
     config = elastic_harness.Config.from_dict(
         {"seed": 3, "training": training, "checkpoint": {"checkpoint_interval": 2}, "health": health}
     )
-    policies = [] if watched else [TameSpikes(arguments.kind, arguments.times)]
+    policies = [] if arguments.kind in ("health", "none") else [TameSpikes(arguments.kind, arguments.times)]
     run = elastic_harness.start(model, optimizer, dataset, config, run_dir=arguments.run_dir, policies=policies)
     for step in run.steps():
         if step.index == arguments.rejoin_at:
