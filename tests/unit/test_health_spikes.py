@@ -111,6 +111,7 @@ def test_a_warning_is_a_decision_that_changes_nothing() -> None:
     assert decision.in_words(4).startswith("the update of step 4 was applied: the loss is 30, ")
 
 
+@pytest.mark.slow
 def test_false_alarms_on_quiet_noise_are_rare() -> None:
     """Of the losses of a quiet run at most one in 10⁵ may be named; here are 20,000, of normal noise."""
     _, verdicts = decided(SpikePolicy("warn"), noisy(20_000, seed=5))

@@ -319,6 +319,7 @@ def test_many_small_files(tmp_path: Path) -> None:
     assert np.array_equal(TokenIndexFile(tmp_path / "i.bin").sources, np.arange(10_000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_odd_texts_come_back(tmp_path: Path, tokenizer: str) -> None:
     """Line ends of all kinds, a byte order mark inside, controls, one letter, and one document larger than a batch."""

@@ -41,6 +41,7 @@ def test_the_seats_are_webster_s(parts: list[int], periods: int) -> None:
         assert stage.given(count).tolist() == [expected[:count].count(i) for i in range(len(parts))]
 
 
+@pytest.mark.slow
 @given(weights, weights, st.integers(1, 40), st.lists(st.integers(1, 7), min_size=5, max_size=5), st.integers(0, 3))
 def test_every_pass_has_every_sample_once_also_across_a_change(
     first: list[int], second: list[int], change: int, sizes: list[int], seed: int

@@ -115,6 +115,7 @@ def test_wrong_bytes_are_asked_for_again_and_then_reported(local: TokenIndexFile
     index.verify()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [503, None], ids=["unavailable", "cut"])
 def test_a_storage_that_falters_is_tried_again(local: TokenIndexFile, server: RangeServer, fault: int | None) -> None:
     index = TokenIndexFile(server.url)

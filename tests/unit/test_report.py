@@ -134,6 +134,7 @@ def test_report_is_self_contained_and_shows_every_kill(pair: tuple[Path, Path, t
     assert SHA in text
 
 
+@pytest.mark.slow
 def test_report_of_a_failed_verdict_says_so_first(pair: tuple[Path, Path, tuple[Kill, ...]]) -> None:
     pytest.importorskip("matplotlib")
     from elastic_harness.demo.report import Page, render

@@ -88,6 +88,7 @@ def test_a_cell_that_failed_goes_on_when_run_again(
     assert verify(tmp_path).ok, verify(tmp_path)
 
 
+@pytest.mark.slow
 def test_with_closes_the_run_and_another_start_goes_on(tmp_path: Path, undisturbed: str) -> None:
     cells = Cells(tmp_path)
     with pytest.raises(KeyboardInterrupt), cells.start():
@@ -112,6 +113,7 @@ def test_a_start_that_is_refused_leaves_the_folder_free(tmp_path: Path, undistur
         assert cells.loop() == undisturbed
 
 
+@pytest.mark.slow
 def test_an_interrupt_waits_for_the_commit(tmp_path: Path, undisturbed: str) -> None:
     """Ctrl-C in the middle of an update, with half of the weights changed."""
     cells = Cells(tmp_path)

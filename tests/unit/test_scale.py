@@ -67,6 +67,7 @@ def test_what_grows_along_a_line_is_extrapolated_along_it() -> None:
     assert far.delivered_bytes == pytest.approx(600 * 25)
 
 
+@pytest.mark.slow
 def test_the_command_writes_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(scale_model, "REQUEST_BYTES_MAX", 20_000)
     assert scale.main(["--sizes=10,20", "--repeats=1", f"--out={tmp_path / 'scale.json'}"]) == 0

@@ -33,6 +33,7 @@ def test_a_seed_is_one_run() -> None:
     assert first.now == second.now
 
 
+@pytest.mark.slow
 def test_without_faults_every_job_gets_done() -> None:
     for nodes in (1, 2, 5):
         shape = JobShape(workers=2 * nodes, nodes=nodes, steps=5, faults=0)
@@ -108,6 +109,7 @@ def test_of_the_faults_only_those_that_matter_are_named() -> None:
             assert simulate.replay(SMALL, found.seed, [n for n in found.needed if n != number]) == 0
 
 
+@pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate.main(["--seeds", "4", "--workers", "4", "--nodes", "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -18,6 +18,7 @@ from elastic_harness.train.batch import ALIGNMENT_BYTES, own_memory
 from elastic_harness.train.watch import PIECES_MAX, StateWatch, differences, into_parts
 
 
+@pytest.mark.slow
 @given(
     sizes=st.lists(st.integers(0, 300), max_size=30),
     types=st.lists(st.sampled_from([torch.float32, torch.bfloat16, torch.int64]), min_size=30, max_size=30),

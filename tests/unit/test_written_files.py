@@ -197,6 +197,7 @@ def test_how_far_a_ledger_goes_is_what_a_set_of_its_steps_says(keys: list[tuple[
     assert known.committed == max((s for lineage, s in keys if lineage == known.lineage), default=-1)
 
 
+@pytest.mark.slow
 def test_going_on_with_a_long_ledger_reads_its_end_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "ledger.jsonl"
     monkeypatch.setattr(ledger, "REACHED_EVERY_BYTES", 1 << 18)
