@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,7 +28,7 @@ from elastic_harness.etcd.address import Address
 from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.once import Once
 from elastic_harness.etcd.store import EtcdStore
-from elastic_harness.membership.store import Entry, Put, TooLarge, Unavailable, Watch
+from elastic_harness.membership.store import Compacted, Entry, Put, TooLarge, Unavailable, Watch
 from elastic_harness.simulate.store import EmbeddedStore
 from etcd_servers import PATIENCE_S, VERSIONS, Cluster, certificates, free_ports, polled, want_password
 
@@ -144,6 +145,16 @@ def test_a_watch_leaves_a_member_that_does_not_serve_it(
         watch = EtcdStore(Gateway(Address((endpoint, *cluster.endpoints)))).watch("", 1)
         assert values(watch, 1) == ["0"]
         watch.close()
+
+
+def test_a_watch_that_cannot_go_on_lets_go_of_its_connection() -> None:
+    """Nobody is told, and the collector would find it open much later."""
+    compacted = b'{"result":{"header":{"revision":"9"},"compact_revision":"8"}}\n'
+    with answering([HEADERS + chunk(CREATED) + chunk(compacted)]) as endpoint:
+        watch: Any = EtcdStore(Gateway(Address((endpoint,)))).watch("", 1)
+        with pytest.raises(Compacted):
+            polled(watch, 1)
+        assert watch._stream._response.closed
 
 
 @pytest.mark.slow

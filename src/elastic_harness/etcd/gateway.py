@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from elastic_harness.contract import variables
@@ -240,21 +240,28 @@ class Gateway:
 
 
 class Stream:
-    """The answers to one request, as they arrive. Blocks for the first one; raises as iterating does."""
+    """The answers to one request, as they arrive. Blocks for the first one; raises as iterating does. Whoever reads it
+    does so in a `with` block, at whose end the connection is let go of."""
 
     def __init__(self, response: urllib3.HTTPResponse, endpoint: str) -> None:
         self.endpoint = endpoint
         self._response = response
         self._closed = False
-        answers = self._read()
-        self._answers = itertools.chain([next(answers)], answers)
+        self._answers = self._read()
+        self._first = next(self._answers)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._answers.close()
 
     def __iter__(self) -> Iterator[Json]:
         """Yield each answer, and block for the next. End when the stream is closed. Raises Unavailable when the
         connection is lost or interrupted, or the endpoint can go on no longer. Raises RequestRefused."""
-        return self._answers
+        return itertools.chain([self._first], self._answers)
 
-    def _read(self) -> Iterator[Json]:
+    def _read(self) -> Generator[Json, None, None]:
         rest = b""
         try:
             for chunk in self._response.read_chunked():

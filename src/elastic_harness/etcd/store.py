@@ -164,17 +164,18 @@ class _EtcdWatch:
             self._stream = stream
             if self._closed.is_set():
                 stream.close()
-        for told in stream:
-            oldest = int(told.get("compact_revision", 0))
-            if oldest:
-                raise Compacted(self._next, oldest)
-            if told.get("canceled"):
-                raise Unavailable(f"etcd ended the watch: {told.get('cancel_reason')}.")
-            changes = [self._change(event) for event in told.get("events", ())]
-            if changes:
-                self._changes.extend(changes)
-                self._next = changes[-1].revision + 1
-                self._wake()
+        with stream:
+            for told in stream:
+                oldest = int(told.get("compact_revision", 0))
+                if oldest:
+                    raise Compacted(self._next, oldest)
+                if told.get("canceled"):
+                    raise Unavailable(f"etcd ended the watch: {told.get('cancel_reason')}.")
+                changes = [self._change(event) for event in told.get("events", ())]
+                if changes:
+                    self._changes.extend(changes)
+                    self._next = changes[-1].revision + 1
+                    self._wake()
 
     def _change(self, event: Mapping[str, Any]) -> Change:
         entry = _entry(event["kv"], self._store_prefix)
