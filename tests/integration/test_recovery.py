@@ -53,7 +53,8 @@ def test_all_at_once_go_back_to_the_checkpoint(train: Train, undisturbed: Weight
     job.finish(expected=undisturbed(STEPS))
     assert {e["lineage"] for e in job.events("step_committed")} == {0, 1}
     loaded = job.events("checkpoint_loaded")[0]["step"]
-    assert loaded > 0 and loaded % 2 == 0
+    saved = [e["step"] for e in job.events("checkpoint_saved")]
+    assert loaded > 0 and loaded in saved, "a save that comes late, as the disk is busy, may be of an odd version"
     assert min(e["step"] for e in job.events("step_committed") if e["lineage"] == 1) == loaded
 
 
