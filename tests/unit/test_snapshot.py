@@ -77,6 +77,21 @@ def test_a_snapshot_counts_when_all_shares_are_there(memory: Memory) -> None:
     assert versions(Frames(memory)) == [10], "as another process sees it"
 
 
+def test_who_comes_late_to_a_snapshot_gives_it_up(memory: Memory, tmp_path: Path) -> None:
+    """The worker that began it has given its frame to a newer one. Nothing has failed."""
+    frames, other = Frames(memory), Tiers(Frames(memory), tmp_path)
+    take(frames, 8, shares=2, finished=1, to_disk=False)
+    late = other.awaited(8, 2)
+    assert late is not None
+    newer = 10**6  # so its header is longer
+    while late.here:
+        take(frames, newer, shares=2, finished=1, to_disk=False)
+        newer += 1
+    other.copy_share(late, some_state(8), 1)
+    other.finish_copy()
+    assert versions(frames) == []
+
+
 def test_a_snapshot_of_a_run_counts_when_the_ledger_is_as_far(memory: Memory) -> None:
     frames, state = Frames(memory, await_ledger=True), some_state(10)
     taken = frames.open_snapshot(10, 0, list(state), {"meta": {}})

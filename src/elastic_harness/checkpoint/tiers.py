@@ -155,7 +155,8 @@ class Tiers:
             snapshot.finish_share(index)
             self._frames.wake()
         except BaseException as error:  # thread boundary: raised again by `finish_copy`
-            self._error = error
+            if snapshot.here:  # otherwise a newer snapshot has its frame by now, and nobody misses this one
+                self._error = error
 
     @property
     def copying(self) -> bool:
