@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elastic_harness
 from elastic_harness.checkpoint.tensors import content_of
+from elastic_harness.contract import variables
 from elastic_harness.runs.events import read_events
 from elastic_harness.train.state import Registry, weights_sha256
 
@@ -300,6 +303,15 @@ CASES = {c.__name__: c for c in (plain, convolution, text, scaled, mixed, unfree
 # ---- the loop
 
 
+def let_the_others_begin() -> None:
+    """A spare waits until there is a generation: faults name members of the first one."""
+    place, _, _ = os.environ.get(variables.MEMBER, "w0-1").removeprefix("w").partition("-")
+    if int(place) >= int(os.environ.get("WORLD_SIZE", "1")):
+        events = Path(os.environ[variables.RUN_DIR]) / "events.jsonl"
+        while not any(event["event"] == "generation" for event in read_events(events)):
+            threading.Event().wait(0.01)
+
+
 def wait_for_a_joiner(run: Any) -> None:
     """Until a newer generation with an as yet unknown member is announced: this step's end is where it joins."""
     first: list[str] | None = None
@@ -333,6 +345,7 @@ def main() -> None:
     parser.add_argument("--rejoin-at", type=int)
     parser.add_argument("--checkpoint-every", type=int, default=0)
     arguments = parser.parse_args()
+    let_the_others_begin()
     torch.manual_seed(11)
     case = CASES[arguments.case]()
     config = elastic_harness.Config.from_dict(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from features import Table, print_final_state, wait_for_a_joiner
+from features import Table, let_the_others_begin, print_final_state, wait_for_a_joiner
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--rejoin-at", type=int)
     parser.add_argument("--max-in-a-row", type=int, default=10)
     arguments = parser.parse_args()
+    let_the_others_begin()
     kind = arguments.kind
     torch.manual_seed(11)
     dataset = Table(48, 12)

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from features import Table, print_final_state, wait_for_a_joiner
+from features import Table, let_the_others_begin, print_final_state, wait_for_a_joiner
 from torch import nn
 
 import elastic_harness
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--rejoin-at", type=int)
     parser.add_argument("--times", type=float, default=1.5)
     arguments = parser.parse_args()
+    let_the_others_begin()
     torch.manual_seed(11)
     watched = arguments.kind == "health"
     dataset = Table(192 if watched else 48, 12)  # then each sample comes once
