@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product, zip_longest
@@ -115,8 +116,15 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
         return Keep(f"hearing whether {', '.join(sorted(doubtful))} can be reached")
     if doubtful:
         together = on_connected_nodes([m for m in candidates if node_of(m) not in view.unheard], view)
-    whole_before = limits.shards > 1 and _hold_all(view.veterans.intersection(candidates), view, limits)
-    split = whole_before and not _hold_all(view.veterans.intersection(together), view, limits)
+    cuts = sorted(" and ".join(sorted(pair)) for pair in view.apart if pair <= {node_of(m) for m in candidates})
+    why = f"; the network is cut between {', '.join(cuts[:CUTS_NAMED])}" if cuts else ""
+    if (
+        limits.shards > 1
+        and view.hopes
+        and _hold_all(view.veterans.intersection(candidates), view, limits)
+        and not _hold_all(view.veterans.intersection(together), view, limits)
+    ):
+        return Pause(f"waiting: members that only together hold all shards cannot reach each other{why}", split=True)
 
     # Members with a broken link are separated, unless too few would remain: the link may heal, and they try again.
     connected = mutually_connected(together, view.broken) if view.broken else together
@@ -130,10 +138,6 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
     columns = tuple(tuple(m for m in column if m in chosen) for column in columns)
     wanted = [m for m in able if m in chosen]
 
-    cuts = sorted(" and ".join(sorted(pair)) for pair in view.apart if pair <= {node_of(m) for m in candidates})
-    why = f"; the network is cut between {', '.join(cuts[:CUTS_NAMED])}" if cuts else ""
-    if split and view.hopes:
-        return Pause(f"waiting: members that only together hold all shards cannot reach each other{why}", split=True)
     # The minima hold until a member has finished. Without a whole row nothing can be computed.
     if not wanted:
         return Pause(f"waiting: no worker is ready{why}")
@@ -209,7 +213,9 @@ def on_connected_nodes(members: list[str], view: View) -> list[str]:
     for member in members:
         worth[node_of(member)] += 1 + (len(members) + 1) * (member in view.veterans)
     shards = set(view.held.values())
-    holds = {node: {view.held[m] for m in view.veterans & view.held.keys() if node_of(m) == node} for node in nodes}
+    holds: dict[str, set[int]] = defaultdict(set)
+    for member in view.veterans & view.held.keys():
+        holds[node_of(member)].add(view.held[member])
 
     def whole(chosen: Iterable[str]) -> bool:
         return shards <= set().union(*(holds[node] for node in chosen))
