@@ -19,6 +19,7 @@ from elastic_harness.errors import EXIT_CONFIG, ConfigError
 from elastic_harness.health.spikes import SpikePolicy
 from elastic_harness.policies import Apply, Skip, State, StepFacts, Verdict
 from elastic_harness.train.policies import Policies
+from unit.made_up_run import ledger_line, write_lines
 
 values = st.floats(-1e3, 1e3)
 
@@ -118,28 +119,33 @@ def test_false_alarms_on_quiet_noise_are_rare() -> None:
     assert [verdict for verdict in verdicts if verdict.reason] == []
 
 
-def test_the_backtest_reads_each_step_as_it_was_done_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_backtest_follows_the_last_lineage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step counts as it was done last. Steps that a restore took back, and nobody has done again, do not count."""
     losses = noisy(100)
     losses[90] = 9.0
-    told = [{"t": 1.0, "event": "step_committed", "lineage": 0, "step": 90, "loss": 3.0}]
-    told += [
-        {"t": 1.0, "event": "step_committed", "lineage": 1, "step": s, "loss": x, "grad_norm": 1.0, "lr": 1e-3}
-        for s, x in enumerate(losses)
+    lines = [ledger_line(step, 1, ["w0-1"], 3.0) for step in range(120)]
+    again = [ledger_line(step, 2, ["w0-1"], losses[step]) for step in range(80, 100)]
+    lines += [{**line, "lineage": 1, "from_step": 80} for line in again]
+    for step in range(80):
+        lines[step]["loss"] = losses[step]
+    told = [
+        {"t": 1.0, "event": "step_committed", "lineage": line["lineage"], "step": line["step"], "grad_norm": 1.0}
+        for line in lines
     ]
-    assert [each.step for each in committed(told)] == list(range(100))
-    assert set(stand_out(committed(told), SpikePolicy())) == {90}
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told))
+    write_lines(tmp_path / "ledger.jsonl", lines)
+    write_lines(tmp_path / "events.jsonl", told)
+    found = committed([tmp_path])
+    assert [each.step for each in found] == list(range(100)) and [each.loss for each in found] == losses
+    assert {each.grad_norm for each in found} == {1.0}
+    assert set(stand_out(found, SpikePolicy())) == {90}
     assert cli.main(["health", "backtest", str(tmp_path), "--sigmas", "6", "1000"]) == 0
     shown = capsys.readouterr().out
-    assert (
-        "100 steps" in shown
-        and "loss above 6 σ or norm above 12 σ: 1 steps" in shown
-        and "norm above 2000 σ: 0 steps" in shown
-    )
+    assert shown.startswith("100 steps") and "norm above 2000 σ: 0 steps" in shown
+    assert "loss above 6 σ or norm above 12 σ: 1 steps" in shown
     assert "step 90: the loss is 9" in shown
     assert cli.main(["health", "backtest", str(tmp_path), "--sigmas", "0"]) == EXIT_CONFIG
     assert "--sigmas is 0; it must be at least 0.1" in capsys.readouterr().err
-    (tmp_path / "events.jsonl").write_text("")
+    write_lines(tmp_path / "ledger.jsonl", [])
     assert cli.main(["health", "backtest", str(tmp_path)]) == EXIT_CONFIG
     assert "has no committed step yet" in capsys.readouterr().err
 

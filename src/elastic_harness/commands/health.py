@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError
 from elastic_harness.health.spikes import SpikePolicy
 from elastic_harness.policies import StepFacts
 from elastic_harness.runs import named
 from elastic_harness.runs.events import EVENTS, read_events
+from elastic_harness.runs.ledger import LEDGER, read_ledger
 
 SHOWN_MAX = 20
 
@@ -50,10 +50,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _backtest(run: str, rules: Sequence[SpikePolicy], window: int, *, as_json: bool) -> int:
-    steps = committed(event for path in named.of_run(run, EVENTS) for event in _events(path))
+    steps = committed(named.of_run(run, LEDGER))
     if not steps:
         raise ConfigError(f"{run} has no committed step yet; name a run that has trained")
-    judged = max(0, len(steps) - max(2, window // 2))
+    judged = max(0, len(steps) - rules[0].least)
     found = [(rule, stand_out(steps, rule)) for rule in rules]
     if as_json:
         told = [{**asdict(rule), "steps": each} for rule, each in found]
@@ -71,23 +71,19 @@ def _backtest(run: str, rules: Sequence[SpikePolicy], window: int, *, as_json: b
     return EXIT_SUCCESS
 
 
-def _events(path: Path) -> Iterable[dict[str, Any]]:
-    return read_events(path / EVENTS) if (path / EVENTS).exists() else ()
-
-
-def committed(events: Iterable[Mapping[str, Any]]) -> list[StepFacts]:
-    """Return what is recorded of each committed step, in order. A step that was done again after a restore counts as it
-    was done last. Of a run without clipping no norm is recorded."""
-    newest: dict[int, Mapping[str, Any]] = {}
-    for event in events:
-        if event["event"] == "step_committed" and isinstance(event.get("loss"), (int, float)):
-            known = newest.get(event["step"])
-            if known is None or event.get("lineage", 0) >= known.get("lineage", 0):
-                newest[event["step"]] = event
-    return [
-        StepFacts(step, float(event["loss"]), float(event.get("grad_norm") or "nan"), event.get("lr") or 0.0, (), ())
-        for step, event in sorted(newest.items())
-    ]
+def committed(folders: Sequence[Path]) -> list[StepFacts]:
+    """Return what a run has recorded of each step along its last lineage, in order. Without clipping no norm is
+    recorded."""
+    norms: dict[tuple[int, int], float | None] = {}
+    for folder in folders:
+        for event in read_events(folder / EVENTS) if (folder / EVENTS).exists() else ():
+            if event["event"] == "step_committed":
+                norms[event.get("lineage", 0), event["step"]] = event.get("grad_norm")
+    facts = []
+    for step, line in read_ledger(*folders).followed().items():
+        norm = norms.get((line.lineage, step))
+        facts.append(StepFacts(step, line.loss, float("nan") if norm is None else norm, 0.0, (), ()))
+    return facts
 
 
 def stand_out(steps: Iterable[StepFacts], policy: SpikePolicy) -> dict[int, str]:

@@ -49,6 +49,11 @@ class SpikePolicy:
     window: int = 128  # steps; it decides once half of them are there
     name: ClassVar[str] = NAME
 
+    @property
+    def least(self) -> int:
+        """The number of steps without which nothing stands out."""
+        return max(2, self.window // 2)
+
     def begin(self) -> State:
         return {"losses": "", "norms": ""}
 
@@ -80,7 +85,7 @@ class SpikePolicy:
                 yield Spike("gradient's norm", norm, math.exp(usual), sigmas)
 
     def _can_judge(self, before: Sequence[float], value: float) -> bool:
-        return len(before) >= max(2, self.window // 2) and math.isfinite(value)
+        return len(before) >= self.least and math.isfinite(value)
 
     def _packed(self, before: Sequence[float], value: float) -> str:
         kept = [*before, value][-self.window :] if math.isfinite(value) else before
