@@ -96,8 +96,12 @@ def test_spikes_are_skipped_alike_whoever_dies(tmp_path: Path) -> None:
     assert backtest.returncode == 0, said(backtest)
     (rule,) = json.loads(backtest.stdout)["rules"]
     assert set(map(int, rule["steps"])) <= set(expected), "the backtest knows no norm here: there is no clipping"
-    plain, watched = tmp_path / "plain", tmp_path / "watched"
+    plain, watched, own = tmp_path / "plain", tmp_path / "watched", tmp_path / "own"
     ended = launch(plain, SCRIPT, "none", "--steps", 18, options=("--nproc-per-node", 1, "--from", run_dir))
     assert ended.returncode == 0, said(ended)
     ended = launch(watched, SCRIPT, "health", "--steps", 20, options=("--nproc-per-node", 1, "--from", plain))
     assert ended.returncode == 0, said(ended)
+    ended = launch(own, SCRIPT, "spikes", "--steps", 22, options=("--nproc-per-node", 1, "--from", watched))
+    assert ended.returncode == 0, said(ended)
+    ended = launch(tmp_path / "last", SCRIPT, "none", "--steps", 24, options=("--nproc-per-node", 1, "--from", own))
+    assert ended.returncode == 0, f"the refusal of other policies advises --from: {said(ended)}"

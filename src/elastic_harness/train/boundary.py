@@ -106,6 +106,7 @@ def described(engine: Engine, progress: Progress) -> Callable[[], dict[str, Any]
             "data": {name: engine.configured[name] for name in ("order", "dataset")},
             "config": engine.config.to_dict(),
             "packages": packages(),
+            "policies": sorted(engine.policies.states),
             **({"nonfinite_since": since} if since >= 0 else {}),
         }
 

@@ -11,7 +11,6 @@ import torch
 from elastic_harness.checkpoint.disk import local, manifest
 from elastic_harness.checkpoint.structure import Skeleton
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
-from elastic_harness.health.spikes import NAME as SPIKES
 from elastic_harness.runs.origin import Origin
 from elastic_harness.train.imprint import imprint, state_hash
 from elastic_harness.train.state import Registry
@@ -25,9 +24,9 @@ class Inherited:
     knows of its own past steps begins anew."""
 
     def __init__(self, origin: Origin, registry: Registry, policies: Collection[str]) -> None:
-        """`policies`: their names; their states begin anew. That of a rule for spikes goes if this run has none."""
+        """`policies`: their names; their states begin anew."""
         self.origin = origin
-        self._anew = {SCHEDULER, SPIKES, *policies}
+        self._anew = {SCHEDULER, *policies}
         self._registry = registry
         skeleton, tensors = registry.capture()
         self._skeleton = {name: skeleton[name] for name in (OPTIMIZER, *self._anew) if name in skeleton}
@@ -42,9 +41,12 @@ class Inherited:
 
     def restore(self) -> tuple[str, str]:
         """Take the other run's whole state, but keep the optimizer's settings and the schedule as this program has
-        them: the schedule is brought to the version by stepping it. Return the hash of the state that this gives, as
+        them: the schedule is brought to the version by stepping it. States of policies that this program does not have
+        are left out. Return the hash of the state that this gives, as
         `RunSaver.restore` does. Raises CheckpointCorrupt or ConfigError."""
-        skeleton, tensors = self._load()
+        skeleton, tensors, meta = self._load()
+        gone = set(meta.get("policies", ())) - self._registry.parts.keys()
+        skeleton = {name: state for name, state in skeleton.items() if name not in gone}
         self._registry.restore(*self._with_own_settings(skeleton, tensors))
         self._step_schedule()
         held = state_hash(imprint(*self._registry.capture()))
@@ -74,12 +76,12 @@ class Inherited:
                 f"({manifest.why_not(self.origin.checkpoint)}); restore it, or begin from another with --fresh"
             )
         try:
-            _, tensors = self._load()
+            _, tensors, _ = self._load()
         except CheckpointCorrupt as error:
             raise InfrastructureError(f"the weights of {self.origin} cannot be read: {error}") from error
         self._registry.restore_model(tensors)
 
-    def _load(self) -> tuple[Skeleton, Tensors]:
+    def _load(self) -> tuple[Skeleton, Tensors, dict[str, Any]]:
         found = manifest.read(self.origin.checkpoint)
         if found is None:
             raise CheckpointCorrupt(f"{self.origin.checkpoint}: {manifest.why_not(self.origin.checkpoint)}")
@@ -88,8 +90,7 @@ class Inherited:
                 f"{self.origin.checkpoint} is another checkpoint than when this run began: its run was trained anew "
                 "since. Begin again with --fresh"
             )
-        skeleton, tensors, _ = local.load(found)
-        return skeleton, tensors
+        return local.load(found)
 
     def _with_own_settings(self, skeleton: Skeleton, tensors: Tensors) -> tuple[Skeleton, Tensors]:
         others = {name for name in skeleton if name not in self._anew and not name.startswith("$")}
