@@ -1,0 +1,81 @@
+"""A worker computes the slots that fall to it, lane by lane. Between two slots it heeds a change of generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from elastic_harness.comm.tree import Span
+from elastic_harness.contract.board import Phase
+from elastic_harness.errors import GenerationChanged, UserCodeError
+from elastic_harness.failpoints import failpoint
+from elastic_harness.train.attempt import Attempt
+from elastic_harness.train.engine import Engine
+from elastic_harness.train.progress import Progress
+from elastic_harness.train.slots import batch_word, canary_word
+
+CANARY: Span = (0, 1)
+"""The lane that members new to a run compute once more, for comparison with others and with the first time."""
+
+
+def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[Any]:
+    """Run the slots of this worker's lanes; each finished partial sum starts to travel at once."""
+    partials = progress.partials
+    assert partials is not None and progress.formed is not None
+    # A unit that was left half-way when the generation changed comes first, before p.grad is needed for others.
+    begun = engine.slots.begun_unit()
+    first = 0
+    for unit in sorted(units(engine, attempt, begun), key=lambda unit: unit != begun):
+        yield from run_slots(engine, progress, unit)
+        gradients, contributions = engine.slots.take_gradients()
+        if attempt.canary_due and unit == CANARY:
+            first = canary_word(gradients)
+        span = partials.add(unit, gradients, contributions)
+        failpoint("lane.finished", partials.step)
+        attempt.send_if_finished(span, partials)
+    if attempt.canary_due:
+        yield from run_slots(engine, progress, CANARY, canary=True)
+        again, _ = engine.slots.take_gradients()
+        attempt.canary, attempt.canary_batch = canary_word(again), batch_word(engine.slots.canary_batches)
+        check_pure(first, attempt.canary, partials.step)
+
+
+def units(engine: Engine, attempt: Attempt, begun: Span | None) -> list[Span]:
+    """How to compute this worker's lanes; lane 0 by itself where it is compared, which gives the same bits."""
+    together = engine.shape.units(attempt.lanes)
+    if attempt.canary_due and begun not in together:
+        return replace(engine.shape, pairs=False).units(attempt.lanes)
+    return together
+
+
+def check_pure(first: int, again: int, step: int) -> None:
+    """Raise UserCodeError if a lane computed twice gave two gradients. `first`: 0 if it was computed once."""
+    if first not in (0, again):
+        raise UserCodeError(
+            f"The first micro-batches of step {step} were computed twice and gave two different gradients, so the "
+            "result would depend on who computes what. Something goes on from one micro-batch to the next: a random "
+            "generator of your own (use the default ones, which are seeded for every micro-batch), a counter or cache "
+            "in the model, a batch changed in place that is the dataset's own memory, weights changed through `.data`, "
+            "or a loss that reads the clock. elastic.canary=false turns this comparison off."
+        )
+
+
+def run_slots(engine: Engine, progress: Progress, unit: Span, *, canary: bool = False) -> Iterator[Any]:
+    """Yield the batches of a unit's slots; between two slots is where an urgent change of generation is noticed."""
+    step = progress.version
+    assert progress.formed is not None
+    for slot, batch in engine.slots.run(step, unit, canary=canary):
+        stop_if_void(engine, progress)
+        engine.saver.copy_share(step, *progress.formed.on_node)
+        with engine.deadlines.measured(Phase.SLOT, step, slot):
+            failpoint("slot.forward", step)
+            yield batch
+        engine.watch.check_slot(f"in slot {slot} of step {step}")
+
+
+def stop_if_void(engine: Engine, progress: Progress) -> None:
+    """Raise GenerationChanged if an urgent change was announced."""
+    assert progress.formed is not None
+    if engine.link.urgent(progress.formed.generation.number):
+        raise GenerationChanged("an urgent change of generation was announced")
