@@ -30,6 +30,7 @@ PLACES = (
     "exchange.gathered_sent",
     "exchange.spread_sent",
     "exchange.finished",
+    "recheck.computed",
     "apply.gradients",
     "apply.optimizer",
     "apply.skipped",

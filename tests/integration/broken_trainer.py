@@ -82,9 +82,9 @@ def torn_update() -> None:
     _no_gate("state")
     whole = apply.Applier.apply
 
-    def torn(applier: apply.Applier, record: apply.Record) -> Any:
+    def torn(applier: apply.Applier, record: apply.Record, *decided: Any) -> Any:
         kept = applier._parameters[0].detach().clone()
-        metrics = whole(applier, record)
+        metrics = whole(applier, record, *decided)
         if record.step == 3:
             with torch.no_grad():
                 applier._parameters[0].copy_(kept)

@@ -106,9 +106,12 @@ def test_values_that_are_not_finite_do_not_enter_the_window() -> None:
 def test_a_warning_is_a_decision_that_changes_nothing() -> None:
     policies = Policies([SpikePolicy("warn", window=4)])
     for step, loss in enumerate((3.0, 3.1, 2.9, 3.0)):
-        assert policies.before_apply(facts(step, loss)) == (1.0, ())
-    scale, (decision,) = policies.before_apply(facts(4, 30.0))
-    assert scale == 1.0 and (decision.policy, decision.verdict) == ("spikes", "warn")
+        quiet = policies.decide(facts(step, loss))
+        assert (quiet.scale, quiet.verdicts) == (1.0, ())
+        policies.accept(quiet)
+    found = policies.decide(facts(4, 30.0))
+    (decision,) = found.verdicts
+    assert found.scale == 1.0 and (decision.policy, decision.verdict) == ("spikes", "warn")
     assert decision.in_words(4).startswith("the update of step 4 was applied: the loss is 30, ")
 
 

@@ -17,7 +17,7 @@ from elastic_harness.policies import Apply, Halt, Skip, State, StepFacts, Verdic
 from elastic_harness.train.apply import Applier, Record
 from elastic_harness.train.layout import make_layout
 from elastic_harness.train.partials import SlotTable
-from elastic_harness.train.policies import Policies, settings
+from elastic_harness.train.policies import Decision, Policies, settings
 from elastic_harness.train.refusals import check_names
 from elastic_harness.train.watch import StateWatch
 
@@ -38,6 +38,13 @@ class Counting:
         return {**state, "asked": state["asked"] + 1}, self.answer
 
 
+def decide(policies: Policies) -> Decision:
+    """Ask the policies, and move their states on."""
+    decision = policies.decide(FACTS)
+    policies.accept(decision)
+    return decision
+
+
 def test_scales_are_multiplied_and_who_skips_is_the_last_to_be_asked() -> None:
     half, third = Apply(0.5, "too large"), Apply(0.25, "much", {"times": 4})
     skip, halt = Skip("no"), Halt("never")
@@ -48,8 +55,8 @@ def test_scales_are_multiplied_and_who_skips_is_the_last_to_be_asked() -> None:
         ((halt, skip), 0.0, ["halt"]),
     ]:
         policies = Policies([Counting(answer, f"p{place}") for place, answer in enumerate(answers)])
-        found, decisions = policies.before_apply(FACTS)
-        assert (found, [decision.verdict for decision in decisions]) == (scale, verdicts)
+        decision = decide(policies)
+        assert (decision.scale, [each.verdict for each in decision.verdicts]) == (scale, verdicts)
         ended = next((i for i, a in enumerate(answers) if isinstance(a, Skip | Halt)), len(answers))
         asked = [policies.states[f"p{place}"].value["asked"] for place in range(len(answers))]
         assert asked == [int(place <= ended) for place in range(len(answers))]
@@ -135,7 +142,7 @@ class Impure:
 def test_what_is_no_pure_function_is_noticed_and_changes_no_state(kind: str, said: str) -> None:
     policies = Policies([Counting(), Impure(kind)])
     with pytest.raises(UserCodeError, match=said):
-        policies.before_apply(FACTS)
+        policies.decide(FACTS)
     assert policies.states["counting"].value["asked"] == 0
 
 
@@ -143,15 +150,17 @@ def test_what_numbers_a_verdict_may_have() -> None:
     """NaN among the evidence is no second answer; the scale of numpy's and torch's types is a plain number; many small
     scales are not the 0.0 that means: skipped."""
     nan = Policies([Counting(Skip("no", {"norm": float("nan"), "of": (1, 2)}))])
-    scale, (decision,) = nan.before_apply(FACTS)
-    assert (scale, decision.verdict, repr(decision.evidence)) == (0.0, "skip", "{'norm': nan, 'of': [1, 2]}")
+    found = nan.decide(FACTS)
+    (decision,) = found.verdicts
+    assert (found.scale, decision.verdict, repr(decision.evidence)) == (0.0, "skip", "{'norm': nan, 'of': [1, 2]}")
     for half in (np.float32(0.5), np.float64(0.5), torch.tensor(0.5)):
-        scale, (decision,) = Policies([Counting(Apply(half, "too large"))]).before_apply(FACTS)  # type: ignore[arg-type]
-        assert (type(scale), type(decision.scale), scale, decision.scale) == (float, float, 0.5, 0.5)
+        found = Policies([Counting(Apply(half, "too large"))]).decide(FACTS)  # type: ignore[arg-type]
+        (decision,) = found.verdicts
+        assert (type(found.scale), type(decision.scale), found.scale, decision.scale) == (float, float, 0.5, 0.5)
         assert messages.TO_AGENT.pack(messages.Commit(0, 3, 1, 2, decisions=(decision,)))
     tiny = Policies([Counting(Apply(1e-200, "much too large"), name) for name in "ab"])
-    scale, decisions = tiny.before_apply(FACTS)
-    assert scale > 0 and [decision.verdict for decision in decisions] == ["scale", "scale"]
+    found = tiny.decide(FACTS)
+    assert found.scale > 0 and [each.verdict for each in found.verdicts] == ["scale", "scale"]
 
 
 def test_a_state_that_is_changed_in_place_is_only_a_copy() -> None:
@@ -168,7 +177,7 @@ def test_a_state_that_is_changed_in_place_is_only_a_copy() -> None:
 
     policies = Policies([InPlace()])
     for steps in (1, 2):
-        policies.before_apply(FACTS)
+        decide(policies)
         assert policies.states["in_place"].value == {"losses": [1.5] * steps}
 
 
@@ -207,5 +216,5 @@ def test_states_of_policies_are_compared_between_replicas() -> None:
     watch = StateWatch(model, torch.optim.SGD(model.parameters()), [], {}, policies=policies)
     before = watch.checked_word("here")
     assert watch.checked_word("here") == before
-    policies.before_apply(FACTS)
+    decide(policies)
     assert watch.checked_word("here") != before

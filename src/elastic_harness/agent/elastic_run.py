@@ -34,10 +34,12 @@ from elastic_harness.contract.messages import (
     LoopLeft,
     Paused,
     PolicyHalt,
+    Rechecked,
     Refusal,
     ScriptError,
     SetValue,
     SlotError,
+    Undecided,
     UnfitPeer,
     Value,
     WeightsNotSaved,
@@ -158,6 +160,9 @@ class ElasticRun:
                 worker.error = error
             case UnfitPeer(member, reason, samples):
                 self.agreement.tell(protocol.Unfit(member, reason, samples))
+            case Rechecked():
+                self.agent.records.event("recheck", **as_fields(message))
+                self._notice(message.in_words())
             case LeftOut(generation):
                 worker.release(Why.LEFT_OUT, f"left out of generation {generation}")
                 self.agreement.tell(protocol.Lost(worker.member))
@@ -167,7 +172,7 @@ class ElasticRun:
                 self._on_end_asked(worker.member, message)
             case PolicyHalt(reason) | LoopLeft(reason):
                 self.agent.fail(EXIT_USER_CODE, reason)
-            case WeightsNotSaved(error):
+            case WeightsNotSaved(error) | Undecided(error):
                 self.agent.fail(EXIT_INFRASTRUCTURE, error)
             case LastStepDone(version):
                 worker.finished = message

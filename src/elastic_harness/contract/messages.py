@@ -149,6 +149,35 @@ class UnfitPeer:
 
 
 @dataclass(frozen=True)
+class Rechecked:
+    """Members have computed some lanes of a step again before a policy acted on them."""
+
+    step: int
+    lanes: str
+    workers: int
+    outcome: str  # same, ill, undecided or random
+    ill: tuple[str, ...] = ()  # members that gave other bits than the majority
+
+    def in_words(self) -> str:
+        if self.outcome == "same":
+            found = "all gave the same bits, so it is the data or the model"
+        elif self.outcome == "ill":
+            found = f"{', '.join(self.ill)} gave other bits than the majority"
+        else:
+            found = "no majority gave the same bits"
+        what = f"lanes {self.lanes}" if self.lanes else "all lanes"
+        return f"{what} of step {self.step} were computed again on {self.workers} workers: {found}"
+
+
+@dataclass(frozen=True)
+class Undecided:
+    """Members have computed other bits for the same lanes, and nobody can say who is right. The job ends with exit code
+    4."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class LeftOut:
     """The worker is not in that generation. It has reached the boundary before the generation, and ends."""
 
@@ -220,6 +249,8 @@ TO_AGENT = Codec(
         "slot_error": SlotError,
         "error": ScriptError,
         "unfit": UnfitPeer,
+        "recheck": Rechecked,
+        "undecided": Undecided,
         "leaving": LeftOut,
         "policy_halt": PolicyHalt,
         "left_loop": LoopLeft,

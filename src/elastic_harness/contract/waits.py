@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-HEADER, JOIN, REDUCE, GATHER, SPREAD, TRANSFER, CONNECTION, REPORT = range(8)
-"""The kinds of messages between members, in the order in which a step needs them. The last two belong to a recovery: a
-peer connects, and a peer reports to the leader, who needs all reports for the digest."""
+HEADER, JOIN, REDUCE, GATHER, SPREAD, RECHECK, TRANSFER, CONNECTION, REPORT = range(9)
+"""The kinds of messages between members, in the order in which a step needs them. The last three belong to a
+recovery: state travels, a peer connects, and a peer reports to the leader, who needs all reports for the digest."""
 
 
 class Awaited(NamedTuple):
@@ -26,6 +26,8 @@ class Awaited(NamedTuple):
             return f"the sum of {lanes} of step {step}"
         if self.kind in (GATHER, SPREAD):
             return f"a part of the finished sum of step {step}"
+        if self.kind == RECHECK:
+            return f"what it computes again of step {step}"
         return {TRANSFER: "training state", CONNECTION: "a connection", REPORT: "a report"}.get(self.kind, "something")
 
 

@@ -29,7 +29,7 @@ from elastic_harness.membership.types import Replica
 from elastic_harness.policies import StepFacts
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import SlotTable
-from elastic_harness.train.policies import Policies
+from elastic_harness.train.policies import Decision, Policies
 from elastic_harness.train.rng import seed_everything
 
 _owned: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
@@ -88,10 +88,9 @@ class Metrics:
 
 
 class Decided(NamedTuple):
-    """What becomes of an update. scale: what its gradient is multiplied with; 0: it is skipped."""
+    """What is to become of an update."""
 
-    scale: float
-    decisions: tuple[PolicyDecision, ...]
+    decision: Decision
     facts: StepFacts
     norm: Tensor
     buffers: dict[str, Tensor]
@@ -147,17 +146,28 @@ class Applier:
                 "scheduler.step() and scaler.update() with it."
             )
 
-    def apply(self, record: Record) -> Metrics:
-        """Turn state of version `record.step` into version `record.step + 1`. Local; cannot be interrupted."""
+    def decide(self, record: Record) -> Decided:
+        """Set the gradients, and ask the policies what becomes of them. Nothing else has changed if this raises, or if
+        `forget` follows in place of `apply`. Local."""
         if in_order(record.table.weight_N) == 0:
             raise UserCodeError(
                 f"Every slot of step {record.step} has weight 0, so there is nothing to learn from: give the dataset "
                 "samples with targets, or a larger global batch."
             )
-        scale, decisions, facts, norm, buffers = self._decide(record)
+        seed_everything(self._seed, record.step, -1)
+        self._set_gradients(record, in_order(record.table.weight_N))
+        buffers = self._new_buffers(record)
+        norm = self._unscale_and_norm()
+        facts = self._facts(record, norm, buffers)
+        return Decided(self._policies.decide(facts), facts, norm, buffers)
+
+    def apply(self, record: Record, decided: Decided | None = None) -> Metrics:
+        """Turn state of version `record.step` into version `record.step + 1`. Local; cannot be interrupted. `decided`:
+        what `decide` has just returned of this record, if it was asked before."""
+        decided = decided or self.decide(record)
         self._applying = True
         try:
-            lr = self._change(record, scale, norm, buffers)
+            lr = self._change(record, decided)
         except BaseException:
             traceback.print_exc()
             print(
@@ -169,26 +179,28 @@ class Applier:
             os._exit(EXIT_USER_CODE)
         finally:
             self._applying = False
+        facts = decided.facts
         norm_told = facts.grad_norm if self._clip_norm is not None else None
-        return Metrics(facts.loss, norm_told, lr, decisions, facts.bad_slots)
+        return Metrics(facts.loss, norm_told, lr, decided.decision.verdicts, facts.bad_slots)
 
-    def _decide(self, record: Record) -> Decided:
-        """Set the gradients, and ask the policies what becomes of them. Nothing else has changed if one raises."""
-        seed_everything(self._seed, record.step, -1)
-        self._set_gradients(record, in_order(record.table.weight_N))
-        buffers = self._new_buffers(record)
-        norm = self._unscale_and_norm()
-        facts = self._facts(record, norm, buffers)
-        scale, decisions = self._policies.before_apply(facts)
-        return Decided(scale, decisions, facts, norm, buffers)
+    def forget(self) -> None:
+        """Undo what `decide` has done."""
+        self._drop_gradients()
+        if self._has_scaler:  # it has noted that the gradients are unscaled, and offers no other way to take that back
+            self._scaler._per_optimizer_states.pop(id(self._optimizer), None)
 
-    def _change(self, record: Record, scale: float, norm: Tensor, buffers: Mapping[str, Tensor]) -> float:
-        """Change the state, and give the learning rate that this was done with. `scale`: of the gradient; 0: none."""
-        applies = scale > 0
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _change(self, record: Record, decided: Decided) -> float:
+        """Change the state, and give the learning rate that this was done with."""
+        self._policies.accept(decided.decision)
+        applies = decided.decision.scale > 0
         if applies:
-            self._set_buffers(buffers)
+            self._set_buffers(decided.buffers)
             failpoint("apply.gradients", record.step)
-            self._optimize(self._scale_gradients(norm, scale))
+            self._optimize(self._scale_gradients(decided.norm, decided.decision.scale))
             failpoint("apply.optimizer", record.step)
         else:
             failpoint("apply.skipped", record.step)
@@ -198,8 +210,7 @@ class Applier:
         self._schedule(expected=applies)
         if applies and self._ema is not None:
             self._ema.update_parameters(self._model)
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._drop_gradients()
         if self._parameters[0].is_cuda:
             torch.cuda.synchronize()
         return lr
@@ -214,8 +225,7 @@ class Applier:
             if here
         ]
         means = torch._foreach_div([view for _, view in chosen], total) if chosen else []
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._drop_gradients()
         for (parameter, _), mean in zip(chosen, means, strict=True):
             parameter.grad = mean.to(parameter.dtype)
 

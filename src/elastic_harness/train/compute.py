@@ -13,7 +13,7 @@ from elastic_harness.failpoints import failpoint
 from elastic_harness.train.attempt import Attempt
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.progress import Progress
-from elastic_harness.train.slots import batch_word, canary_word
+from elastic_harness.train.slots import batch_word, gradients_word
 
 CANARY: Span = (0, 1)
 """The lane that members new to a run compute once more, for comparison with others and with the first time."""
@@ -30,14 +30,14 @@ def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[An
         yield from run_slots(engine, progress, unit)
         gradients, contributions = engine.slots.take_gradients()
         if attempt.canary_due and unit == CANARY:
-            first = canary_word(gradients)
+            first = gradients_word(gradients)
         span = partials.add(unit, gradients, contributions)
         failpoint("lane.finished", partials.step)
         attempt.send_if_finished(span, partials)
     if attempt.canary_due:
         yield from run_slots(engine, progress, CANARY, canary=True)
         again, _ = engine.slots.take_gradients()
-        attempt.canary, attempt.canary_batch = canary_word(again), batch_word(engine.slots.canary_batches)
+        attempt.canary, attempt.canary_batch = gradients_word(again), batch_word(engine.slots.canary_batches)
         check_pure(first, attempt.canary, partials.step)
 
 
@@ -52,13 +52,17 @@ def units(engine: Engine, attempt: Attempt, begun: Span | None) -> list[Span]:
 def check_pure(first: int, again: int, step: int) -> None:
     """Raise UserCodeError if a lane computed twice gave two gradients. `first`: 0 if it was computed once."""
     if first not in (0, again):
-        raise UserCodeError(
-            f"The first micro-batches of step {step} were computed twice and gave two different gradients, so the "
-            "result would depend on who computes what. Something goes on from one micro-batch to the next: a random "
-            "generator of your own (use the default ones, which are seeded for every micro-batch), a counter or cache "
-            "in the model, a batch changed in place that is the dataset's own memory, weights changed through `.data`, "
-            "or a loss that reads the clock. elastic.canary=false turns this comparison off."
-        )
+        raise impure(f"The first micro-batches of step {step} were computed twice and gave two different gradients")
+
+
+def impure(what: str) -> UserCodeError:
+    """Return the error for micro-batches that give other gradients each time they are computed."""
+    return UserCodeError(
+        f"{what}, so the result would depend on who computes what. Something goes on from one micro-batch to the next: "
+        "a random generator of your own (use the default ones, which are seeded for every micro-batch), a counter or "
+        "cache in the model, a batch changed in place that is the dataset's own memory, weights changed through "
+        "`.data`, or a loss that reads the clock. elastic.canary=false turns this comparison off."
+    )
 
 
 def run_slots(engine: Engine, progress: Progress, unit: Span, *, canary: bool = False) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from elastic_harness.errors import PeerFailed, Recoverable
 from elastic_harness.failpoints import failpoint
+from elastic_harness.train.apply import Decided, Record
 from elastic_harness.train.attempt import Attempt, finish_exchange, place, record_of
 from elastic_harness.train.boundary import after_apply, after_commit, before_apply
 from elastic_harness.train.compute import compute
@@ -23,6 +24,7 @@ from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import gate
 from elastic_harness.train.interrupts import interrupts_wait
 from elastic_harness.train.progress import Progress
+from elastic_harness.train.recheck import is_doubtful, recheck
 from elastic_harness.train.recovery import recover
 from elastic_harness.train.tell import tell_unfit
 
@@ -41,14 +43,15 @@ def commit_step(engine: Engine, progress: Progress) -> Generator[Any, None, Prog
             progress = progress if progress.partials else replace(progress, partials=engine.new_partials(step))
             attempt = place(engine, progress)
             yield from compute(engine, progress, attempt)
-            progress = exchange_and_apply(engine, progress, attempt)
+            progress = yield from exchange_and_apply(engine, progress, attempt)
         except Recoverable as failure:
             progress = recover(engine, progress, failure)
     return progress
 
 
-def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> Progress:
-    """Complete the exchange and commit, or refuse to: the same decision from the same headers everywhere."""
+def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> Generator[Any, None, Progress]:
+    """Complete the exchange and commit, or refuse to: the same decision from the same headers everywhere. Yields
+    batches only if a policy is about to act: what it acts on is computed again first."""
     formed, partials = progress.formed, progress.partials
     assert formed is not None and partials is not None
     headers = finish_exchange(engine, progress, attempt)
@@ -59,14 +62,26 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
     record = record_of(engine, formed, attempt, headers)
     failpoint("exchange.finished", record.step)
     before_apply(engine, progress)
+    decided = decide(engine, record)
+    if is_doubtful(engine, decided):
+        engine.applier.forget()
+        yield from recheck(engine, progress, attempt, record.table, set(decided.facts.bad_slots))
+        before_apply(engine, progress)
+        decided = decide(engine, record)
     with interrupts_wait():
-        metrics = engine.applier.apply(record)
+        metrics = engine.applier.apply(record, decided)
         if record.step == 0:
             engine.registry.rehearse()  # most optimizers have no state before their first step
         engine.accept_state(record.step + 1)
         failpoint("apply.finished", record.step)
         progress = after_apply(engine, progress, record, metrics, attempt)
     return replace(progress, verdict=verdict)
+
+
+def decide(engine: Engine, record: Record) -> Decided:
+    """Ask the policies what becomes of the update."""
+    with interrupts_wait():
+        return engine.applier.decide(record)
 
 
 def settle_commit(engine: Engine, progress: Progress) -> Progress:

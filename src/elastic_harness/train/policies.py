@@ -6,7 +6,8 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,15 @@ from elastic_harness.policies import Apply, Halt, Skip, State, StepFacts, Update
 
 LARGEST_NORM = torch.finfo(torch.float32).max
 LEAST_SCALE = sys.float_info.min  # many small scales must not become the 0.0 that means: skipped
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the policies of a run decide about one step."""
+
+    scale: float  # what the gradient is multiplied with; 0: the update is skipped
+    verdicts: tuple[PolicyDecision, ...]  # of the policies that did not simply apply it
+    states: Mapping[str, str]  # of those that were asked, after the step
 
 
 class PolicyState:
@@ -66,27 +76,29 @@ class Policies:
         if len(self.states) < len(policies):
             raise ConfigError(f"policies= has one name twice: {[policy.name for policy in policies]}")
 
-    def before_apply(self, facts: StepFacts) -> tuple[float, tuple[PolicyDecision, ...]]:
-        """Return what the gradient is multiplied with (0.0: the update is skipped), and the decisions of the policies
-        that did not simply apply it. Their states move on together, or not at all: raises UserCodeError for a policy
+    def decide(self, facts: StepFacts) -> Decision:
+        """Ask the policies about a step's update. Nothing changes before `accept`. Raises UserCodeError for a policy
         that is not a pure function."""
-        scale, decisions, texts = 1.0, list[PolicyDecision](), dict[str, str]()
+        scale, verdicts, states = 1.0, list[PolicyDecision](), dict[str, str]()
         for policy in self._policies:
-            texts[policy.name], decision = _ask(policy, self.states[policy.name], facts)
-            if decision.verdict != "scale" or decision.scale != 1.0:
-                decisions.append(decision)
-            if decision.verdict in ("skip", "halt"):
+            states[policy.name], verdict = _ask(policy, self.states[policy.name], facts)
+            if verdict.verdict != "scale" or verdict.scale != 1.0:
+                verdicts.append(verdict)
+            if verdict.verdict in ("skip", "halt"):
                 scale = 0.0
                 break
-            scale = max(scale * decision.scale, LEAST_SCALE)
+            scale = max(scale * verdict.scale, LEAST_SCALE)
         if math.isfinite(facts.grad_norm) and not facts.grad_norm * scale <= LARGEST_NORM:
             raise UserCodeError(
                 f"Policies scale the gradient of step {facts.step}, whose norm is {facts.grad_norm:g}, by {scale:g}: "
                 "the update would not be finite."
             )
-        for name, text in texts.items():
+        return Decision(scale, tuple(verdicts), states)
+
+    def accept(self, decision: Decision) -> None:
+        """Move the policies' states on: the step that they have decided about is being applied."""
+        for name, text in decision.states.items():
             self.states[name].text = text
-        return scale, tuple(decisions)
 
     def word(self) -> int:
         """64 bits of the hash over all states."""

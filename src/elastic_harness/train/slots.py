@@ -253,12 +253,16 @@ class SlotComputer:
         self._buffer_sums = self._buffers.zeros()
 
 
-def canary_word(gradients: Gradients) -> int:
-    """63 bits of the hash over a lane's gradients, never 0."""
+def gradients_word(gradients: Gradients) -> int:
+    """63 bits of the hash over the sum of some lanes, never 0. All values that are not a number count as equal, because
+    their bits may depend on where a tensor lies in memory."""
     digest = xxhash.xxh3_64()
-    for gradient in gradients:
-        if gradient is not None:
-            digest.update(content_of(gradient))
+    for index, gradient in enumerate(gradients):
+        if gradient is None:
+            continue
+        nan = gradient.isnan()
+        digest.update(f"{index} ".encode())
+        digest.update(content_of(gradient.masked_fill(nan, math.nan) if bool(nan.any()) else gradient))
     return digest.intdigest() >> 1 | 1
 
 

@@ -1,0 +1,192 @@
+"""Before a policy acts on a step's numbers, members compute what is in doubt again, within the step.
+
+Slots are pure functions of what all members hold. So other bits mean that a machine computes wrong: its member is
+evicted, the others compute its slots, and the step commits with the right value. The same bits mean that it is the data
+or the model, and the policy acts. Every member comes to the same from the same answers.
+
+    a loss is not finite   every member computes its lane again
+    any other doubt        each member computes its neighbour's partial sums again; where two differ, every member does
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from elastic_harness.comm.tree import Span
+from elastic_harness.comm.words import gather_words
+from elastic_harness.contract.board import Phase
+from elastic_harness.contract.messages import Rechecked, Undecided
+from elastic_harness.errors import InfrastructureError, PeerFailed
+from elastic_harness.failpoints import failpoint
+from elastic_harness.health import spikes
+from elastic_harness.health.votes import Judgement, judge, together
+from elastic_harness.train import nonfinite
+from elastic_harness.train.apply import Decided
+from elastic_harness.train.attempt import Attempt
+from elastic_harness.train.compute import impure, run_slots
+from elastic_harness.train.engine import Engine
+from elastic_harness.train.gate import GateVerdict
+from elastic_harness.train.partials import SlotTable
+from elastic_harness.train.progress import Progress
+from elastic_harness.train.slots import Shape, gradients_word
+from elastic_harness.train.tell import tell_unfit
+
+LANES_MAX = 2
+"""So many lanes with bad losses are computed again. If all lanes are bad, two tell as much as all."""
+
+
+Asked = Generator[Any, None, "list[Question]"]
+
+
+class Answer(NamedTuple):
+    """What one computation of some lanes gave, as two words; 0: not known."""
+
+    losses: int
+    gradients: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """Lanes that are in doubt, and what is known of them."""
+
+    span: Span  # a place in the tree
+    owner: int  # the rank that computed them for the step
+    answers: Mapping[int, tuple[Answer, ...]] = field(default_factory=dict)  # by rank
+
+    def answered(self, more: Mapping[int, tuple[Answer, ...]]) -> Question:
+        """Return the same question with more answers."""
+        ranks = self.answers.keys() | more.keys()
+        return replace(self, answers={rank: (*self.answers.get(rank, ()), *more.get(rank, ())) for rank in ranks})
+
+    def judge(self) -> Judgement:
+        """Judge losses and gradients, each by the words that are known."""
+        words = [{rank: [a[part] for a in given if a[part]] for rank, given in self.answers.items()} for part in (0, 1)]
+        return together([judge({rank: given for rank, given in each.items() if given}) for each in words])
+
+
+def is_doubtful(engine: Engine, decided: Decided) -> bool:
+    """Return whether one of the harness's own policies is about to act. What a policy of the user's does is no sign of
+    a fault, and it may do it in every step."""
+    names = {each.policy for each in decided.decision.verdicts}
+    return engine.config.elastic.exactness == "strict" and not names.isdisjoint({nonfinite.NAME, spikes.NAME})
+
+
+def recheck(
+    engine: Engine, progress: Progress, attempt: Attempt, table: SlotTable, bad_slots: Set[int]
+) -> Iterator[Any]:
+    """Have what is in doubt computed again; yields its batches. table: of the whole step. bad_slots: those whose loss
+    is not finite. Returns if all members agree with what was computed first. Collective. Raises PeerFailed if some do
+    not, which leads to a generation without them, UserCodeError if nobody gets the same bits twice, and
+    InfrastructureError if nobody can say who is right."""
+    formed = progress.formed
+    assert formed is not None
+    if bad_slots:
+        spans = bad_lanes(engine.shape, bad_slots)
+        owners = {
+            span: owner
+            for owner, member in enumerate(formed.generation.members)
+            for span in spans
+            if any(lo <= span[0] < hi for lo, hi in attempt.placed[member])
+        }
+        questions = [
+            Question(s, owners[s], {owners[s]: (Answer(losses_word(engine.shape, table, s), 0),)}) for s in spans
+        ]
+    else:
+        questions = [Question(span, owner) for span, owner in attempt.plan.cover]
+        questions = yield from _ask(engine, progress, questions, 0)
+        questions = [each for each in questions if each.judge().outcome != "same"]
+    if questions:
+        for turn in (1, 2) if formed.world == 2 else (1,):  # of two members, one may contradict itself
+            questions = yield from _ask(engine, progress, questions, turn)
+    _conclude(engine, progress, questions)
+
+
+def _ask(engine: Engine, progress: Progress, questions: Sequence[Question], turn: int) -> Asked:
+    """Return the questions with everybody's new answers. In turn 0 each owner tells what it has, and its neighbour
+    computes it again. In later turns every member computes all of it."""
+    formed, partials = progress.formed, progress.partials
+    assert formed is not None and partials is not None
+    words = torch.zeros(len(questions), 2, len(Answer._fields), dtype=torch.int64)
+    for index, question in enumerate(questions):
+        if turn == 0 and question.owner == formed.rank:
+            known = (
+                losses_word(engine.shape, partials.table, question.span),
+                gradients_word(partials.spans[question.span]),
+            )
+            words[index, 0] = torch.tensor(known)
+        if turn > 0 or (question.owner + 1) % formed.world == formed.rank:
+            words[index, 1] = torch.tensor((yield from _compute_again(engine, progress, question.span)))
+    failpoint("recheck.computed", progress.version)
+    timeout_s = engine.config.elastic.exchange_timeout_s
+    engine.board.show(Phase.EXCHANGE, progress.version, deadline_s=2 * timeout_s)
+    try:
+        told = gather_words(formed.transport, words.view(-1), progress.version, turn, timeout_s, engine.board.wait_for)
+    except PeerFailed as failure:
+        failure.name(formed.generation.members)
+        raise
+    given = [each.view_as(words).tolist() for each in told]
+    return [
+        question.answered(
+            {rank: tuple(Answer(*pair) for pair in rows[index] if any(pair)) for rank, rows in enumerate(given)}
+        )
+        for index, question in enumerate(questions)
+    ]
+
+
+def _compute_again(engine: Engine, progress: Progress, span: Span) -> Generator[Any, None, Answer]:
+    """Compute some lanes and their sum, as if for the first time. Nothing of the step changes."""
+    again = engine.new_partials(progress.version)
+    for lane in range(*span):
+        yield from run_slots(engine, progress, (lane, lane + 1), canary=True)
+        again.add((lane, lane + 1), *engine.slots.take_gradients())
+    return Answer(losses_word(engine.shape, again.table, span), gradients_word(again.spans[span]))
+
+
+def _conclude(engine: Engine, progress: Progress, questions: Sequence[Question]) -> None:
+    """Act on the answers: the same everywhere."""
+    formed, step = progress.formed, progress.version
+    assert formed is not None
+    found = together([each.judge() for each in questions])
+    lanes = ", ".join(f"{lo}" if hi == lo + 1 else f"{lo}-{hi - 1}" for lo, hi in (each.span for each in questions))
+    members = [formed.generation.members[rank] for rank in found.ill]
+    if formed.rank == 0:
+        engine.link.send(Rechecked(step, lanes, formed.world, found.outcome, tuple(members)))
+    match found.outcome:
+        case "same":
+            return
+        case "random":
+            raise impure(f"Lanes {lanes} of step {step} were computed several times and gave other gradients each time")
+        case "undecided":
+            reason = (
+                f"members computed other bits for lanes {lanes} of step {step}, each the same again, and no majority "
+                f"says who is right: {', '.join(formed.generation.members)}. One of their machines computes wrong"
+            )
+            engine.link.send(Undecided(reason))
+            raise InfrastructureError(reason)
+    reason = f"lanes {lanes} of step {step}, computed again, have other bits than ranks {found.ill} gave"
+    tell_unfit(engine, formed, GateVerdict(False, found.ill, 0, False), reason)
+    raise PeerFailed(reason)
+
+
+def bad_lanes(shape: Shape, bad_slots: Set[int]) -> list[Span]:
+    """Return the first lanes that have bad slots, LANES_MAX at most."""
+    lanes = [(lane, lane + 1) for lane in range(shape.lanes)]
+    return [lane for lane in lanes if not bad_slots.isdisjoint(shape.unit_slots(lane))][:LANES_MAX]
+
+
+def losses_word(shape: Shape, table: SlotTable, span: Span) -> int:
+    """63 bits of the hash over what the slots of some lanes contributed, but for their gradients; never 0."""
+    digest = xxhash.xxh3_64()
+    for slot in shape.unit_slots(span):
+        loss = table.loss_N[slot]
+        digest.update(
+            f"{'nan' if math.isnan(loss) else float(loss).hex()} {float(table.weight_N[slot]).hex()} ".encode()
+        )
+        digest.update(table.ids_hash_N[slot].tobytes())
+    return digest.intdigest() >> 1 | 1
