@@ -103,8 +103,11 @@ class HealthConfig(Section):
     spike_sigmas: float = 6.0  # of the loss: so many robust deviations above the median of the window
     spike_norm_sigmas: float | None = 12.0  # of the logarithm of the gradient's norm; null: the norm does not count
     spike_window: int = 128  # steps; half of them must be there before anything stands out
+    audit_interval: int | Literal["auto"] = "auto"  # steps after which workers compute lanes of others again; 0: never
 
     def check(self) -> None:
+        value = self.audit_interval
+        self._require(value == "auto" or value >= 0, "audit_interval", 'must be "auto" or at least 0')
         self._positive("spike_sigmas", "spike_norm_sigmas")
         self._at_least(4, "spike_window")
 

@@ -16,6 +16,7 @@ from elastic_harness.contract.board import Phase
 from elastic_harness.errors import PeerFailed, Unreachable
 from elastic_harness.membership.types import Replica, node_of
 from elastic_harness.train.apply import Record
+from elastic_harness.train.audits import Audit, audits_due, resolved
 from elastic_harness.train.ending import ends
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import canaries_due
@@ -42,6 +43,13 @@ class Attempt:
     reference: int | None = None  # the rank whose canary and state count, if one was compared before
     canary: int = 0  # the word of its gradients, once computed
     canary_batch: int = 0  # the word of its batch
+    audits: tuple[Audit, ...] = ()  # of all members, in this step
+    audited: int = 0  # the word of the lane of this member's that another one audits, once computed
+    audit: int = 0  # the word of the lane that it audits itself
+
+    def audited_lane(self) -> int | None:
+        """Return the lane of this member's that another one computes again."""
+        return next((audit.lane for audit in self.audits if audit.owner == self.rank), None)
 
     def send_if_finished(self, span: Span, partials: Partials) -> None:
         """If `span` is one of this member's partial sums on the wire, flatten it and let it go."""
@@ -80,6 +88,9 @@ def place(engine: Engine, progress: Progress) -> Attempt:
     attempt.reference = reference
     alone = formed.world == 1 and not progress.verified and engine.canary
     attempt.canary_due = formed.rank in canaries or alone
+    if engine.config.elastic.exactness == "strict":
+        interval = resolved(engine.config.health.audit_interval, lanes, formed.world)
+        attempt.audits = audits_due(partials.step, interval, [placed[member] for member in members])
     for span in tuple(partials.spans):
         attempt.send_if_finished(span, partials)
     return attempt
@@ -124,6 +135,8 @@ def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> lis
         state=state if engine.config.elastic.exactness == "strict" else 0,
         table=partials.table,
         ends=ends(engine.link.end_asked, partials.step),
+        audited=attempt.audited,
+        audit=attempt.audit,
     )
 
     def adder(packed: list[Tensor]) -> Add:

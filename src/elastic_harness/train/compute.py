@@ -31,6 +31,8 @@ def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[An
         gradients, contributions = engine.slots.take_gradients()
         if attempt.canary_due and unit == CANARY:
             first = gradients_word(gradients)
+        if unit[0] == attempt.audited_lane() and unit[1] == unit[0] + 1:
+            attempt.audited = gradients_word(gradients)
         span = partials.add(unit, gradients, contributions)
         failpoint("lane.finished", partials.step)
         attempt.send_if_finished(span, partials)
@@ -39,12 +41,17 @@ def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[An
         again, _ = engine.slots.take_gradients()
         attempt.canary, attempt.canary_batch = gradients_word(again), batch_word(engine.slots.canary_batches)
         check_pure(first, attempt.canary, partials.step)
+    for audit in attempt.audits:
+        if audit.auditor == attempt.rank:
+            yield from run_slots(engine, progress, (audit.lane, audit.lane + 1), canary=True)
+            again, _ = engine.slots.take_gradients()
+            attempt.audit = gradients_word(again)
 
 
 def units(engine: Engine, attempt: Attempt, begun: Span | None) -> list[Span]:
-    """How to compute this worker's lanes; lane 0 by itself where it is compared, which gives the same bits."""
+    """How to compute this worker's lanes; one by one where one of them is compared, which gives the same bits."""
     together = engine.shape.units(attempt.lanes)
-    if attempt.canary_due and begun not in together:
+    if (attempt.canary_due or attempt.audits) and begun not in together:
         return replace(engine.shape, pairs=False).units(attempt.lanes)
     return together
 

@@ -12,27 +12,31 @@ import torch
 from elastic_harness.train.gate import Signals
 from elastic_harness.train.partials import SlotTable, Words
 
-FIXED_WORDS = 8
+FIXED_WORDS = 10
 
 
 @dataclass(frozen=True)
 class Header(Signals):
-    """ends: whether this member knows that the script asked for this step to be the run's last one."""
+    """ends: whether this member knows that the script asked for this step to be the run's last one. audited: 63 bits of
+    the hash of the gradients of its lane that another member audits. audit: of the lane that it audits itself. 0: there
+    is none."""
 
     table: SlotTable
     ends: bool = False
+    audited: int = 0
+    audit: int = 0
 
     def pack(self) -> torch.Tensor:
         signals = [self.generation, self.version, self.switch, self.stop, self.canary, self.canary_batch, self.state]
-        fixed = np.array([*signals, self.ends], np.int64)
+        fixed = np.array([*signals, self.ends, self.audited, self.audit], np.int64)
         return torch.from_numpy(np.concatenate([fixed, self.table.words]))
 
     @staticmethod
     def unpack(words: torch.Tensor, like: SlotTable) -> Header:
         array: Words = words.numpy()
-        generation, version, switch, stop, canary, batch, state, ends = (int(word) for word in array[:FIXED_WORDS])
+        generation, version, switch, stop, canary, batch, state, ends, *audits = map(int, array[:FIXED_WORDS])
         table = SlotTable(like.slots, like.lanes, like.entries, array[FIXED_WORDS:])
-        return Header(generation, version, switch, bool(stop), canary, batch, state, table, bool(ends))
+        return Header(generation, version, switch, bool(stop), canary, batch, state, table, bool(ends), *audits)
 
 
 def combine(headers: Sequence[Header]) -> SlotTable:

@@ -24,7 +24,7 @@ from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import gate
 from elastic_harness.train.interrupts import interrupts_wait
 from elastic_harness.train.progress import Progress
-from elastic_harness.train.recheck import is_doubtful, recheck
+from elastic_harness.train.recheck import disputes, doubts, is_doubtful, recheck
 from elastic_harness.train.recovery import recover
 from elastic_harness.train.tell import tell_unfit
 
@@ -61,11 +61,14 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
         raise PeerFailed(reason)
     record = record_of(engine, formed, attempt, headers)
     failpoint("exchange.finished", record.step)
+    if disputed := disputes(attempt, headers):
+        yield from recheck(engine, progress, disputed)
     before_apply(engine, progress)
     decided = decide(engine, record)
     if is_doubtful(engine, decided):
         engine.applier.forget()
-        yield from recheck(engine, progress, attempt, record.table, set(decided.facts.bad_slots))
+        doubtful = yield from doubts(engine, progress, attempt, record.table, set(decided.facts.bad_slots))
+        yield from recheck(engine, progress, doubtful)
         before_apply(engine, progress)
         decided = decide(engine, record)
     with interrupts_wait():

@@ -32,6 +32,7 @@ from elastic_harness.train.attempt import Attempt
 from elastic_harness.train.compute import impure, run_slots
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import GateVerdict
+from elastic_harness.train.header import Header
 from elastic_harness.train.partials import SlotTable
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.slots import Shape, gradients_word
@@ -39,9 +40,6 @@ from elastic_harness.train.tell import tell_unfit
 
 LANES_MAX = 2
 """So many lanes with bad losses are computed again. If all lanes are bad, two tell as much as all."""
-
-
-Asked = Generator[Any, None, "list[Question]"]
 
 
 class Answer(NamedTuple):
@@ -77,37 +75,58 @@ def is_doubtful(engine: Engine, decided: Decided) -> bool:
     return engine.config.elastic.exactness == "strict" and not names.isdisjoint({nonfinite.NAME, spikes.NAME})
 
 
-def recheck(
+def doubts(
     engine: Engine, progress: Progress, attempt: Attempt, table: SlotTable, bad_slots: Set[int]
-) -> Iterator[Any]:
-    """Have what is in doubt computed again; yields its batches. table: of the whole step. bad_slots: those whose loss
-    is not finite. Returns if all members agree with what was computed first. Collective. Raises PeerFailed if some do
-    not, which leads to a generation without them, UserCodeError if nobody gets the same bits twice, and
-    InfrastructureError if nobody can say who is right."""
+) -> Generator[Any, None, list[Question]]:
+    """Return what has to be computed again before a policy acts. table: of the whole step. bad_slots: those whose loss
+    is not finite. Without any, each member computes its neighbour's partial sums; yields the batches. Collective."""
     formed = progress.formed
     assert formed is not None
     if bad_slots:
-        spans = bad_lanes(engine.shape, bad_slots)
-        owners = {
-            span: owner
-            for owner, member in enumerate(formed.generation.members)
-            for span in spans
-            if any(lo <= span[0] < hi for lo, hi in attempt.placed[member])
-        }
-        questions = [
-            Question(s, owners[s], {owners[s]: (Answer(losses_word(engine.shape, table, s), 0),)}) for s in spans
+        held = enumerate(attempt.placed[member] for member in formed.generation.members)
+        owner_of = {lane: owner for owner, ranges in held for lo, hi in ranges for lane in range(lo, hi)}
+        lanes = [
+            lane
+            for lane in range(engine.shape.lanes)
+            if not bad_slots.isdisjoint(engine.shape.unit_slots((lane, lane + 1)))
         ]
-    else:
-        questions = [Question(span, owner) for span, owner in attempt.plan.cover]
-        questions = yield from _ask(engine, progress, questions, 0)
-        questions = [each for each in questions if each.judge().outcome != "same"]
+        first = [((lane, lane + 1), owner_of[lane]) for lane in lanes[:LANES_MAX]]
+        return [
+            Question(span, owner, {owner: (Answer(losses_word(engine.shape, table, span), 0),)})
+            for span, owner in first
+        ]
+    questions = [Question(span, owner) for span, owner in attempt.plan.cover]
+    questions = yield from _ask(engine, progress, questions, 0)
+    return [each for each in questions if each.judge().outcome != "same"]
+
+
+def disputes(attempt: Attempt, headers: Sequence[Header]) -> list[Question]:
+    """Return the lanes of which an audit gave other bits."""
+    found = []
+    for lane, owner, auditor in attempt.audits:
+        first, again = headers[owner].audited, headers[auditor].audit
+        if first and again and first != again:
+            answers = {owner: (Answer(0, first),), auditor: (Answer(0, again),)}
+            found.append(Question((lane, lane + 1), owner, answers))
+    return found
+
+
+def recheck(engine: Engine, progress: Progress, questions: Sequence[Question]) -> Iterator[Any]:
+    """Have every member compute again what is in doubt, and act on what they find; yields the batches. Returns if all
+    agree with what was computed first. Collective. Raises PeerFailed if some do not, which leads to a generation
+    without them, UserCodeError if nobody gets the same bits twice, and InfrastructureError if nobody can say who is
+    right."""
+    formed = progress.formed
+    assert formed is not None
     if questions:
         for turn in (1, 2) if formed.world == 2 else (1,):  # of two members, one may contradict itself
             questions = yield from _ask(engine, progress, questions, turn)
     _conclude(engine, progress, questions)
 
 
-def _ask(engine: Engine, progress: Progress, questions: Sequence[Question], turn: int) -> Asked:
+def _ask(
+    engine: Engine, progress: Progress, questions: Sequence[Question], turn: int
+) -> Generator[Any, None, list[Question]]:
     """Return the questions with everybody's new answers. In turn 0 each owner tells what it has, and its neighbour
     computes it again. In later turns every member computes all of it."""
     formed, partials = progress.formed, progress.partials
@@ -154,9 +173,9 @@ def _conclude(engine: Engine, progress: Progress, questions: Sequence[Question])
     assert formed is not None
     found = together([each.judge() for each in questions])
     lanes = ", ".join(f"{lo}" if hi == lo + 1 else f"{lo}-{hi - 1}" for lo, hi in (each.span for each in questions))
-    members = [formed.generation.members[rank] for rank in found.ill]
+    ill = tuple(formed.generation.members[rank] for rank in found.ill)
     if formed.rank == 0:
-        engine.link.send(Rechecked(step, lanes, formed.world, found.outcome, tuple(members)))
+        engine.link.send(Rechecked(step, lanes, formed.world, found.outcome, ill))
     match found.outcome:
         case "same":
             return
@@ -169,15 +188,12 @@ def _conclude(engine: Engine, progress: Progress, questions: Sequence[Question])
             )
             engine.link.send(Undecided(reason))
             raise InfrastructureError(reason)
-    reason = f"lanes {lanes} of step {step}, computed again, have other bits than ranks {found.ill} gave"
+    reason = (
+        f"lanes {lanes} of step {step} were computed again on {formed.world} workers, and most have other bits than "
+        f"{', '.join(ill)}"
+    )
     tell_unfit(engine, formed, GateVerdict(False, found.ill, 0, False), reason)
     raise PeerFailed(reason)
-
-
-def bad_lanes(shape: Shape, bad_slots: Set[int]) -> list[Span]:
-    """Return the first lanes that have bad slots, LANES_MAX at most."""
-    lanes = [(lane, lane + 1) for lane in range(shape.lanes)]
-    return [lane for lane in lanes if not bad_slots.isdisjoint(shape.unit_slots(lane))][:LANES_MAX]
 
 
 def losses_word(shape: Shape, table: SlotTable, span: Span) -> int:

@@ -1,0 +1,49 @@
+"""Audits: now and then each member computes a lane of another one again, and the headers tell whether the bits are the
+same. Pure.
+
+Within W - 1 audits every member is audited by every other one. All members audit in the same step, so it is longer by
+one lane, and nobody waits for another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from elastic_harness.comm.placement import Ranges
+
+COST_MAX = 0.005
+"""Of a member's computing, with the interval "auto"."""
+INTERVAL_MAX = 64
+"""Steps after which a machine that always computes wrong is found at the latest, whatever it costs."""
+
+
+class Audit(NamedTuple):
+    """One lane that is computed twice. owner, auditor: ranks."""
+
+    lane: int
+    owner: int
+    auditor: int
+
+
+def audits_due(step: int, interval: int, placed: Sequence[Ranges]) -> tuple[Audit, ...]:
+    """Return the audits of a step. interval: in steps, 0: there are none. placed: by rank, the lanes that it computes.
+    Which pairs meet depends on the step alone, so members with different intervals do not misunderstand each other."""
+    world = len(placed)
+    if interval == 0 or world == 1 or (step + 1) % interval:
+        return ()
+    found = []
+    for auditor in range(world):
+        owner = (auditor + 1 + step % (world - 1)) % world
+        lanes = [lane for lo, hi in placed[owner] for lane in range(lo, hi)]
+        if lanes:
+            found.append(Audit(lanes[step % len(lanes)], owner, auditor))
+    return tuple(found)
+
+
+def resolved(interval: int | Literal["auto"], lanes: int, world: int) -> int:
+    """Return the interval in steps. A member computes about lanes / world lanes a step, and one more when it audits."""
+    if interval != "auto":
+        return interval
+    return min(INTERVAL_MAX, math.ceil(world / (COST_MAX * lanes)))
