@@ -23,6 +23,12 @@ class Planted(Patch):
 
 PATCHES = [
     Planted(
+        "checkpoints in doubt are restored",
+        "lineage=lineage + 1, from_step=version)",
+        "lineage=lineage + 1, from_step=1 << 30)",
+        shape=with_faults("doubt", "kill worker"),
+    ),
+    Planted(
         "events are let go once they are written",
         "replace(self, written=self.writing, writing=None)",
         "replace(self, written=self.writing, writing=None, events=())",

@@ -26,6 +26,7 @@ from elastic_harness.comm.placement import Ranges, deal, merge_ranges
 from elastic_harness.comm.plan import Plan, make_plan
 from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.transport import Pending, Transport
+from elastic_harness.comm.words import gather_words
 from elastic_harness.contract.waits import HEADER, JOIN, Awaited
 from elastic_harness.errors import PeerFailed
 from elastic_harness.train.attempt import Adder
@@ -405,3 +406,18 @@ def test_tcp_gives_the_same_bits_on_two_nodes_as_on_one() -> None:
     assert plan.join and plan.reduce and plan.gather and plan.spread
     expected = in_one_place(layout, gradients)
     assert len(results) == 8 and all(same_bits(layout, result, expected) for result in results)
+
+
+@pytest.mark.parametrize("groups", [tagged, ordered])
+def test_everybody_hears_everybodys_words(groups: Callable[[Mail, int], list[Transport]]) -> None:
+    """In two turns of one step."""
+    transports = groups(Mail(), 3)
+
+    def tell(rank: int, turn: int) -> list[list[int]]:
+        words = torch.tensor([rank, 10 * turn])
+        return [w.tolist() for w in gather_words(transports[rank], words, STEP, turn, PATIENCE_S, lambda *_: None)]
+
+    for turn in (0, 1):
+        heard = in_threads([partial(tell, rank, turn) for rank in range(3)])
+        assert heard == [[[rank, 10 * turn] for rank in range(3)]] * 3
+    assert gather_words(None, torch.tensor([5]), STEP, 0, PATIENCE_S, lambda *_: None)[0].tolist() == [5]

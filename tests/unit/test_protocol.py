@@ -17,6 +17,7 @@ from elastic_harness.membership.protocol import (
     Announce,
     Committed,
     Done,
+    Doubted,
     Event,
     Evict,
     Finished,
@@ -27,6 +28,7 @@ from elastic_harness.membership.protocol import (
     Publish,
     Ready,
     Reported,
+    RollBack,
     Saved,
     Scaled,
     SlotFailed,
@@ -52,6 +54,7 @@ events: st.SearchStrategy[Event] = st.one_of(
     st.builds(SlotFailed, members, st.integers(0, 2), st.integers(0, 2), st.sampled_from(get_args(poison.How))),
     st.builds(Overdue, members, st.integers(0, 2), st.floats(0, 9)),
     st.builds(Unfit, members, st.just("a canary")),
+    st.builds(Doubted, st.integers(0, 3), st.integers(0, 3), st.just("other bits"), st.lists(members).map(tuple)),
     st.builds(Scaled, st.integers(0, 9)),
     st.just(Tick()),
 )
@@ -250,6 +253,32 @@ def test_a_missed_deadline_is_told_to_all_until_its_step_is_done() -> None:
 def test_an_unfit_member_is_evicted_once_and_the_others_go_on() -> None:
     _, actions = run(formed(3), Unfit("w1", "canary"), Unfit("w1", "canary"))
     assert [type(a) for a in actions] == [Evict, Announce]
+
+
+def test_what_is_in_doubt_does_not_count_any_more() -> None:
+    """Whoever has taken part is started again, but for a member that computes wrong. A worker that goes on all the same
+    brings no state of the old lineage, and only a checkpoint from before the doubt is restored."""
+    state, _ = run(formed(3), Committed(0), Ready("spare"))
+    doubted = Doubted(0, 20, "other bits", ("w1",))
+    state, actions = run(state, doubted, doubted)
+    assert actions[:2] == [Evict("w1", "other bits"), RollBack(("w0", "w2"), 1, 20, "other bits")]
+    assert [type(a) for a in actions[2:]] == [Announce], "the second word changes nothing"
+    state, _ = run(state, Ready("w0"), Ready("w3"))
+    assert state.generation is not None and state.generation.members == ("spare",)
+    offered = {"checkpoints": (50, 30, 20, 10), "lineages": (0, 0, 0, 0)}
+    report = Report(state.number, 24, record=23, verified=True, lineage=0, **offered)  # type: ignore[arg-type]
+    _, actions = run(state, Reported("spare", report))
+    (digest,) = [a.digest for a in actions if isinstance(a, Publish)]
+    assert (digest.version, digest.from_step, digest.lineage) == (20, 20, 2)
+    assert digest.sources["spare"].kind == "restore"
+
+
+def test_doubt_about_a_lineage_that_is_over_is_ignored() -> None:
+    born, _ = run(formed(2), Committed(0))
+    state, actions = run(born, Doubted(0, 5, "other bits"))
+    again, more = run(state, Doubted(0, 3, "other bits"))
+    assert (again, more) == (state, []) and any(isinstance(a, RollBack) for a in actions)
+    assert run(formed(2), Doubted(0, 0, "other bits"))[1] == [], "nothing was committed yet"
 
 
 def test_events_that_become_known_together_are_one_decision() -> None:

@@ -20,6 +20,7 @@ from elastic_harness.errors import ConfigError
 from elastic_harness.membership import protocol
 from elastic_harness.membership.codec import decode, encode
 from elastic_harness.membership.types import Digest, Generation, Limits, Report, Source
+from elastic_harness.simulate.nodes import KINDS
 from mutants.nodes import PATCHES, Planted
 
 SMALL = JobShape(workers=6, nodes=3, steps=15, faults=8)
@@ -85,6 +86,13 @@ def test_a_store_into_which_somebody_writes_violates_nothing(kinds: tuple[str, .
     """Damage alone, and with nodes that die of it or not."""
     shape = replace(SMALL, kinds=kinds)
     failed = {e.seed: (e.violation, e.detail) for e in run_seeds(shape, range(30), 1) if e.violation}
+    assert failed == {}
+
+
+@pytest.mark.slow
+def test_nothing_in_doubt_is_kept() -> None:
+    shape = replace(SMALL, kinds=("doubt", "doubt", *KINDS))
+    failed = {e.seed: (e.violation, e.needed) for e in run_seeds(shape, range(100), 2) if e.violation}
     assert failed == {}
 
 

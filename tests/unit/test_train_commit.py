@@ -115,8 +115,15 @@ def test_a_state_that_differs_holds_up_the_commit(
     states: tuple[int, ...], reference: int | None, unfit: tuple[int, ...]
 ) -> None:
     verdict, reason = gate([header(state=s) for s in states], reference, "state of version 5")
-    assert verdict.unfit == unfit and verdict.commit == (not unfit)
+    assert verdict.unfit == unfit and verdict.commit == (not unfit) == (not verdict.states_differ)
     assert not unfit or f"the state of version 5 of ranks {unfit} differs" in reason
+
+
+@pytest.mark.parametrize("states", [(7, 8), (7, 8, 8, 7), (7, 8, 9)])
+def test_without_a_majority_nobody_is_blamed_for_a_state_that_differs(states: tuple[int, ...]) -> None:
+    verdict, reason = gate([header(state=s) for s in states], None, "state of version 5")
+    assert (verdict.commit, verdict.unfit, verdict.states_differ) == (False, (), True)
+    assert reason == "the state of version 5 differs, and no majority agrees"
 
 
 def test_headers_of_different_steps_are_our_bug() -> None:

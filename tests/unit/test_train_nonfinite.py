@@ -104,7 +104,8 @@ class Bench:
         )  # fmt: skip
 
     def apply(self, step: int = 0, *, entry: str = "", value: float = NAN, loss: float = 1.0) -> Metrics:
-        """A step of two slots, the second with this loss; one element of an entry's sum has this value."""
+        """A step of two slots, the second with this loss; one element of an entry's sum has this value. It is decided
+        about twice, as when others compute it again in between."""
         table = SlotTable.empty(2, 1, len(self.layout.entries))
         table.weight_N[:] = 1.0
         table.loss_N[:] = 1.0, loss
@@ -114,7 +115,11 @@ class Bench:
             if e.name == entry:
                 flat[e.lo] = value
         kept = flat.clone()
-        metrics = self.applier.apply(Record(step, 1, flat, table, ()))
+        record = Record(step, 1, flat, table, ())
+        self.applier.decide(record)
+        self.applier.forget()
+        assert all(p.grad is None for p in self.model.parameters())
+        metrics = self.applier.apply(record, self.applier.decide(record))
         assert torch.equal(flat.nan_to_num(5.0), kept.nan_to_num(5.0)), "a record is never written to"
         assert all(p.grad is None for p in self.model.parameters())
         return metrics

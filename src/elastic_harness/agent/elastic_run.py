@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from elastic_harness.contract.checkpoint_event import CheckpointEvent
 from elastic_harness.contract.messages import (
     AllDone,
     Commit,
+    DoubtfulState,
     EndAsked,
     GetValue,
     HandOver,
@@ -98,6 +100,7 @@ class ElasticRun:
         self._places = Places(options.workers, options.spares, options.api_restarts)
         self._admission = Admission(agent)
         self._unfit: dict[str, tuple[Cause, str]] = {}
+        self._rolled_back_to = -1
         self._ever_members: set[str] = set()  # a worker that was told of any generation hears of every later one
         self._finished: dict[str, LastStepDone] = {}
         self._slot_errors: dict[tuple[int, int], SlotError] = {}
@@ -160,6 +163,8 @@ class ElasticRun:
                 worker.error = error
             case UnfitPeer(member, reason, samples):
                 self.agreement.tell(protocol.Unfit(member, reason, samples))
+            case DoubtfulState(lineage, version, reason, unfit):
+                self.agreement.tell(protocol.Doubted(lineage, version, reason, unfit))
             case Rechecked():
                 self.agent.records.event("recheck", **as_fields(message))
                 self._notice(message.in_words())
@@ -364,6 +369,8 @@ class ElasticRun:
                             self._tell(worker.member, Paused(reason))
             case protocol.Evict(member, reason, samples):
                 self._evict(member, "other_samples" if samples else "unfit", reason)
+            case protocol.RollBack(members, lineage, version, reason):
+                self._roll_back(members, lineage, version, reason)
             case protocol.Poison(at_step, slot, members, reason):
                 self._on_poison(at_step, slot, members, reason)
             case protocol.Done(version):
@@ -414,6 +421,24 @@ class ElasticRun:
             self.agent.send(worker, Refusal(reason))
             worker.lost = True
             self.agent.after(2.0, lambda: worker.signal(9))
+
+    def _roll_back(self, members: Sequence[str], lineage: int, version: int, reason: str) -> None:
+        """Start the members here again. That the lineage has ended is on disk first. The second time at the same place
+        the job stops: what others compute again gives other bits again."""
+        records = self.agent.records
+        if version <= self._rolled_back_to:
+            self.agent.fail(EXIT_INFRASTRUCTURE, f"{reason}. It happened before, and going back did not help")
+            return
+        self._rolled_back_to = version
+        records.remember(lineage=max(lineage, records.lineage), from_step=version)
+        records.event("rollback", to=version, members=list(members), reason=reason)
+        self._notice(f"going back to version {version} or before: {reason}")
+        for member in members:
+            worker = self.agent.workers.get(member)
+            if worker and worker.running:
+                worker.release(Why.ROLLED_BACK, f"started again: {reason}")
+                worker.lost = True
+                worker.signal(9)
 
     def _on_poison(self, at_step: int, slot: int, members: tuple[str, ...], reason: str) -> None:
         known = self._slot_errors.get((at_step, slot), SlotError(at_step, slot, reason))

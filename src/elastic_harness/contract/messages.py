@@ -170,6 +170,17 @@ class Rechecked:
 
 
 @dataclass(frozen=True)
+class DoubtfulState:
+    """What the run has done since a version may hold wrong bits. It goes on from a checkpoint of that version or
+    before. Every member that knows says so."""
+
+    lineage: int
+    version: int
+    reason: str
+    unfit: tuple[str, ...] = ()  # members of which is known that they compute wrong
+
+
+@dataclass(frozen=True)
 class Undecided:
     """Members have computed other bits for the same lanes, and nobody can say who is right. The job ends with exit code
     4."""
@@ -251,6 +262,7 @@ TO_AGENT = Codec(
         "unfit": UnfitPeer,
         "recheck": Rechecked,
         "undecided": Undecided,
+        "doubt": DoubtfulState,
         "leaving": LeftOut,
         "policy_halt": PolicyHalt,
         "left_loop": LoopLeft,

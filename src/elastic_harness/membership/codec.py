@@ -20,9 +20,9 @@ _CLASSES: dict[str, type[Any]] = {
     for cls in (
         types.Generation, types.Report, types.Source, types.Digest, types.Limits, protocol.State,
         protocol.Ready, protocol.Lost, protocol.Reported, protocol.Trouble, protocol.Committed, protocol.Saved,
-        protocol.Finished,
-        protocol.SlotFailed, protocol.Overdue, protocol.Unfit, protocol.Scaled, protocol.Leaving, protocol.StopAsked,
-        protocol.Announce, protocol.Publish, protocol.Pause, protocol.Evict,
+        protocol.Finished, protocol.SlotFailed, protocol.Overdue, protocol.Unfit, protocol.Doubted, protocol.Scaled,
+        protocol.Leaving, protocol.StopAsked,
+        protocol.Announce, protocol.Publish, protocol.Pause, protocol.Evict, protocol.RollBack,
         protocol.Poison, protocol.Done, protocol.Stop,
     )
 }  # fmt: skip

@@ -118,6 +118,16 @@ class Unfit:
 
 
 @dataclass(frozen=True)
+class Doubted:
+    """What the run has done since a version is in doubt, because a machine computed wrong and was found out later."""
+
+    lineage: int  # to which the doubt applies
+    version: int  # the newest one that nobody doubts
+    reason: str
+    unfit: tuple[str, ...] = ()  # members of which is known that they compute wrong
+
+
+@dataclass(frozen=True)
 class Scaled:
     """The wanted number of workers changed."""
 
@@ -154,6 +164,7 @@ Event = (
     | SlotFailed
     | Overdue
     | Unfit
+    | Doubted
     | Scaled
     | Leaving
     | StopAsked
@@ -188,6 +199,16 @@ class Evict:
 
 
 @dataclass(frozen=True)
+class RollBack:
+    """Start these members again. What the run did beyond `version` does not count any more: `lineage` begins there."""
+
+    members: tuple[str, ...]
+    lineage: int
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Poison:
     """Stop the job. The same slot failed on several members, and would end every worker that computes it."""
 
@@ -211,7 +232,7 @@ class Stop:
     reason: str
 
 
-Action = Announce | Publish | Pause | Evict | Poison | Done | Stop
+Action = Announce | Publish | Pause | Evict | RollBack | Poison | Done | Stop
 
 # ---- state
 
@@ -343,6 +364,16 @@ def _apply(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
             if member in draft.ready:
                 draft.remove(member)
                 return (Evict(member, reason, samples),)
+        case Doubted(lineage, version, reason, unfit):
+            if lineage == state.lineage and state.born:
+                # State of an older lineage does not count, so this holds whatever becomes of the members.
+                draft.state = replace(state, lineage=lineage + 1, from_step=version)
+                involved = tuple(m for m in draft.ready if _may_have_state(state, m))
+                for member in involved:
+                    draft.remove(member)
+                evicted = tuple(Evict(m, reason) for m in involved if m in unfit)
+                again = tuple(m for m in involved if m not in unfit)
+                return (*evicted, RollBack(again, lineage + 1, version, reason))
         case Reported(member, report):
             if _current(draft, member, report.generation) and not state.formed:
                 draft.reports.pop(member, None)
@@ -391,6 +422,11 @@ def _apply(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
         case Tick():
             pass
     return ()
+
+
+def _may_have_state(state: State, member: str) -> bool:
+    known = (state.generation, state.previous)
+    return member in state.veterans or any(each is not None and member in each.member_set for each in known)
 
 
 def _current(draft: _Draft, member: str, generation: int) -> bool:

@@ -131,6 +131,9 @@ class Cluster:
                         world = self.tell_worker(world, i, ("pause",))
             case protocol.Evict(member):
                 world = self.die(world, index_of(member))
+            case protocol.RollBack(members):
+                for member in members:
+                    world = self.die(world, index_of(member))
             case protocol.Done(version):
                 self.check_done(world, version)
                 for i, w in enumerate(world.workers):

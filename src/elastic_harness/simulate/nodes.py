@@ -152,6 +152,7 @@ class Simulation(Workers):
         self._names: list[str] = []
         self._announced: dict[tuple[str, int], Generation] = {}  # by history and number
         self._published: dict[tuple[str, int], Digest] = {}
+        self._doubted: dict[tuple[str, int], int] = {}  # by history and the lineage that begins there
         self._cuts: set[frozenset[int]] = set()
         self._told: list[protocol.Event] = []
         least, most = least_nodes * per_node, (node_count - spare_nodes) * per_node
@@ -547,6 +548,9 @@ class Simulation(Workers):
             case protocol.Evict(member):
                 if index_of(member) in living:
                     self._do(index_of(member), self.die)
+            case protocol.RollBack(members):
+                for who in [who for who in living if self.name(who) in members]:
+                    self._do(who, self.die)
             case protocol.Done(version):
                 self.check_done(self.world, version)
                 self.done = True
@@ -580,9 +584,13 @@ class Simulation(Workers):
                         announced = self._announced.get((history, digest.generation))
                         self.check_digest(self.world, protocol.State(self._limits, generation=announced), digest)
                         self.digests.append(digest)
-                        self._check_kept(digest, saved=decision["known"]["saved"])
+                        if digest.from_step > self._doubted.get((history, digest.lineage - 1), digest.from_step):
+                            raise Violation("doubtful state kept", f"{digest}")
+                        self._check_kept(digest, history, saved=decision["known"]["saved"])
+                case protocol.RollBack(_, lineage, version):
+                    self._doubted[history, lineage] = version
 
-    def _check_kept(self, digest: Digest, *, saved: bool) -> None:
+    def _check_kept(self, digest: Digest, history: str, *, saved: bool) -> None:
         """Check that the run does not begin again while nodes that could take part have the state, nor at step 0
         before a node with a checkpoint had time to come."""
         since, self._without_since = self._without_since, None
@@ -596,10 +604,11 @@ class Simulation(Workers):
                 if number not in asked and self.on_history(self.world, host.checkpoints):
                     raise Violation("checkpoint given up", f"n{number} has {host.checkpoints}: {digest}")
         holders = {}
+        counts_from = max((lineage for of, lineage in self._doubted if of == history), default=0)
         for who, w in enumerate(self.world.workers):
             host = self.hosts[self._home[who]]
             well = host.up and not host.paused and not host.leaving and self.now - host.well_since > NOTICED_S
-            if w.up and w.version >= 0 and w.mode != "over" and well:
+            if w.up and w.version >= 0 and w.lineage >= counts_from and w.mode != "over" and well:
                 holders[self.name(who)] = w
         if self.hold_all(list(holders.values())):
             at = ", ".join(f"{name} has version {w.version}" for name, w in holders.items())
@@ -669,6 +678,12 @@ class Simulation(Workers):
                 self._pass_changes()
             case "lose answer":
                 hosts[fault.nodes[0]].loses_answer = True
+            case "doubt":
+                living = [who for who in hosts[fault.nodes[0]].workers if self.world.workers[who].mode == "step"]
+                if living:
+                    w = self.world.workers[living[0]]
+                    doubt = protocol.Doubted(w.lineage, max(0, w.version - rng.randint(0, 4)), "the simulation has it")
+                    self._tell_node(fault.nodes[0], nodes.Happened(doubt))
 
     def _reconnect(self, pairs: set[frozenset[int]]) -> None:
         self._cuts -= pairs

@@ -43,6 +43,8 @@ class Attempt:
     reference: int | None = None  # the rank whose canary and state count, if one was compared before
     canary: int = 0  # the word of its gradients, once computed
     canary_batch: int = 0  # the word of its batch
+    newcomers: frozenset[int] = frozenset()  # ranks of which nothing was committed yet
+    audit_interval: int = 0  # in steps
     audits: tuple[Audit, ...] = ()  # of all members, in this step
     audited: int = 0  # the word of the lane of this member's that another one audits, once computed
     audit: int = 0  # the word of the lane that it audits itself
@@ -86,11 +88,13 @@ def place(engine: Engine, progress: Progress) -> Attempt:
     own = [lane for lo, hi in placed[members[formed.rank]] for lane in range(lo, hi) if lane not in done]
     attempt = Attempt(tuple(own), placed, plan, exchange, engine.layout, formed.rank, formed.digest.lineage)
     attempt.reference = reference
+    attempt.newcomers = frozenset(unverified)
     alone = formed.world == 1 and not progress.verified and engine.canary
     attempt.canary_due = formed.rank in canaries or alone
     if engine.config.elastic.exactness == "strict":
-        interval = resolved(engine.config.health.audit_interval, lanes, formed.world)
-        attempt.audits = audits_due(partials.step, interval, [placed[member] for member in members])
+        attempt.audit_interval = resolved(engine.config.health.audit_interval, lanes, formed.world)
+        lanes_of = [placed[member] for member in members]
+        attempt.audits = audits_due(partials.step, attempt.audit_interval, lanes_of)
     for span in tuple(partials.spans):
         attempt.send_if_finished(span, partials)
     return attempt

@@ -37,6 +37,7 @@ class GateVerdict:
     switch: int  # the generation everybody moves to after this step, or 0
     stop: bool  # everybody leaves after this step
     other_samples: tuple[int, ...] = ()  # those of the unfit that read other samples
+    states_differ: bool = False  # what was committed since this part of the state was last compared is in doubt
 
 
 def gate(headers: Sequence[Signals], reference: int | None, compared: str = "state") -> tuple[GateVerdict, str]:
@@ -57,9 +58,13 @@ def gate(headers: Sequence[Signals], reference: int | None, compared: str = "sta
         if other_samples:
             reason += f": ranks {other_samples} read other samples under the same numbers"
         return GateVerdict(False, unfit, 0, False, other_samples), reason
-    unfit, expected = odd([h.state for h in headers], reference)
+    states = [h.state for h in headers]
+    unfit, expected = odd(states, reference)
+    if unfit and reference is None and 2 * states.count(expected) <= len(states):
+        return GateVerdict(False, (), 0, False, states_differ=True), f"the {compared} differs, and no majority agrees"
     if unfit:
-        return GateVerdict(False, unfit, 0, False), f"the {compared} of ranks {unfit} differs from {expected:#x}"
+        reason = f"the {compared} of ranks {unfit} differs from {expected:#x}"
+        return GateVerdict(False, unfit, 0, False, states_differ=True), reason
     switch = min(h.switch for h in headers)
     stop = all(h.stop for h in headers)
     return GateVerdict(True, (), switch if switch > first.generation else 0, stop), "all contributions agree"

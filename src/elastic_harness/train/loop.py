@@ -26,7 +26,7 @@ from elastic_harness.train.interrupts import interrupts_wait
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recheck import disputes, doubts, is_doubtful, recheck
 from elastic_harness.train.recovery import recover
-from elastic_harness.train.tell import tell_unfit
+from elastic_harness.train.tell import tell_doubt, tell_unfit
 
 
 def commit_step(engine: Engine, progress: Progress) -> Generator[Any, None, Progress]:
@@ -58,11 +58,13 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
     verdict, reason = gate(headers, attempt.reference, engine.watch.compared())
     if not verdict.commit:
         tell_unfit(engine, formed, verdict, reason)
+        if verdict.states_differ and (not verdict.unfit or not attempt.newcomers.issuperset(verdict.unfit)):
+            tell_doubt(engine, formed, partials.step - engine.watch.parts, verdict.unfit, reason)
         raise PeerFailed(reason)
     record = record_of(engine, formed, attempt, headers)
     failpoint("exchange.finished", record.step)
     if disputed := disputes(attempt, headers):
-        yield from recheck(engine, progress, disputed)
+        yield from recheck(engine, progress, disputed, certified=partials.step - attempt.audit_interval)
     before_apply(engine, progress)
     decided = decide(engine, record)
     if is_doubtful(engine, decided):

@@ -36,7 +36,7 @@ from elastic_harness.train.header import Header
 from elastic_harness.train.partials import SlotTable
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.slots import Shape, gradients_word
-from elastic_harness.train.tell import tell_unfit
+from elastic_harness.train.tell import tell_doubt, tell_unfit
 
 LANES_MAX = 2
 """So many lanes with bad losses are computed again. If all lanes are bad, two tell as much as all."""
@@ -111,17 +111,19 @@ def disputes(attempt: Attempt, headers: Sequence[Header]) -> list[Question]:
     return found
 
 
-def recheck(engine: Engine, progress: Progress, questions: Sequence[Question]) -> Iterator[Any]:
+def recheck(
+    engine: Engine, progress: Progress, questions: Sequence[Question], certified: int | None = None
+) -> Iterator[Any]:
     """Have every member compute again what is in doubt, and act on what they find; yields the batches. Returns if all
     agree with what was computed first. Collective. Raises PeerFailed if some do not, which leads to a generation
     without them, UserCodeError if nobody gets the same bits twice, and InfrastructureError if nobody can say who is
-    right."""
+    right. certified: if somebody computes wrong, what was committed since that version is in doubt."""
     formed = progress.formed
     assert formed is not None
     if questions:
         for turn in (1, 2) if formed.world == 2 else (1,):  # of two members, one may contradict itself
             questions = yield from _ask(engine, progress, questions, turn)
-    _conclude(engine, progress, questions)
+    _conclude(engine, progress, questions, certified)
 
 
 def _ask(
@@ -167,7 +169,7 @@ def _compute_again(engine: Engine, progress: Progress, span: Span) -> Generator[
     return Answer(losses_word(engine.shape, again.table, span), gradients_word(again.spans[span]))
 
 
-def _conclude(engine: Engine, progress: Progress, questions: Sequence[Question]) -> None:
+def _conclude(engine: Engine, progress: Progress, questions: Sequence[Question], certified: int | None) -> None:
     """Act on the answers: the same everywhere."""
     formed, step = progress.formed, progress.version
     assert formed is not None
@@ -193,6 +195,8 @@ def _conclude(engine: Engine, progress: Progress, questions: Sequence[Question])
         f"{', '.join(ill)}"
     )
     tell_unfit(engine, formed, GateVerdict(False, found.ill, 0, False), reason)
+    if certified is not None:
+        tell_doubt(engine, formed, certified, found.ill, reason)
     raise PeerFailed(reason)
 
 

@@ -1,15 +1,19 @@
 """Training in which one worker's machine computes wrong. Prints the hash of the whole training state at the end.
 
-    python ill.py FAULT [--run-dir DIR] [--member M] [--from-step S] [--times N] [--steps N] [--audit-interval K]
+    python ill.py FAULT [--run-dir DIR] [--member M] [--from-step S] [--times N] [--audit-interval K] [--blind]
 
-nan: losses are NaN. gradient: gradients are infinite. spike: losses and gradients are 1000 times as large. bit: the lowest
-bit of one element of a gradient is flipped. In the member's next N micro-batches after step S began.
+nan: losses are NaN. gradient: gradients are infinite. spike: losses are 1000 times as large. bit: one bit of a gradient
+is flipped. memory: one bit of a weight is flipped between two steps, once. The others happen in the member's next N
+micro-batches after step S began. `--blind`: nobody compares anything.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,40 +23,66 @@ from torch import Tensor, nn
 
 import elastic_harness
 from elastic_harness.contract import variables
+from elastic_harness.runs.origin import versions_in
+from elastic_harness.train import loop
+from elastic_harness.train.gate import gate
+from elastic_harness.train.header import Header
+
+STEPS, FIRST_SAVED = 14, 2
+WAIT_S = 60.0
+
+
+def flip(values: Tensor) -> None:
+    """Flip a bit in the middle of the mantissa of one element."""
+    values.view(torch.int32).view(-1)[3] ^= 1 << 12
+
+
+def without_states(headers: Sequence[Header], *more: Any) -> Any:
+    return gate([dataclasses.replace(header, state=0) for header in headers], *more)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("fault", choices=("none", "nan", "gradient", "spike", "bit"))
+    parser.add_argument("fault", choices=("none", "nan", "gradient", "spike", "bit", "memory"))
     parser.add_argument("--run-dir")
     parser.add_argument("--member", default="w1-1")
-    parser.add_argument("--from-step", type=int, default=5)
+    parser.add_argument("--from-step", type=int, default=7)
     parser.add_argument("--times", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--health", default="{}")
+    parser.add_argument("--audit-interval", type=int, default=0)
+    parser.add_argument("--blind", action="store_true")
     arguments = parser.parse_args()
     let_the_others_begin()
     torch.manual_seed(11)
-    model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 4))
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.ReLU())]
+    model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), *hidden, nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    training = {"max_steps": arguments.steps, "global_batch_samples": 12, "micro_batch_samples": 2, "clip_norm": 1.0}
-    health = {"on_spike": "skip_step", "spike_window": 4, "spike_sigmas": 30, "spike_norm_sigmas": 30}
-    config: dict[str, Any] = {"seed": 3, "training": training, "health": health | eval(arguments.health)}
-    dataset = Table(48, 12)
-    ill, left = os.environ.get(variables.MEMBER) == arguments.member, arguments.times
-    now = False
+    config = elastic_harness.Config.from_dict(
+        {
+            "seed": 3,
+            "training": {"max_steps": STEPS, "global_batch_samples": 12, "micro_batch_samples": 2},
+            "health": {"on_spike": "skip_step", "spike_window": 8, "audit_interval": arguments.audit_interval},
+            "checkpoint": {"checkpoint_interval": FIRST_SAVED, "keep_last": 10},
+        }
+    )
+    ill, left, now = os.environ.get(variables.MEMBER) == arguments.member, arguments.times, False
 
     def changed(gradient: Tensor) -> Tensor:
-        if now and arguments.fault == "gradient":
-            return gradient * float("inf")
         if now and arguments.fault == "bit":
             gradient = gradient.clone()
-            gradient.view(torch.int32).view(-1)[3] ^= 1
-        return gradient
+            flip(gradient)
+        return gradient * float("inf") if now and arguments.fault == "gradient" else gradient
 
     model[0].weight.register_hook(changed)
-    run = elastic_harness.start(model, optimizer, dataset, elastic_harness.Config.from_dict(config), run_dir=arguments.run_dir)
+    if arguments.blind:
+        loop.is_doubtful = lambda *decided: False
+        loop.gate = without_states
+    run = elastic_harness.start(model, optimizer, Table(48, 12), config, run_dir=arguments.run_dir)
     for step in run.steps():
+        give_up_at = time.monotonic() + WAIT_S
+        while step.index == FIRST_SAVED + 1 and not versions_in(run.run_dir) and time.monotonic() < give_up_at:
+            time.sleep(0.05)
+        if ill and step.index == arguments.from_step and arguments.fault == "memory":
+            flip(model[-1].weight.data)
         for batch in step.micro_batches():
             now = ill and step.index >= arguments.from_step and left > 0
             left -= now

@@ -30,6 +30,7 @@ class Why(Enum):
     LEFT_OUT = auto()  # it is not in the newest generation; the next one may want it again
     FINISHED = auto()  # the job is done, and it was a member
     STOPPED = auto()  # it was told to
+    ROLLED_BACK = auto()  # the run goes on from an earlier step, and it is started again for that
 
 
 @dataclass(frozen=True)

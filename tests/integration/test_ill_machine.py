@@ -1,0 +1,106 @@
+"""A machine that computes wrong, with real workers: it is named and sent away, and the weights are right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_harness.errors import EXIT_INFRASTRUCTURE
+from elastic_harness.runs.events import read_events
+from elastic_harness.runs.verify import verify
+from integration.script_tools import SCRIPTS, failing, finals, forked, launch, said
+
+pytestmark = pytest.mark.slow
+SCRIPT = SCRIPTS / "ill.py"
+ALWAYS = ("--times", 1000)
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The final state without a fault."""
+    ended = forked(SCRIPT, "none", "--run-dir", tmp_path_factory.mktemp("healthy"))
+    assert ended.returncode == 0, said(ended)
+    return set(finals(ended.stdout))
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(run_dir / "events.jsonl") if event["event"] == name]
+
+
+def evicted(run_dir: Path) -> list[str]:
+    whats = [event["what"] for event in events(run_dir, "incident")]
+    return [what.split()[1] for what in whats if "computed again" in what or "differs from" in what]
+
+
+@pytest.mark.parametrize(
+    ("fault", "workers", "options"),
+    [
+        ("nan", 3, ALWAYS),
+        ("gradient", 3, ()),
+        ("gradient", 3, ALWAYS),
+        ("spike", 2, ()),  # of two, the one that contradicts itself
+    ],
+)
+def test_what_stands_out_is_computed_again_in_the_same_step(
+    tmp_path: Path, healthy: set[str], fault: str, workers: int, options: tuple[object, ...]
+) -> None:
+    ended = launch(tmp_path, SCRIPT, fault, *options, options=("--nproc-per-node", workers))
+    assert ended.returncode == 0 and set(finals(ended.stdout)) == healthy, said(ended)
+    (recheck,) = events(tmp_path, "recheck")
+    assert (recheck["step"], recheck["outcome"], recheck["ill"]) == (7, "ill", ["w1-1"]), recheck
+    assert evicted(tmp_path) == ["w1-1"]
+    verdict = verify(tmp_path)
+    assert verdict.ok and verdict.skipped == 0 and verdict.lineage == 0, verdict
+
+
+@pytest.mark.parametrize(
+    ("fault", "workers", "options", "back_to", "named"),
+    [
+        ("bit", 3, (*ALWAYS, "--audit-interval", 5), 4, ["w1-1"]),
+        ("memory", 3, (), 5, ["w1-1"]),
+        ("memory", 2, (), 5, []),  # nobody knows which of the two, and both take the state from before
+    ],
+)
+def test_what_was_committed_in_doubt_is_done_again(
+    tmp_path: Path,
+    healthy: set[str],
+    fault: str,
+    workers: int,
+    options: tuple[object, ...],
+    back_to: int,
+    named: list[str],
+) -> None:
+    """An audit, or the comparison of states, finds the fault some steps later."""
+    ended = launch(tmp_path, SCRIPT, fault, *options, options=("--nproc-per-node", workers))
+    assert ended.returncode == 0 and set(finals(ended.stdout)) == healthy, said(ended)
+    (rollback,) = events(tmp_path, "rollback")
+    assert rollback["to"] == back_to and not set(named) & set(rollback["members"]), rollback
+    assert evicted(tmp_path) == named
+    verdict = verify(tmp_path)
+    assert verdict.ok and verdict.lineage == 2, verdict
+
+
+def test_two_that_stay_with_what_they_say_end_the_job(tmp_path: Path) -> None:
+    ended = launch(tmp_path, SCRIPT, "nan", *ALWAYS, options=("--nproc-per-node", 2))
+    assert ended.returncode == EXIT_INFRASTRUCTURE, said(ended)
+    assert "no majority says who is right" in ended.stdout and events(tmp_path, "recheck")[0]["outcome"] == "undecided"
+
+
+def test_a_worker_dies_while_others_compute_again(tmp_path: Path, healthy: set[str]) -> None:
+    """The two that are left are not of one mind then, but one of them contradicts itself."""
+    faults = "recheck.computed member=w2-1 kill; apply.finished member=w0-1 step=8 kill"
+    ended = launch(tmp_path, SCRIPT, "gradient", options=("--nproc-per-node", 3, "--spares", 1), **failing(faults))
+    assert ended.returncode == 0 and set(finals(ended.stdout)) == healthy, said(ended)
+    assert evicted(tmp_path) == ["w1-1"] and len(events(tmp_path, "failure_detected")) >= 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "options"), [("nan", ()), ("gradient", ()), ("spike", ()), ("bit", ALWAYS), ("memory", ())]
+)
+def test_without_its_detector_a_fault_gets_through(
+    tmp_path: Path, healthy: set[str], fault: str, options: tuple[object, ...]
+) -> None:
+    ended = launch(tmp_path, SCRIPT, fault, "--blind", *options, options=("--nproc-per-node", 3))
+    assert set(finals(ended.stdout)).isdisjoint(healthy), said(ended)
