@@ -150,7 +150,7 @@ class UnfitPeer:
 
 @dataclass(frozen=True)
 class Rechecked:
-    """Members have computed some lanes of a step again before a policy acted on them."""
+    """Members have computed some lanes of a step again."""
 
     step: int
     lanes: str
