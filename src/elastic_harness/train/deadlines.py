@@ -8,17 +8,23 @@ from contextlib import contextmanager
 
 from elastic_harness.config import ElasticConfig
 from elastic_harness.contract.board import Board, Phase
+from elastic_harness.health.limits import TimeLimit, slowest
 
 
 class Deadlines:
     """A multiple of the slowest recent duration of a phase; `first_step_timeout_s` until one was measured (compiling,
-    warming up). Durations fade by a tenth with every measurement, so one slow outlier does not stay for ever.
+    warming up). Durations fade (health/limits.py), so one slow outlier does not stay for ever.
 
     A worker that was ended because it did not finish its work in a step within D seconds is a measurement as well: such
     work takes D at least. So in that step everybody has the same multiple of D, and each further try has longer."""
 
     def __init__(self, config: ElasticConfig, board: Board) -> None:
-        self._config = config
+        self._limit = TimeLimit(
+            config.progress_timeout_factor,
+            config.progress_timeout_min_s,
+            config.progress_timeout_max_s,
+            config.first_step_timeout_s,
+        )
         self._board = board
         self._slowest_s: dict[Phase, float] = {}
         self._overdue_s: dict[int, float] = {}
@@ -28,10 +34,7 @@ class Deadlines:
         self._overdue_s = dict(overdue)
 
     def limit_s(self, phase: Phase, step: int) -> float:
-        slowest_s, overdue_s = self._slowest_s.get(phase), self._overdue_s.get(step, 0.0)
-        learned_s = self._config.progress_timeout_factor * max(slowest_s or 0.0, overdue_s)
-        bounded_s = min(max(learned_s, self._config.progress_timeout_min_s), self._config.progress_timeout_max_s)
-        return bounded_s if slowest_s is not None else max(bounded_s, self._config.first_step_timeout_s)
+        return self._limit.seconds(self._slowest_s.get(phase), self._overdue_s.get(step, 0.0))
 
     def enter_phase(self, phase: Phase, step: int = -1, slot: int = -1) -> None:
         """Show a phase on the board with its learned deadline."""
@@ -46,4 +49,4 @@ class Deadlines:
         self.observe(phase, time.monotonic() - start)
 
     def observe(self, phase: Phase, seconds: float) -> None:
-        self._slowest_s[phase] = max(seconds, 0.9 * self._slowest_s.get(phase, 0.0))
+        self._slowest_s[phase] = slowest(self._slowest_s.get(phase), seconds)
