@@ -90,6 +90,8 @@ def fit(value: Any, hint: Any) -> tuple[bool, Any]:
     if origin is Literal:
         return value in args, value
     if origin is tuple:
+        if args[-1] is ... and isinstance(value, (list, tuple)):
+            args = (args[0],) * len(value)
         if not isinstance(value, (list, tuple)) or len(value) != len(args):
             return False, value
         parts = [fit(v, a) for v, a in zip(value, args, strict=True)]

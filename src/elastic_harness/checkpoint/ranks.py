@@ -1,31 +1,37 @@
-"""The ranks of the default process group, if there is one: all that checkpoints need of other ranks. No pickle."""
+"""The ranks of a process group, if there is one: all that we need of other ranks. No pickle."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from elastic_harness.errors import InfrastructureError
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 
 class Ranks:
-    """This process's rank and the number of ranks. In a world of one nothing is sent."""
+    """This process's rank and the number of ranks, in a group or (None) the default group. In a world of one nothing is
+    sent. With NCCL a GPU's memory is sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         import torch.distributed as dist
 
         grouped = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if grouped else 0
-        self.world = dist.get_world_size() if grouped else 1
-        self._device = "cuda" if grouped and "nccl" in dist.get_backend() else "cpu"
+        self._group = group
+        self.rank = dist.get_rank(group) if grouped else 0
+        self.world = dist.get_world_size(group) if grouped else 1
+        self._device = "cuda" if grouped and "nccl" in dist.get_backend(group) else "cpu"
 
     def token(self) -> int:
         """Return a number that all ranks know and that was never used before. Collective."""
         token = torch.tensor([int.from_bytes(os.urandom(7), "little")], device=self._device)
         if self.world > 1:
-            torch.distributed.broadcast(token, 0)
+            torch.distributed.broadcast(token, group=self._group, group_src=0)
         return int(token.item())
 
     def least(self, value: int) -> int:
@@ -33,7 +39,7 @@ class Ranks:
         if self.world == 1:
             return value
         tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
-        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN)
+        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN, group=self._group)
         return int(tensor.item())
 
     def greatest(self, value: int) -> int:
@@ -69,10 +75,10 @@ class Ranks:
             return [content]
         sizes = torch.zeros(self.world, dtype=torch.int64, device=self._device)
         sizes[self.rank] = len(content)
-        torch.distributed.all_reduce(sizes)
+        torch.distributed.all_reduce(sizes, group=self._group)
         padded = bytearray(content).ljust(max(1, int(sizes.max())), b"\0")
         mine = torch.frombuffer(padded, dtype=torch.uint8).to(self._device)
         everybody = [torch.empty_like(mine) for _ in range(self.world)]
-        torch.distributed.all_gather(everybody, mine)
+        torch.distributed.all_gather(everybody, mine, group=self._group)
         found = zip(everybody, sizes.tolist(), strict=True)
         return [theirs.cpu().numpy()[:size].tobytes() for theirs, size in found]

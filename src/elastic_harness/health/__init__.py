@@ -1,1 +1,29 @@
-"""Rules about failures that are no deaths. Others gather the facts and act on the verdicts."""
+"""Failures that are no deaths. The modules here are pure rules: others gather the facts and act on the verdicts. In
+`watching/` is what gathers by itself, for scripts that do not use the rest of the harness:
+
+    FaultDetector  signals, bad numbers, spikes, memory and hangs in any training loop
+
+An import of this package loads torch only when a name that needs it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastic_harness import lazy
+
+if TYPE_CHECKING:
+    from elastic_harness.health.faults import DetectedFault, FaultDetectorConfig, FaultError, FaultKind, Severity
+    from elastic_harness.health.watching.detector import FaultDetector
+
+_HOMES = {
+    "DetectedFault": "elastic_harness.health.faults",
+    "FaultDetector": "elastic_harness.health.watching.detector",
+    "FaultDetectorConfig": "elastic_harness.health.faults",
+    "FaultError": "elastic_harness.health.faults",
+    "FaultKind": "elastic_harness.health.faults",
+    "Severity": "elastic_harness.health.faults",
+}
+__all__ = ["DetectedFault", "FaultDetector", "FaultDetectorConfig", "FaultError", "FaultKind", "Severity"]
+
+__getattr__, __dir__ = lazy.attach(__name__, _HOMES)
