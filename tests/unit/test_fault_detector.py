@@ -152,6 +152,7 @@ def test_memory_that_is_nearly_full_is_told_once() -> None:
     assert machine.evidence["used_bytes"] > machine.evidence["resident_bytes"] > 1 << 20
 
 
+@pytest.mark.slow
 def test_memory_that_runs_full_is_told_before_it_is(tmp_path: Path) -> None:
     """A real limit (ulimit -v), and a loop that keeps 8 MiB of every step."""
     rank = Rank(watched_loop.leak)
@@ -164,6 +165,7 @@ def test_memory_that_runs_full_is_told_before_it_is(tmp_path: Path) -> None:
 # ---- signals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_a_signal_only_sets_a_flag_and_handlers_come_back(name: str) -> None:
     rank = Rank(watched_loop.signals, name)
@@ -180,12 +182,14 @@ def test_a_signal_only_sets_a_flag_and_handlers_come_back(name: str) -> None:
     assert rank.end() == 0
 
 
+@pytest.mark.slow
 def test_a_forked_child_can_be_ended() -> None:
     rank = Rank(watched_loop.forks)
     assert rank.said() == {"alive": True, "status": signal.SIGTERM, "stops": False}
     assert rank.end() == 0
 
 
+@pytest.mark.slow
 def test_handlers_that_could_not_be_put_back_are_refused() -> None:
     rank = Rank(watched_loop.refused)
     said = rank.said()
@@ -222,6 +226,7 @@ def until(path: Path, text: str) -> str:
     return path.read_text()
 
 
+@pytest.mark.slow
 def test_a_hang_is_told_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
     rank = Rank(watched_loop.hang, "sleep", str(tmp_path / "stacks"), "warn")
     assert rank.said() == {"began": True}
@@ -236,6 +241,7 @@ def test_a_hang_is_told_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
     assert rank.end() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_with_the_interpreters_lock_held_the_timer_shows_stacks(tmp_path: Path) -> None:
     rank = Rank(watched_loop.hang, "lock", str(tmp_path / "stacks"), "warn")
     assert rank.said() == {"began": True}
@@ -244,6 +250,7 @@ def test_with_the_interpreters_lock_held_the_timer_shows_stacks(tmp_path: Path) 
     assert rank.end() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["sleep", "lock"])
 def test_a_process_that_hangs_ends_if_that_was_asked_for(tmp_path: Path, how: str) -> None:
     rank = Rank(watched_loop.hang, how, str(tmp_path / "stacks"), "exit")
@@ -253,6 +260,7 @@ def test_a_process_that_hangs_ends_if_that_was_asked_for(tmp_path: Path, how: st
     assert "in stuck_here" in (tmp_path / "stacks").read_text()
 
 
+@pytest.mark.slow
 def test_a_stopped_process_does_not_hang() -> None:
     rank = Rank(watched_loop.go_on, "stopped")
     assert rank.said() == {"began": True}
@@ -264,6 +272,7 @@ def test_a_stopped_process_does_not_hang() -> None:
     assert rank.end() == 0
 
 
+@pytest.mark.slow
 def test_a_pause_is_no_hang() -> None:
     rank = Rank(watched_loop.go_on, "paused")
     assert rank.said() == {"faults": []}

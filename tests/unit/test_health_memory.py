@@ -37,11 +37,11 @@ def test_without_growth_there_is_no_forecast(falling: list[int]) -> None:
     assert seconds_until_full(readings([each * MIB for each in sorted(falling, reverse=True)])) is None
 
 
-@given(st.integers(1, WINDOW - 1), st.integers(1, 900), st.integers(0, 10))
-def test_one_jump_is_no_trend(at: int, jump_mib: int, noise_mib: int) -> None:
+@given(st.integers(LEAST, WINDOW), st.floats(0.1, 0.9), st.integers(1, 900), st.integers(0, 10))
+def test_one_jump_is_no_trend(count: int, at: float, jump_mib: int, noise_mib: int) -> None:
     """A second model, or a cache that fills at once; there is noise around it."""
-    rng = random.Random(at)
-    used = [(100 + (index >= at) * jump_mib + rng.randint(0, noise_mib)) * MIB for index in range(WINDOW)]
+    rng = random.Random(count)
+    used = [(100 + (index >= at * count) * jump_mib + rng.randint(0, noise_mib)) * MIB for index in range(count)]
     assert seconds_until_full(readings(used, 2 * LIMIT)) is None
 
 

@@ -88,7 +88,7 @@ def signals(here: Here, first: str) -> None:
 
 
 def forks(here: Here) -> None:
-    """Fork a child under the detector: SIGINT is its parent's affair, SIGTERM ends it."""
+    """Fork a child under the detector: SIGINT and SIGUSR1 are its parent's affair, SIGTERM ends it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with FaultDetector(FaultDetectorConfig(on_hang="ignore")) as detector:
@@ -99,8 +99,9 @@ def forks(here: Here) -> None:
             while True:
                 time.sleep(0.01)
         os.read(ready, 1)
-        os.kill(child, signal.SIGINT)
-        time.sleep(0.3)
+        for number in (signal.SIGINT, signal.SIGUSR1):
+            os.kill(child, number)
+            time.sleep(0.2)
         alive = os.waitpid(child, os.WNOHANG) == (0, 0)
         os.kill(child, signal.SIGTERM)
         here.say(alive=alive, status=os.waitpid(child, 0)[1], stops=detector.should_stop)

@@ -1,7 +1,7 @@
 """Says from readings of memory whether it is nearly full, and when it will be if it goes on growing. Pure.
 
 A forecast needs a trend. Memory that grows in one jump (a cache, a second model) is no trend, nor is a sawtooth. So the
-rule looks at the slopes between all pairs of readings: a quarter of them at most may be flat or fall. The forecast is
+rule looks at the slopes between all pairs of readings: a tenth of them at most may be flat or fall. The forecast is
 made with their median (Theil and Sen), which a few odd readings do not move.
 """
 
@@ -66,7 +66,7 @@ def seconds_until_full(readings: Sequence[MemoryReading]) -> float | None:
     if len(pairs) < 2:
         return None
     slopes = [(b.used_bytes - a.used_bytes) / (b.at_s - a.at_s) for a, b in pairs]
-    low, slope, _ = quantiles(slopes, n=4, method="inclusive")
+    low, slope = quantiles(slopes, n=10, method="inclusive")[0], median(slopes)
     if low <= 0 or _slope_lately(readings) < slope / 4:
         return None
     left_s = max(0.0, (readings[-1].limit_bytes - readings[-1].used_bytes) / slope)

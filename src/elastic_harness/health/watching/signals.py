@@ -17,8 +17,9 @@ class StopSignals:
     """Notes signals from `install` to `restore`. A handler that the script had installed is called as well. A second
     SIGINT does what it did before, so two Ctrl-C end a process that does not look at the flag.
 
-    A process that was forked meanwhile has these handlers too. There a SIGINT is left to the parent, because Ctrl-C
-    comes to both, and every other signal does what it did before. So `multiprocessing` can end its workers.
+    A process that was forked meanwhile has these handlers too. There a SIGTERM does what it did before, so that
+    `multiprocessing` can end its workers. Other signals are left to the parent: Ctrl-C, and what Slurm sends, come to
+    all processes of a job.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -72,7 +73,7 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         again = name in self._received
-        if self._installed_by == os.getpid() or (self._installed_by and number == signal.SIGINT):
+        if self._installed_by == os.getpid() or (self._installed_by and number != signal.SIGTERM):
             self._received.append(name)
             previous = self._previous[number]
             interrupts = previous is signal.default_int_handler
