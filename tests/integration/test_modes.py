@@ -68,6 +68,7 @@ def test_our_launcher_recovers_in_place(tmp_path: Path, alone: dict[str, Any]) -
         **failing("slot.backward member=w1-1 step=12 kill"),
     )
     assert ended.returncode == 0, said(ended)
+    assert ended.stdout.count("accuracy") == 1, "after the loop one worker is rank 0"
     assert finished(tmp_path / "run")["weights_sha256"] == alone["weights_sha256"]
     verdict = verify(tmp_path / "run")
     assert verdict.ok and verdict.lineage == 0, verdict

@@ -83,6 +83,7 @@ class Run:
         self._engine = engine
         self._progress = progress
         self._closed = False
+        self._left_as = 0, 1  # rank and world size in the last generation, once it is left
 
     def __enter__(self) -> Run:
         return self
@@ -98,13 +99,13 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """This worker's rank in the current generation; it may change at any step."""
-        return self._progress.formed.rank if self._progress.formed else 0
+        """This worker's rank in the current generation; it may change at any step. After the loop, that in the last."""
+        return self._progress.formed.rank if self._progress.formed else self._left_as[0]
 
     @property
     def world_size(self) -> int:
-        """Workers in the current generation."""
-        return self._progress.formed.world if self._progress.formed else 1
+        """Workers in the current generation; after the loop, in the last."""
+        return self._progress.formed.world if self._progress.formed else self._left_as[1]
 
     @property
     def run_dir(self) -> Path:
@@ -213,6 +214,8 @@ class Run:
         formed, exchange = self._progress.formed, self._progress.exchange
         if exchange is not None:
             exchange.wait_until_sent(self._engine.config.elastic.exchange_timeout_s)
+        if formed is not None:
+            self._left_as = formed.rank, formed.world
         if formed is not None and formed.transport is not None:
             self._engine.link.wake = lambda: None
             formed.transport.close()
