@@ -23,9 +23,15 @@ STEP_BYTES, ROOM_STEPS = 8 << 20, 60  # what a leaking step keeps, and how many 
 
 def hang(here: Here, how: str, stacks: str, on_hang: str) -> None:
     """Make some steps, and then one that does not end by itself."""
-    config = FaultDetectorConfig(on_hang=on_hang, hang_min_s=0.4, hang_first_s=60, stacks_path=stacks)  # type: ignore[arg-type]
+    first_s = 0.4 if how == "lock at once" else 600
+    config = FaultDetectorConfig(
+        on_hang=on_hang,  # type: ignore[arg-type]
+        hang_min_s=0.4,
+        hang_first_s=first_s,
+        stacks_path=stacks,
+    )
     with FaultDetector(config, lambda fault: tell(here, fault), first_step=7) as detector:
-        for _ in range(3):
+        for _ in range(0 if how == "lock at once" else 3):
             detector.step()
             time.sleep(0.1)
         here.say(began=True)
@@ -33,7 +39,7 @@ def hang(here: Here, how: str, stacks: str, on_hang: str) -> None:
 
 
 def stuck_here(how: str) -> None:
-    if how == "lock":
+    if how.startswith("lock"):
         ctypes.PyDLL(None).sleep(600)  # native code that keeps the interpreter's lock
     time.sleep(600)
 
@@ -55,7 +61,9 @@ def go_on(here: Here, slow: str) -> None:
                 here.say(began=True)
                 here._line.recv_bytes()  # the test stops this process here
             if step == 20 and slow == "paused":
-                with detector.paused(), detector.paused():
+                with detector.paused():
+                    with detector.paused():
+                        pass
                     time.sleep(2 * WATCHED)
             time.sleep(0.02)
     here.say(faults=faults)
@@ -76,7 +84,10 @@ def signals(here: Here, first: str) -> None:
             here.say(began=True)
             while not detector.should_stop:
                 time.sleep(0.01)
-            here.say(stops=[str(fault.evidence["signal"]) for fault in detector.step()])
+            if first == "SIGTERM":
+                here.say(stops=[])  # and ends without another step
+            else:
+                here.say(stops=[str(fault.evidence["signal"]) for fault in detector.step()])
             if first == "SIGINT":
                 time.sleep(600)  # until a second one comes
     except KeyboardInterrupt:

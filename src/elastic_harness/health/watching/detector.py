@@ -102,6 +102,8 @@ class FaultDetector:
         if self._watchdog is not None:
             self._watchdog.stop()
         self._signals.restore()
+        for fault in self._signal_faults():  # a loop that looks at should_stop makes no step after it
+            self._on_fault(fault)
 
     @property
     def should_stop(self) -> bool:
