@@ -89,6 +89,15 @@ def _flip(values: torch.Tensor) -> None:
     values.view(torch.int32).bitwise_xor_(1)
 
 
+def looked_at(given: dict[str, Any]) -> str:
+    with FaultDetector(FaultDetectorConfig(on_hang="ignore", on_signal="ignore")) as detector:
+        try:
+            detector.step(**given)
+        except HarnessError as error:
+            return str(error)
+    return "fine"
+
+
 def sharded(here: Here, rank: int, world: int, folder: str) -> None:
     """FSDP2, fully and in two replicas: there what the replicas hold can be compared."""
     join(folder, rank, world)
@@ -96,6 +105,11 @@ def sharded(here: Here, rank: int, world: int, folder: str) -> None:
     full = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
     fully_shard(full)
     said["full"] = told(ConsistencyChecker({"model": full}))
+    full(torch.ones(2, 16)).sum().backward()
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in full.parameters()])  # type: ignore[misc]
+    for given in ({"model": full}, {"grad_norm": norm}):
+        said[next(iter(given))] = looked_at(given)
+    assert looked_at({"grad_norm": norm.full_tensor()}) == "fine"  # type: ignore[attr-defined]
     said["partly"] = told(ConsistencyChecker({"model": full, "step": {"count": torch.tensor(7)}}))
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)

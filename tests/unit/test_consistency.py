@@ -87,6 +87,8 @@ def test_of_sharded_state_replicas_are_compared(tmp_path: Path) -> None:
     said = ranks_say(consistent_job.sharded, 4, tmp_path)
     for rank, each in enumerate(said):
         assert "0.bias is sharded, as all others are" in each["full"]["error"]
+        assert "0.weight is a DTensor" in each["model"] and "give grad_norm= in place of model=" in each["model"]
+        assert "give grad_norm.full_tensor()" in each["grad_norm"]
         assert each["partly"]["ok"] and each["partly"]["compared_bytes"] == 8
         assert each["partly"]["left_out"] == [f"model.{name}" for name in ("0.bias", "0.weight", "1.bias", "1.weight")]
         assert each["hybrid"]["ok"] and not each["hybrid"]["left_out"]

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import grimp
 import pytest
 
 import elastic_harness
+from elastic_harness import checkpoint, health
 from elastic_harness.errors import ConfigError
 
 LOOKED_FOR = {
@@ -24,19 +26,21 @@ LOOKED_FOR = {
 def test_looking_at_the_package_loads_nothing_heavy() -> None:
     program = (
         "import sys, json, elastic_harness; names = dir(elastic_harness); light = elastic_harness.launch;"
+        "from elastic_harness.health import ConsistencyReport, DetectedFault, FaultDetectorConfig;"
         "print(json.dumps([names, [m for m in ('torch', 'numpy', 'yaml') if m in sys.modules]]))"
     )
     names, heavy = json.loads(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
     assert set(names) >= LOOKED_FOR and heavy == []
 
 
-def test_every_name_is_there_and_documented() -> None:
-    offered = set(elastic_harness.__all__)
-    assert offered <= set(dir(elastic_harness)) and offered - {"__version__"} == set(elastic_harness._HOMES)
+@pytest.mark.parametrize("package", [elastic_harness, checkpoint, health], ids=lambda package: package.__name__)
+def test_every_name_is_there_and_documented(package: Any) -> None:
+    offered = set(package.__all__)
+    assert offered <= set(dir(package)) and offered - {"__version__"} == set(package._HOMES)
     for name in offered - {"__version__"}:
-        assert getattr(elastic_harness, name).__doc__
+        assert getattr(package, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'strat'"):
-        elastic_harness.strat  # noqa: B018
+        package.strat  # noqa: B018
 
 
 @pytest.mark.slow
