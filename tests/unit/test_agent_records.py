@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elastic_harness.agent.reporting import alarms
 from elastic_harness.agent.reporting.records import Records
 from elastic_harness.contract.messages import Commit
 from elastic_harness.contract.wire import Malformed
+from elastic_harness.health.memory import MemoryReading
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.folder import RunFolder
 
@@ -29,6 +33,23 @@ def opened(path: Path) -> Records:
 
 def events(path: Path) -> list[dict[str, Any]]:
     return list(read_events(path / "events.jsonl"))
+
+
+def test_an_alarm_about_memory_names_who_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gib, notices, records = 1 << 30, list[str](), opened(tmp_path)
+    for index, used in enumerate([*range(20, 60), *[98] * 5]):  # grows by a hundredth each time, and jumps
+        reading = MemoryReading(5.0 * index, "the memory of cgroup /job", used * gib, 100 * gib)
+        monkeypatch.setattr(alarms, "read_pools", lambda now_s, reading=reading: [reading])
+        if not index:
+            watching = alarms.Alarms(records, SimpleNamespace(notice=notices.append))  # type: ignore[arg-type]
+        watching.look([SimpleNamespace(member="w0-1", pid=os.getpid(), running=True)])  # type: ignore[list-item]
+    records.close()
+    soon, full = events(tmp_path)
+    assert (soon["event"], soon["kind"], soon["severity"]) == ("alarm", "memory", "warning")
+    assert soon["evidence"]["full_in_s"] == 320.0 and "full in 320 s" in soon["message"]
+    assert soon["evidence"]["workers_bytes"]["w0-1"] > 1 << 20
+    assert full["severity"] == "critical" and full["evidence"]["used_bytes"] == 98 * gib
+    assert notices == [f"alarm: {soon['message']}", f"alarm: {full['message']}"]
 
 
 def test_a_commit_is_written_once_whoever_repeats_it(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from elastic_harness.errors import ConfigError, UserCodeError
 from elastic_harness.health import DetectedFault, FaultDetector, FaultDetectorConfig, FaultError, FaultKind, Severity
+from elastic_harness.health.watching import detector as detector_module
 from unit import watched_loop
 from unit.ranks import PATIENCE_S, Rank
 
@@ -150,6 +151,15 @@ def test_memory_that_is_nearly_full_is_told_once() -> None:
     (machine,) = [fault for fault in told if fault.evidence["pool"] == "the machine's memory"]
     assert (machine.kind, machine.severity, machine.step) == (FaultKind.MEMORY, Severity.CRITICAL, 0)
     assert machine.evidence["used_bytes"] > machine.evidence["resident_bytes"] > 1 << 20
+
+
+def test_memory_is_read_once_in_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[float] = []
+    monkeypatch.setattr(detector_module, "read_pools", lambda now_s: reads.append(now_s) or [])
+    with FaultDetector(quiet(on_memory="warn", memory_interval_s=3600)) as detector:
+        for _ in range(20):
+            detector.step()
+    assert len(reads) == 1
 
 
 @pytest.mark.slow

@@ -11,10 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness.health.faults import FaultDetectorConfig, Severity
-from elastic_harness.health.memory import GIB, LEAST, REACH, WINDOW, MemoryReading, judge, seconds_until_full
-from elastic_harness.health.watching import memory_pools
-from elastic_harness.health.watching.memory_pools import MemoryWatch, read_pools
+from elastic_harness import memory_pools
+from elastic_harness.health.faults import Severity
+from elastic_harness.health.memory import (
+    GIB,
+    LEAST,
+    REACH,
+    WINDOW,
+    MemoryReading,
+    MemoryWatch,
+    judge,
+    seconds_until_full,
+)
+from elastic_harness.memory_pools import read_pools
 
 MIB = 1 << 20
 LIMIT = 1000 * MIB
@@ -79,7 +88,7 @@ def test_a_forecast_reaches_so_far_only_as_its_readings_and_never_below_zero(use
 def test_a_verdict_says_what_is_full_and_when() -> None:
     full = judge(readings([950 * MIB]), 0.95, 600)
     assert full is not None and full.severity is Severity.CRITICAL
-    assert full.message.startswith("the pool holds 0.93 of 0.98 GiB, 95.0%; save a checkpoint now")
+    assert full.message.startswith("the pool holds 0.93 of 0.98 GiB, 95.0%; use less, or raise")
     assert judge(readings([949 * MIB]), 0.95, 600) is None
     growing = readings([(600 + 5 * index) * MIB for index in range(32)])
     soon = judge(growing, 0.95, 600)
@@ -88,26 +97,26 @@ def test_a_verdict_says_what_is_full_and_when() -> None:
     assert judge(growing, 0.95, 200) is None, "that is later than anybody wants to know"
 
 
-def test_a_pool_is_told_once_a_window_and_again_when_it_gets_worse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_is_told_once_a_window_and_again_when_it_gets_worse() -> None:
     used = [600 + 5 * min(index, 78) for index in range(4 * WINDOW)]
-    now = iter(range(len(used)))
-
-    def read(now_s: float) -> list[MemoryReading]:
-        index = next(now)
-        return [MemoryReading(5.0 * index, "the pool", used[index] * MIB, LIMIT)]
-
-    monkeypatch.setattr(memory_pools, "read_pools", read)
-    watch = MemoryWatch(FaultDetectorConfig(memory_interval_s=5))
+    watch = MemoryWatch(0.95, 600)
     told = [
         (index, verdict.severity)
-        for index in range(len(used))
-        for part_s in (0.0, 2.0)  # the second look comes too early, and reads nothing
-        for verdict in watch.look(5.0 * index + part_s)
+        for index, reading in enumerate(readings([each * MIB for each in used]))
+        for verdict in watch.judge([reading])
     ]
     warnings = [index for index, severity in told if severity is Severity.WARNING]
     criticals = [index for index, severity in told if severity is Severity.CRITICAL]
     assert len(warnings) == 1 and 16 <= warnings[0] < 60
-    assert criticals[0] == 70 and all(b - a == WINDOW + 1 for a, b in pairwise(criticals))
+    assert criticals[0] == 70 and all(b - a == WINDOW for a, b in pairwise(criticals))
+
+
+def test_what_was_freed_and_fills_again_is_told_again() -> None:
+    """A worker is ended for memory, and its successor fills it too."""
+    used = [900, 960, 960, 870, 960, 850, 960]
+    watch = MemoryWatch(0.95, 0)
+    told = [bool(list(watch.judge([each]))) for each in readings([each * MIB for each in used])]
+    assert told == [False, True, False, False, False, False, True]
 
 
 # ---- readings
@@ -136,7 +145,7 @@ def test_a_cgroup_and_those_around_it_are_read_without_page_cache(tmp_path: Path
             "jobs__one__memory.current": f"{GIB}\n",
         },
     )
-    machine, group = [each for each in read_pools(7.0, proc, cgroups) if "ulimit" not in each.pool]
+    machine, group = read_pools(7.0, proc, cgroups)
     assert machine == MemoryReading(7.0, "the machine's memory", 12 * GIB, 16 * GIB)
     assert group == MemoryReading(7.0, "the memory of cgroup /jobs", 3 * GIB - GIB - GIB // 2, 4 * GIB)
 
@@ -158,7 +167,7 @@ def test_version_1_of_cgroups_is_read_and_a_path_that_is_not_visible_is_the_root
 
 
 def test_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
-    assert [each for each in read_pools(0.0, tmp_path, tmp_path) if "ulimit" not in each.pool] == []
+    assert read_pools(0.0, tmp_path, tmp_path) == []
 
 
 def test_this_machine_can_be_read() -> None:

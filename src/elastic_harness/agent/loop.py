@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from elastic_harness.agent.control.server import ControlServer
 from elastic_harness.agent.options import LaunchOptions
-from elastic_harness.agent.reporting import hang_files
+from elastic_harness.agent.reporting import alarms, hang_files
 from elastic_harness.agent.reporting.console import Console
 from elastic_harness.agent.reporting.records import Records
 from elastic_harness.agent.reporting.reporter import Reporter
@@ -117,6 +117,7 @@ class Agent:
         self.checkpoints: dict[str, int] = {}  # the newest that was saved to disk, and that was uploaded
         self.records = Records(folder)
         self.report = Reporter(self.records, console)
+        self._alarms = alarms.Alarms(self.records, console)
         if not self.records.born:
             folder.record.pop("fingerprint", None)  # nothing was trained with it: a corrected configuration may follow
         wake, log = shared_frames.wake_descriptor(), folder.logs / "checkpoint-writer.log"
@@ -159,6 +160,7 @@ class Agent:
             self._start_fork_server()
             supervisor.start()
             self.after(TICK_S, self._tick)
+            self.after(alarms.LOOK_S, self._look_for_alarms)
             while self.outcome is None or any(w.running for w in self.workers.values()):
                 self._turn()
             self._finish_writer()
@@ -437,6 +439,10 @@ class Agent:
             self._orphans_at = now
             reap_orphans({w.pid for w in self.workers.values()} | self.forks.pids | self.writer.pids)
         self.supervisor.on_tick(now)
+
+    def _look_for_alarms(self) -> None:
+        self.after(alarms.LOOK_S, self._look_for_alarms)
+        self._alarms.look(self.workers.values())
 
     def _turn(self, quiet: bool = False) -> None:
         now = time.monotonic()

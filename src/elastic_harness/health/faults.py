@@ -71,7 +71,7 @@ class FaultDetectorConfig(Section):
     on_memory: Answer = "warn"
     memory_fraction_max: float = 0.95  # of a limit
     memory_forecast_s: float = 600.0  # told if memory will be full within so long; 0: no forecast
-    memory_interval_s: float = 5.0  # from one reading to the next
+    memory_interval_s: float = 2.0  # from one reading to the next
     on_hang: Literal["exit", "warn", "ignore"] = "warn"  # exit: ends this process at once, with exit code 1
     hang_factor: float = 8.0  # a step hangs after so many times the slowest recent one, within the bounds below
     hang_min_s: float = 30.0

@@ -7,7 +7,8 @@ made with their median (Theil and Sen), which a few odd readings do not move.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import median, quantiles
@@ -18,6 +19,7 @@ from elastic_harness.health.faults import Severity
 WINDOW = 64  # readings that are kept
 LEAST = 16  # readings before there is a forecast
 REACH = 4.0  # a forecast reaches so many times as far as its readings go back
+FREED = 0.1  # of the limit: with so much less than when it was told, the next alarm is news
 GIB = 1 << 30
 
 
@@ -40,6 +42,40 @@ class MemoryVerdict:
     evidence: dict[str, Any]
 
 
+class MemoryWatch:
+    """Says of each pool what is worth an alarm: once, and again after a window of readings, when it has become worse,
+    or when much was freed in between. fraction_max: of a limit; more is nearly full. forecast_s: a pool that will be
+    full within so long is told."""
+
+    def __init__(self, fraction_max: float, forecast_s: float) -> None:
+        self._fraction_max, self._forecast_s = fraction_max, forecast_s
+        self._readings: dict[str, deque[MemoryReading]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._told: dict[str, tuple[Severity, int, int]] = {}  # of a pool: what was told last, bytes, readings since
+
+    def judge(self, newest: Iterable[MemoryReading]) -> Iterator[MemoryVerdict]:
+        """Yield what is to be told after one more reading of each pool."""
+        for reading in newest:
+            readings = self._readings[reading.pool]
+            readings.append(reading)
+            verdict = judge(list(readings), self._fraction_max, self._forecast_s)
+            self._forget_if_freed(reading)
+            if verdict is not None and self._is_news(reading, verdict.severity):
+                yield verdict
+
+    def _is_news(self, reading: MemoryReading, severity: Severity) -> bool:
+        told = self._told.get(reading.pool)
+        news = told is None or told[2] >= WINDOW or (severity, told[0]) == (Severity.CRITICAL, Severity.WARNING)
+        if told is None or news:
+            told = (severity, reading.used_bytes, 0)
+        self._told[reading.pool] = (*told[:2], told[2] + 1)
+        return news
+
+    def _forget_if_freed(self, reading: MemoryReading) -> None:
+        told = self._told.get(reading.pool)
+        if told is not None and reading.used_bytes < told[1] - FREED * reading.limit_bytes:
+            del self._told[reading.pool]
+
+
 def judge(readings: Sequence[MemoryReading], fraction_max: float, forecast_s: float) -> MemoryVerdict | None:
     """Return a verdict about one pool from its readings, the newest last; None if there is nothing to say."""
     newest = readings[-1]
@@ -47,8 +83,8 @@ def judge(readings: Sequence[MemoryReading], fraction_max: float, forecast_s: fl
     held = f"{newest.pool} holds {used / GIB:.2f} of {limit / GIB:.2f} GiB"
     evidence = {"pool": newest.pool, "used_bytes": used, "limit_bytes": limit}
     if used >= fraction_max * limit:
-        advice = "save a checkpoint now; use less memory, or raise the limit"
-        return MemoryVerdict(Severity.CRITICAL, f"{held}, {used / limit:.1%}; {advice}", evidence)
+        message = f"{held}, {used / limit:.1%}; use less, or raise the limit"
+        return MemoryVerdict(Severity.CRITICAL, message, evidence)
     left_s = seconds_until_full(readings)
     if left_s is None or left_s > forecast_s:
         return None

@@ -29,11 +29,13 @@ from elastic_harness.checkpoint.ranks import Ranks
 from elastic_harness.errors import ConfigError, UserCodeError
 from elastic_harness.health.faults import Answer, DetectedFault, FaultDetectorConfig, FaultError, FaultKind, Severity
 from elastic_harness.health.limits import TimeLimit
+from elastic_harness.health.memory import MemoryWatch
 from elastic_harness.health.spikes import SpikePolicy
-from elastic_harness.health.watching.memory_pools import MemoryWatch
+from elastic_harness.health.watching.gpu import read_gpu
 from elastic_harness.health.watching.numbers import StepNumbers, read_numbers
 from elastic_harness.health.watching.signals import StopSignals
 from elastic_harness.health.watching.watchdog import HangWatchdog, HungStep
+from elastic_harness.memory_pools import read_address_space, read_pools, resident_bytes
 from elastic_harness.policies import StepFacts
 
 if TYPE_CHECKING:
@@ -70,7 +72,8 @@ class FaultDetector:
             "warn", self.config.spike_sigmas, self.config.spike_norm_sigmas, self.config.spike_window
         )
         self._usual = self._spikes.begin()
-        self._memory = MemoryWatch(self.config)
+        self._memory = MemoryWatch(self.config.memory_fraction_max, self.config.memory_forecast_s)
+        self._memory_at = float("-inf")
 
     def __enter__(self) -> FaultDetector:
         if self._entered:
@@ -200,9 +203,13 @@ class FaultDetector:
             yield DetectedFault(FaultKind.SPIKE, Severity.WARNING, verdict.reason, self._step, finite)
 
     def _memory_faults(self) -> Iterator[DetectedFault]:
-        if self.config.on_memory != "ignore":
-            for found in self._memory.look(time.monotonic()):
-                yield DetectedFault(FaultKind.MEMORY, found.severity, found.message, self._step, found.evidence)
+        now = time.monotonic()
+        if self.config.on_memory == "ignore" or now < self._memory_at + self.config.memory_interval_s:
+            return
+        self._memory_at = now
+        for found in self._memory.judge([*read_pools(now), *read_address_space(now), *read_gpu(now)]):
+            evidence = {**found.evidence, "resident_bytes": resident_bytes()}
+            yield DetectedFault(FaultKind.MEMORY, found.severity, found.message, self._step, evidence)
 
     def _tell_hang(self, hang: HungStep) -> None:
         """Tell of a hang, in the watchdog's thread."""
