@@ -98,12 +98,15 @@ def seconds_until_full(readings: Sequence[MemoryReading]) -> float | None:
     are too few readings, or it is further away than they reach."""
     if len(readings) < LEAST:
         return None
+    lately = _slope_lately(readings)
+    if lately <= 0:  # so it is most of the time, and the slopes of all pairs take a hundred times as long
+        return None
     pairs = [(a, b) for a, b in combinations(readings, 2) if b.at_s > a.at_s]
     if len(pairs) < 2:
         return None
     slopes = [(b.used_bytes - a.used_bytes) / (b.at_s - a.at_s) for a, b in pairs]
     low, slope = quantiles(slopes, n=10, method="inclusive")[0], median(slopes)
-    if low <= 0 or _slope_lately(readings) < slope / 4:
+    if low <= 0 or lately < slope / 4:
         return None
     left_s = max(0.0, (readings[-1].limit_bytes - readings[-1].used_bytes) / slope)
     return left_s if left_s <= REACH * (readings[-1].at_s - readings[0].at_s) else None

@@ -24,7 +24,8 @@ class Alarms:
         self._memory = MemoryWatch(FRACTION_MAX, FORECAST_S)
 
     def look(self, workers: Iterable[Worker]) -> None:
-        """Read memory, and tell what is new. Call it every LOOK_S; it blocks for some 0.3 ms."""
+        """Read memory, and tell what is new. Call it every LOOK_S; it blocks for some 0.3 ms, and 2 ms while memory
+        grows."""
         for found in self._memory.judge(read_pools(time.monotonic())):
             held = {worker.member: resident_bytes(worker.pid) for worker in workers if worker.running}
             evidence = {**found.evidence, "workers_bytes": held}

@@ -9,7 +9,7 @@
                 optimizer.step()
             optimizer.zero_grad()
             if detector.should_stop:
-                break                      # save a checkpoint, and end
+                break                      # and save a checkpoint
 
 It needs no launcher and no process group, and it sends nothing. docs/fault_detector.md tells more.
 """
