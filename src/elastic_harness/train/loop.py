@@ -25,6 +25,7 @@ from elastic_harness.train.gate import gate
 from elastic_harness.train.interrupts import interrupts_wait
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
+from elastic_harness.train.replay import slot_alone
 from elastic_harness.train.slots import batch_word, canary_word
 from elastic_harness.train.tell import tell_unfit
 
@@ -41,6 +42,7 @@ def commit_step(engine: Engine, progress: Progress) -> Generator[Any, None, Prog
     step = progress.version
     if engine.before_step is not None:
         engine.watch.run_before_step(step, engine.before_step)
+    yield from slot_alone(engine, progress)
     while progress.version == step:
         try:
             progress = progress if progress.partials else replace(progress, partials=engine.new_partials(step))

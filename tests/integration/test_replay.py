@@ -1,0 +1,156 @@
+"""Recorded steps are computed again: the same bits if nothing was wrong; else the step, slot and worker are named."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_harness.errors import EXIT_CONFIG, EXIT_OTHER_BITS, EXIT_TERMINATED, EXIT_USER_CODE
+from elastic_harness.runs.events import read_events
+from elastic_harness.runs.ledger import read_ledger
+from integration.harness import FOREVER, TINY, TrainingJob
+from integration.launch_tools import command, environment, processes_of
+from integration.script_tools import SCRIPTS, failing, forked, launch, one_message, said
+
+pytestmark = pytest.mark.slow
+ONE_BIT = SCRIPTS / "one_bit.py"
+KILLED = "slot.backward member=w1-1 step=6 kill"
+
+
+def replay(run: Path, *options: object, **more: str) -> subprocess.CompletedProcess[str]:
+    """The command, to its end. It must leave nothing behind, and the run as it was."""
+    before, beside = stamps(run), set(run.parent.iterdir())
+    ended = forked("-m", "elastic_harness", "replay", run, *options, **more)
+    assert stamps(run) == before, "the run's folder was written to"
+    assert set(run.parent.iterdir()) == beside, said(ended)
+    return ended
+
+
+def stamps(run: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of every file; a live run's records grow, and nothing but the run itself writes them."""
+    return {str(path): (stat.st_size, stat.st_mtime_ns) for path in run.rglob("*") for stat in [path.lstat()]}
+
+
+def told(ended: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    return json.loads(ended.stdout)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Eight steps of the built-in trainer, of whose two workers one died in step 6; checkpoints from version 4 on."""
+    run = tmp_path_factory.mktemp("killed") / "run"
+    settings = (*TINY, "training.max_steps=8", "checkpoint.checkpoint_interval=4")
+    options = ("--nproc-per-node", 2)
+    ended = launch(run, "-m", "elastic_harness.train", *settings, options=options, **failing(KILLED))
+    assert ended.returncode == 0, said(ended)
+    assert any(event["event"] == "failure_detected" for event in read_events(run / "events.jsonl"))
+    yield run
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Eight steps of a script in which slot 3 of step 5 had another loss, in the last bits."""
+    folder = tmp_path_factory.mktemp("planted")
+    script = folder / "one_bit.py"
+    script.write_text(ONE_BIT.read_text())
+    options = ("--nproc-per-node", 2)
+    ended = launch(folder / "run", script, "--steps", 8, options=options, PLANTED="slot 3 of step 5")
+    assert ended.returncode == 0 and "final-code-ran" in ended.stdout, said(ended)
+    yield folder / "run"
+
+
+def test_the_step_in_which_a_worker_died_comes_out_the_same(killed: Path) -> None:
+    ended = replay(killed, "--step", 6, "--slot", 3)
+    assert ended.returncode == 0, said(ended)
+    line = read_ledger(killed).followed()[6]
+    assert f"SAME: step 6 has loss {line.loss!r}, gradient {line.gradient}" in ended.stdout, said(ended)
+    assert "slot 3 of step 6: loss " in ended.stdout and "  sample " in ended.stdout, said(ended)
+
+
+def test_the_number_of_workers_and_a_death_in_the_replay_change_nothing(killed: Path) -> None:
+    ended = replay(killed, "--step", 6, "--slot", 3, "--on", 3, "--json", **failing(KILLED))
+    assert ended.returncode == 0, said(ended)
+    found = told(ended)
+    line = read_ledger(killed).followed()[6]
+    assert (found["same"], found["workers"], found["loss"], found["gradient"]) == (True, 3, line.loss, line.gradient)
+    (text,) = found["slot"]["texts"]
+    assert 0 < len(text.encode()) <= 16 * 3, "16 bytes of the standard library, some of them perhaps no UTF-8"
+
+
+def test_without_an_earlier_checkpoint_it_begins_where_the_run_began(killed: Path) -> None:
+    ended = replay(killed, "--step", 1, "--on", 1, "--json")
+    assert ended.returncode == 0, said(ended)
+    assert (told(ended)["first"], told(ended)["same"]) == (0, True)
+
+
+def test_the_first_step_with_other_bits_is_named_with_its_slot_and_worker(planted: Path) -> None:
+    ended = replay(planted, "--step", 6, "--slot", 3, "--json")
+    assert ended.returncode == EXIT_OTHER_BITS, said(ended)
+    found = told(ended)
+    line = read_ledger(planted).followed()[5]
+    assert (found["same"], found["first_difference"]) == (False, 5)
+    assert {each["step"] for each in found["differences"]} == {5, 6}
+    facts = {each["fact"]: each for each in found["differences"] if each["step"] == 5 and each["slots"]}
+    assert facts.keys() == {"loss"} and facts["loss"]["slots"] == [3], facts
+    assert facts["loss"]["members"] == line.members_of(3)
+    assert "tensor" in found["slot"]["texts"][0] and len(found["slot"]["samples"]) == 3
+    assert "final-code-ran" not in ended.stdout + ended.stderr
+
+
+def test_a_script_that_is_another_one_now_is_refused_or_its_failure_shown(planted: Path) -> None:
+    script = planted.with_name("one_bit.py")
+    script.write_text(ONE_BIT.read_text().replace("default=0.1", "default=0.2"))
+    ended = replay(planted, "--step", 6)
+    assert ended.returncode == EXIT_CONFIG and "optimizer.lr: the run has '0.1', now '0.2'" in one_message(ended)
+    script.write_text(ONE_BIT.read_text().replace("default=-1", "default=6"))
+    ended = replay(planted, "--step", 6, "--on", 1)
+    assert ended.returncode == EXIT_USER_CODE, said(ended)
+    assert "before it had computed step 6" in ended.stderr and "as the command line says" in ended.stderr
+
+
+def test_sigterm_ends_a_replay_and_all_that_belongs_to_it(killed: Path) -> None:
+    beside = set(killed.parent.iterdir())
+    pause = failing("slot.forward step=6 pause:100")
+    process = subprocess.Popen(command("replay", killed, "--step", 6), env={**environment(), **pause})
+    folder = wait_for_step(killed.parent, 5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == EXIT_TERMINATED
+    assert set(killed.parent.iterdir()) == beside
+    assert not processes_of(folder)
+    assert replay(killed, "--step", 6).returncode == 0
+
+
+def wait_for_step(runs: Path, step: int) -> Path:
+    """The folder of the replay, once it has committed a step."""
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        for ledger in runs.glob("replay-*/ledger.jsonl"):
+            if step in read_ledger(ledger.parent).followed():
+                return ledger.parent
+        time.sleep(0.02)
+    raise AssertionError("the replay does not begin")
+
+
+def test_a_live_run_is_replayed_while_it_trains(tmp_path: Path) -> None:
+    job = TrainingJob(tmp_path, 2, steps=9, settings=("checkpoint.checkpoint_interval=2",))
+    try:
+        job.fill(2)
+        job.advance(5 - job.limit)
+        job.until(lambda: job.events("checkpoint_saved"), "a checkpoint")
+        ended = forked("-m", "elastic_harness", "replay", job.run_dir, "--step", 4, "--on", 1, "--json")
+        assert ended.returncode == 0, said(ended)
+        assert told(ended)["same"] and told(ended)["first"] > 0
+        missing = forked("-m", "elastic_harness", "replay", job.run_dir, "--step", 5)
+        assert missing.returncode == EXIT_CONFIG and "has committed the steps 0 … 4 so far" in one_message(missing)
+        job.allow(FOREVER)
+        assert job.wait() == 0
+        assert job.events("run_finished")[-1]["version"] == 9 and not job.failed()
+    finally:
+        job.close()
