@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -12,12 +13,18 @@ from typing import Any
 
 import pytest
 
-from elastic_harness.errors import EXIT_CONFIG, EXIT_OTHER_BITS, EXIT_TERMINATED, EXIT_USER_CODE
+from elastic_harness.errors import (
+    EXIT_CONFIG,
+    EXIT_INFRASTRUCTURE,
+    EXIT_OTHER_BITS,
+    EXIT_TERMINATED,
+    EXIT_USER_CODE,
+)
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.ledger import read_ledger
 from integration.harness import FOREVER, TINY, TrainingJob
 from integration.launch_tools import command, environment, processes_of
-from integration.script_tools import SCRIPTS, failing, forked, launch, one_message, said
+from integration.script_tools import PATIENCE_S, SCRIPTS, failing, forked, launch, one_message, said
 
 pytestmark = pytest.mark.slow
 ONE_BIT = SCRIPTS / "one_bit.py"
@@ -56,12 +63,12 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Eight steps of a script in which slot 3 of step 5 had another loss, in the last bits."""
+    """Eight steps of a script. Slot 3 of step 5 had another loss, in the last bits. It has only the last checkpoint."""
     folder = tmp_path_factory.mktemp("planted")
     script = folder / "one_bit.py"
     script.write_text(ONE_BIT.read_text())
     options = ("--nproc-per-node", 2)
-    ended = launch(folder / "run", script, "--steps", 8, options=options, PLANTED="slot 3 of step 5")
+    ended = launch(folder / "run", script, "--steps", 8, "--every", 100, options=options, PLANTED="slot 3 of step 5")
     assert ended.returncode == 0 and "final-code-ran" in ended.stdout, said(ended)
     yield folder / "run"
 
@@ -90,18 +97,38 @@ def test_without_an_earlier_checkpoint_it_begins_where_the_run_began(killed: Pat
     assert (told(ended)["first"], told(ended)["same"]) == (0, True)
 
 
+def test_a_damaged_checkpoint_is_said_and_nothing_else_is_replayed(killed: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(killed, run)
+    for file in run.glob("checkpoints/step-*/*.safetensors"):
+        content = bytearray(file.read_bytes())
+        content[-5] ^= 1
+        file.write_bytes(content)
+    ended = replay(run, "--step", 6)
+    assert ended.returncode == EXIT_INFRASTRUCTURE, said(ended)
+    assert "was to begin with the checkpoint of version" in ended.stderr and "cannot be read" in ended.stderr
+
+
 def test_the_first_step_with_other_bits_is_named_with_its_slot_and_worker(planted: Path) -> None:
     ended = replay(planted, "--step", 6, "--slot", 3, "--json")
     assert ended.returncode == EXIT_OTHER_BITS, said(ended)
     found = told(ended)
     line = read_ledger(planted).followed()[5]
-    assert (found["same"], found["first_difference"]) == (False, 5)
+    assert (found["same"], found["first"], found["first_difference"]) == (False, 0, 5)
     assert {each["step"] for each in found["differences"]} == {5, 6}
     facts = {each["fact"]: each for each in found["differences"] if each["step"] == 5 and each["slots"]}
     assert facts.keys() == {"loss"} and facts["loss"]["slots"] == [3], facts
     assert facts["loss"]["members"] == line.members_of(3)
     assert "tensor" in found["slot"]["texts"][0] and len(found["slot"]["samples"]) == 3
     assert "final-code-ran" not in ended.stdout + ended.stderr
+
+
+def test_burn_in_replays_the_last_steps_until_one_differs(planted: Path) -> None:
+    ended = forked("-m", "elastic_harness", "burn-in", planted, "--steps", 3, "--minutes", 60, "--json")
+    assert ended.returncode == EXIT_OTHER_BITS, said(ended)
+    found = told(ended)
+    assert (found["times"], found["first_difference"], found["step"]) == (1, 5, 7)
+    assert found["slots_per_s"] > 0
 
 
 def test_a_script_that_is_another_one_now_is_refused_or_its_failure_shown(planted: Path) -> None:
@@ -119,23 +146,22 @@ def test_sigterm_ends_a_replay_and_all_that_belongs_to_it(killed: Path) -> None:
     beside = set(killed.parent.iterdir())
     pause = failing("slot.forward step=6 pause:100")
     process = subprocess.Popen(command("replay", killed, "--step", 6), env={**environment(), **pause})
-    folder = wait_for_step(killed.parent, 5)
+    folder = paused_replay(killed.parent)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == EXIT_TERMINATED
+    assert process.wait(PATIENCE_S) == EXIT_TERMINATED
     assert set(killed.parent.iterdir()) == beside
     assert not processes_of(folder)
-    assert replay(killed, "--step", 6).returncode == 0
 
 
-def wait_for_step(runs: Path, step: int) -> Path:
-    """The folder of the replay, once it has committed a step."""
-    end = time.monotonic() + 120
+def paused_replay(runs: Path) -> Path:
+    """The folder of the replay, once one of its workers has come to the failpoint."""
+    end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
-        for ledger in runs.glob("replay-*/ledger.jsonl"):
-            if step in read_ledger(ledger.parent).followed():
-                return ledger.parent
+        for log in runs.glob("replay-*/logs/worker-*.log"):
+            if "failpoint slot.forward (step 6)" in log.read_text():
+                return log.parents[1]
         time.sleep(0.02)
-    raise AssertionError("the replay does not begin")
+    raise AssertionError("the replay does not come to step 6")
 
 
 def test_a_live_run_is_replayed_while_it_trains(tmp_path: Path) -> None:

@@ -96,7 +96,8 @@ class Outcome:
     first: int
     last: int
     workers: int
-    seconds: float
+    seconds: float  # with the start of the workers
+    step_s: tuple[float, ...]  # of the steps alone, without the first one
     lines: Mapping[int, LedgerLine]  # as computed
     found: Mapping[int, Sequence[Difference]]  # by step, of those that differ
     slot: dict[str, Any] | None  # the event `slot_replayed`
@@ -130,16 +131,24 @@ def find(run: str) -> Recorded:
 
 
 def recompute(
-    run: Recorded, step: int, *, slot: int | None = None, workers: int | None = None, keep: bool = False, done: Done
+    run: Recorded,
+    step: int,
+    *,
+    since: int | None = None,
+    slot: int | None = None,
+    workers: int | None = None,
+    keep: bool = False,
+    done: Done,
 ) -> Outcome:
     """Compute the steps from the nearest checkpoint (or the run's beginning) to `step`, and compare each with its
-    record. `slot`: of that step, to be computed by itself as well. `workers`: default: as many as were launched on a
-    node. `done` is called with the number of steps that have been computed since its last call. Blocks until that is
-    done. Raises HarnessError if the steps cannot be computed."""
+    record. `since`: the first step that has to be among them; default: `step` itself. `slot`: of the last step, to be
+    computed by itself as well. `workers`: default: as many as were launched on a node. `done` is called with the number
+    of steps that have been computed since its last call. Blocks until that is done. Raises HarnessError if the steps
+    cannot be computed."""
     run.line(step)
     count = workers or run.options.workers
     with _scratch(run.path, keep=keep) as folder:
-        checkpoint = _linked(run, step, folder)
+        checkpoint = _linked(run, step if since is None else since, folder)
         origin = origins.read(run.path)
         first = checkpoint.step if checkpoint is not None else (0 if origin is None else origin.first({})[0])
         for name in (origins.FILE, "imports.json"):
@@ -153,9 +162,20 @@ def recompute(
         seconds = time.monotonic() - began
         found = {at: what for at, line in lines.items() if (what := differences(run.line(at), line))}
         notes = _notes(run, checkpoint, folders.read_record(folder) or {}, began_anew=first == 0 and 0 in found)
-        told = [event for event in read_events(folder / EVENTS) if event["event"] == replayed.SLOT_REPLAYED]
+        events = list(read_events(folder / EVENTS))
+        told = [event for event in events if event["event"] == replayed.SLOT_REPLAYED]
+        step_s = [event["step_s"] for event in events if event["event"] == "step_committed" and event["step_s"]]
         return Outcome(
-            first, step, count, seconds, lines, found, told[-1] if told else None, notes, folder if keep else None
+            first,
+            step,
+            count,
+            seconds,
+            tuple(step_s),
+            lines,
+            found,
+            told[-1] if told else None,
+            notes,
+            folder if keep else None,
         )
 
 
@@ -212,7 +232,7 @@ def _launched(run: Recorded, folder: Path, workers: int, steps: range, done: Don
     command += ["--nproc-per-node", str(workers), "--max-restarts", "0", *fork, "--no-python", *options.command]
     parent = os.getpid()
     seen, position = 0, 0
-    with open(folder / OUTPUT, "wb") as output, _terminated_as_interrupted():
+    with open(folder / OUTPUT, "wb") as output, terminated_as_interrupted():
         try:
             process = subprocess.Popen(
                 command,
@@ -265,7 +285,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
+def terminated_as_interrupted() -> Iterator[None]:
     """SIGTERM ends this process as Ctrl-C does, with the replay ended and its folder removed."""
 
     def leave(_number: int, _frame: FrameType | None) -> None:

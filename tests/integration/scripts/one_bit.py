@@ -1,6 +1,6 @@
 """A small network whose loss is another one in the last bits in one slot, if the environment says so.
 
-    PLANTED="slot 3 of step 5" python one_bit.py [--lr LR] [--fail-at STEP] [--steps N]
+    PLANTED="slot 3 of step 5" python one_bit.py [--lr LR] [--fail-at STEP] [--steps N] [--every N]
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--lr", type=float, default=0.1)
 parser.add_argument("--fail-at", type=int, default=-1)
 parser.add_argument("--steps", type=int, default=10)
+parser.add_argument("--every", type=int, default=4)
 given = parser.parse_args()
 
 torch.manual_seed(3)
@@ -42,7 +43,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=given.lr, momentum=0.9)
 config = elastic_harness.Config.from_dict(
     {
         "training": {"max_steps": given.steps, "global_batch_samples": 24, "micro_batch_samples": 3},
-        "checkpoint": {"checkpoint_interval": 4},
+        "checkpoint": {"checkpoint_interval": given.every},
     }
 )
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
