@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_harness.agent.options import parse
 from elastic_harness.checkpoint.disk import local
-from elastic_harness.commands import recompute
+from elastic_harness.commands.recorded import Recorded, find
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.runs import replayed
+from elastic_harness.runs.events import EventLog
 from elastic_harness.runs.ledger import LedgerLine
 from elastic_harness.runs.replayed import ReplayOrder, differences
 
@@ -92,26 +93,38 @@ def test_the_order_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> recompute.Recorded:
+def run(tmp_path: Path) -> Recorded:
     """Steps 0 … 3 of lineage 0 and 4 … 9 of lineage 1, which began at version 4, and checkpoints of both."""
     for version, lineage in ((4, 0), (6, 0), (8, 1)):
         folder = tmp_path / "checkpoints"
         folder.mkdir(exist_ok=True)
         local.save(folder, version, {"x": 1}, {"w": torch.zeros(2)}, {"lineage": lineage})
     lines = {step: line(step, lineage=int(step >= 4)) for step in range(10)}
-    options = parse(["script.py"]).options
-    return recompute.Recorded((tmp_path,), {"argv": ["script.py"]}, options, lines)
+    return Recorded((tmp_path,), {"argv": ["script.py"]}, lines)
 
 
 @pytest.mark.parametrize(("step", "version"), [(3, None), (4, 4), (5, 4), (6, 4), (7, 4), (8, 8), (9, 8)])
 def test_it_begins_with_the_nearest_checkpoint_that_no_later_lineage_has_superseded(
-    run: recompute.Recorded, step: int, version: int | None
+    run: Recorded, step: int, version: int | None
 ) -> None:
     found = run.beginning(step)
     assert (None if found is None else found.step) == version
 
 
-def test_a_step_that_is_not_there_is_said(run: recompute.Recorded, tmp_path: Path) -> None:
+def test_a_step_is_computed_with_the_arguments_that_it_was_trained_with(
+    run: Recorded, tmp_path: Path
+) -> None:
+    """Twice the run was resumed with others; step 5 was committed in both lineages."""
+    assert run.launched_with(3, 9) == [["script.py"]] * 2, "the events do not tell"
+    with closing(EventLog(tmp_path / "events.jsonl")) as log:
+        for argv, lineage, steps in ((["a.py"], 0, range(6)), (["b.py"], 1, range(4, 8)), (["c.py"], 1, range(8, 10))):
+            log.emit("run_started", argv=argv, lineage=lineage)
+            for step in steps:
+                log.emit("step_committed", step=step, lineage=lineage)
+    assert run.launched_with(3, 5, 7, 8, 9) == [["a.py"], ["b.py"], ["b.py"], ["c.py"], ["c.py"]]
+
+
+def test_a_step_that_is_not_there_is_said(run: Recorded, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no step 10 of .*: it has committed the steps 0 … 9 so far"):
         run.line(10)
     later = replace(run, lines={step: known for step, known in run.lines.items() if step >= 4})
@@ -121,10 +134,10 @@ def test_a_step_that_is_not_there_is_said(run: recompute.Recorded, tmp_path: Pat
 
 def test_a_run_that_was_never_launched_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no run"):
-        recompute.find(str(tmp_path))
+        find(str(tmp_path))
     (tmp_path / "ledger.jsonl").write_text("")
     with pytest.raises(ConfigError, match="was trained without `elastic-harness launch`"):
-        recompute.find(str(tmp_path))
+        find(str(tmp_path))
     (tmp_path / "run.json").write_text('{"argv": ["script.py"], "created": 1.0}')
     with pytest.raises(ConfigError, match="has no committed step"):
-        recompute.find(str(tmp_path))
+        find(str(tmp_path))

@@ -18,7 +18,8 @@ from typing import Any
 
 from elastic_harness.agent.reporting.incident import signal_name
 from elastic_harness.commands.progress_bar import ProgressBar
-from elastic_harness.commands.recompute import Outcome, Recorded, find, recompute, terminated_as_interrupted
+from elastic_harness.commands.recompute import Outcome, recompute, terminated_as_interrupted
+from elastic_harness.commands.recorded import Recorded, find
 from elastic_harness.commands.replay import as_json, differs
 from elastic_harness.errors import EXIT_OTHER_BITS, EXIT_SUCCESS, ConfigError, InfrastructureError
 from elastic_harness.health.burn_in import BurnInReport, BurnInVerdict, judge

@@ -21,9 +21,9 @@ from types import FrameType
 from typing import Any
 
 from elastic_harness.agent.options import LaunchOptions, parse
-from elastic_harness.checkpoint.disk.manifest import Checkpoint, newest
+from elastic_harness.checkpoint.disk.manifest import Checkpoint
 from elastic_harness.checkpoint.packages import packages
-from elastic_harness.commands.manage import recorded_argv
+from elastic_harness.commands.recorded import Recorded
 from elastic_harness.errors import (
     EXIT_CONFIG,
     EXIT_TERMINATED,
@@ -35,7 +35,7 @@ from elastic_harness.errors import (
 )
 from elastic_harness.processes import die_with_parent
 from elastic_harness.runs import folder as folders
-from elastic_harness.runs import json_lines, named, replayed
+from elastic_harness.runs import json_lines, replayed
 from elastic_harness.runs import origin as origins
 from elastic_harness.runs.events import EVENTS, read_events
 from elastic_harness.runs.fingerprints import HARDWARE_KEYS, differing
@@ -48,45 +48,6 @@ STOP_S = 10.0
 TAIL_LINES = 40
 OUTPUT = "logs/launch.log"
 Done = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """What the folders of a run say of it. With several nodes here each of them has one."""
-
-    folders: tuple[Path, ...]
-    record: Mapping[str, Any]  # of run.json
-    options: LaunchOptions
-    lines: Mapping[int, LedgerLine]  # by step, along the last lineage
-
-    @property
-    def path(self) -> Path:
-        return self.folders[0]
-
-    def line(self, step: int) -> LedgerLine:
-        """Return what is recorded of a step. Raises ConfigError if that is nothing."""
-        if step in self.lines:
-            return self.lines[step]
-        first, last = min(self.lines), max(self.lines)
-        origin = origins.read(self.path)
-        if step > last:
-            why = f"it has committed the steps {first} … {last} so far"
-        elif origin is not None and step < first:
-            why = f"it began at step {first} with the state of {origin}; replay that run"
-        else:
-            why = f"its ledger has the steps {first} … {last}, not this one; another node's folder may have it"
-        raise ConfigError(f"there is no step {step} of {self.path}: {why}")
-
-    def beginning(self, step: int) -> Checkpoint | None:
-        """Return the newest checkpoint from which a step can be computed; None if there is none. A checkpoint that a
-        later lineage has superseded does not count."""
-        found = [checkpoint for folder in self.folders for checkpoint in newest(folder / origins.CHECKPOINTS)]
-        fitting = [each for each in found if each.step <= step and self._followed(each)]
-        return max(fitting, key=lambda checkpoint: checkpoint.step, default=None)
-
-    def _followed(self, checkpoint: Checkpoint) -> bool:
-        line = self.lines.get(checkpoint.step - 1)  # the step that made it
-        return line is None or line.lineage == checkpoint.lineage
 
 
 @dataclass(frozen=True)
@@ -105,31 +66,6 @@ class Outcome:
     kept: Path | None  # the folder, if it was to be kept
 
 
-def find(run: str) -> Recorded:
-    """Return what is recorded of the run that RUN names. Raises ConfigError if it cannot be computed again."""
-    paths = named.holding(run, folders.RECORD)
-    if not paths:
-        loose = named.holding(run, LEDGER)
-        if loose:
-            raise ConfigError(
-                f"{loose[0]} was trained without `elastic-harness launch`, so it has no command line to be launched "
-                f"with again. Launch its script once with --run-dir {loose[0]}, which records that"
-            )
-        folders.resolve(run)  # raises: it says where it was looked for
-    record = folders.read_record(paths[0]) or {}
-    if record.get("argv") is None:
-        raise ConfigError(f"{paths[0] / folders.RECORD} has no command line; launch it with --run-dir {paths[0]}")
-    held = [path for path in paths if (path / LEDGER).exists()]
-    lines = read_ledger(*held).followed() if held else {}
-    if not lines:
-        raise ConfigError(
-            f"{paths[0]} has no committed step. Only a script that calls elastic_harness.start() has steps that can be "
-            "computed again"
-        )
-    options = parse(recorded_argv(record["argv"])).options
-    return Recorded(tuple(path.resolve() for path in paths), record, options, lines)
-
-
 def recompute(
     run: Recorded,
     step: int,
@@ -146,11 +82,14 @@ def recompute(
     of steps that have been computed since its last call. Blocks until that is done. Raises HarnessError if the steps
     cannot be computed."""
     run.line(step)
-    count = workers or run.options.workers
     with _scratch(run.path, keep=keep) as folder:
         checkpoint = _linked(run, step if since is None else since, folder)
         origin = origins.read(run.path)
         first = checkpoint.step if checkpoint is not None else (0 if origin is None else origin.first({})[0])
+        recorded = [at for at in run.lines if first <= at <= step]  # a pulled checkpoint may be older than the ledger
+        earlier, argv = run.launched_with(recorded[0], step)
+        options = parse(argv).options
+        options = replace(options, workers=workers or options.workers)
         for name in (origins.FILE, "imports.json"):
             if (run.path / name).exists():
                 shutil.copyfile(run.path / name, folder / name)
@@ -158,23 +97,26 @@ def recompute(
         (folder / OUTPUT).parent.mkdir()
         ReplayOrder(str(run.path), first, step, slot, fingerprint).write(folder)
         began = time.monotonic()
-        lines = _launched(run, folder, count, range(first, step + 1), done)
+        lines = _launched(run, folder, options, range(first, step + 1), done)
         seconds = time.monotonic() - began
-        found = {at: what for at, line in lines.items() if (what := differences(run.line(at), line))}
-        notes = _notes(run, checkpoint, folders.read_record(folder) or {}, began_anew=first == 0 and 0 in found)
+        found = {at: what for at in recorded if (what := differences(run.line(at), lines[at]))}
+        replay = folders.read_record(folder) or {}
+        notes = list(_notes(run, options, checkpoint, replay, began_anew=first == 0 and 0 in found))
+        if earlier != argv:
+            notes.append(f"the run was resumed with other arguments between the steps {first} and {step}")
         events = list(read_events(folder / EVENTS))
         told = [event for event in events if event["event"] == replayed.SLOT_REPLAYED]
         step_s = [event["step_s"] for event in events if event["event"] == "step_committed" and event["step_s"]]
         return Outcome(
             first,
             step,
-            count,
+            options.workers,
             seconds,
             tuple(step_s),
             lines,
             found,
             told[-1] if told else None,
-            notes,
+            tuple(notes),
             folder if keep else None,
         )
 
@@ -223,13 +165,12 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _launched(run: Recorded, folder: Path, workers: int, steps: range, done: Done) -> dict[int, LedgerLine]:
+def _launched(run: Recorded, folder: Path, options: LaunchOptions, steps: range, done: Done) -> dict[int, LedgerLine]:
     """Launch the replay, and return the lines of its ledger when it has ended. Raises HarnessError if steps are
     missing."""
-    options = replace(run.options, workers=workers)
     fork = [] if options.fork_server else ["--no-fork-server"]
     command = [sys.executable, "-m", "elastic_harness", "launch", "--run-dir", str(folder)]
-    command += ["--nproc-per-node", str(workers), "--max-restarts", "0", *fork, "--no-python", *options.command]
+    command += ["--nproc-per-node", str(options.workers), "--max-restarts", "0", *fork, "--no-python", *options.command]
     parent = os.getpid()
     seen, position = 0, 0
     with open(folder / OUTPUT, "wb") as output, terminated_as_interrupted():
@@ -307,32 +248,35 @@ def _failure(code: int, step: int, output: str) -> HarnessError:
 
 
 def _notes(
-    run: Recorded, checkpoint: Checkpoint | None, replay: Mapping[str, Any], *, began_anew: bool
-) -> tuple[str, ...]:
-    """Return what is not as it was when the run was recorded, in sentences."""
+    run: Recorded,
+    options: LaunchOptions,
+    checkpoint: Checkpoint | None,
+    replay: Mapping[str, Any],
+    *,
+    began_anew: bool,
+) -> Iterator[str]:
+    """Yield what is not as it was when the run was recorded, in sentences."""
     then, now = run.record.get("fingerprint") or {}, replay.get("fingerprint") or {}
-    notes = [
-        f"{name} is {now.get(name)!r} here, and was {then.get(name)!r}"
-        for name in differing(then, now)
-        if then and now and name in HARDWARE_KEYS
-    ]
+    for name in differing(then, now) if then and now else ():
+        if name in HARDWARE_KEYS:
+            yield f"{name} is {now.get(name)!r} here, and was {then.get(name)!r}"
     used = checkpoint.meta.get("packages") or {} if checkpoint is not None else {}
-    notes += [
-        f"{name} is {version} here, and was {used[name]} when the checkpoint was saved"
-        for name, version in packages().items()
-        if used.get(name, version) != version and name != "torch"  # the fingerprint has that one
-    ]
-    command, created = run.options.command, run.record.get("created")
-    script = Path(run.record.get("cwd") or ".") / command[1] if command[0] == sys.executable else Path(command[0])
+    for name, version in packages().items():
+        if used.get(name, version) != version and name != "torch":  # the fingerprint has that one
+            yield f"{name} is {version} here, and was {used[name]} when the checkpoint was saved"
+    script, created = _script(run, options), run.record.get("created")
     with contextlib.suppress(OSError):
-        changed = script.stat().st_mtime if command[1] != "-m" else 0.0
-        if created is not None and changed > created:
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(changed))
-            notes.append(f"{script} was changed on {when}, after the run was first launched")
+        if script is not None and created is not None and script.stat().st_mtime > created:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(script.stat().st_mtime))
+            yield f"{script} was changed on {when}, after the run was first launched"
     if then.get("exactness") == "relaxed":
-        notes.append("the run has elastic.exactness=relaxed, so other bits are no fault")
+        yield "the run has elastic.exactness=relaxed, so other bits are no fault"
     if began_anew:
-        notes.append(
-            "there is no checkpoint before, so the script made the weights anew; does it seed what makes them?"
-        )
-    return tuple(notes)
+        yield "there is no checkpoint before, so the script made the weights anew; does it seed what makes them?"
+
+
+def _script(run: Recorded, options: LaunchOptions) -> Path | None:
+    """Return the file that is launched; None for a module."""
+    program, *rest = options.command
+    file = rest[0] if program == sys.executable else program
+    return None if file == "-m" else Path(run.record.get("cwd") or ".") / file

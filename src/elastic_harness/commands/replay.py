@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from elastic_harness.commands.recompute import Outcome, Recorded, find, recompute
+from elastic_harness.commands.recompute import Outcome, recompute
+from elastic_harness.commands.recorded import Recorded, find
 from elastic_harness.errors import EXIT_OTHER_BITS, EXIT_SUCCESS, ConfigError
 
 TEXT_CHARS = 400
