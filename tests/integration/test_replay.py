@@ -120,7 +120,20 @@ def test_the_first_step_with_other_bits_is_named_with_its_slot_and_worker(plante
     assert facts.keys() == {"loss"} and facts["loss"]["slots"] == [3], facts
     assert facts["loss"]["members"] == line.members_of(3)
     assert "tensor" in found["slot"]["texts"][0] and len(found["slot"]["samples"]) == 3
-    assert "final-code-ran" not in ended.stdout + ended.stderr
+    assert facts["loss"]["members_now"] and "DIFFERS" not in ended.stdout
+
+
+def test_a_replay_that_is_kept_shows_that_nothing_was_saved_or_run_after_the_last_step(planted: Path) -> None:
+    """The last step of the run: the script would go on to the code behind its loop."""
+    ended = forked("-m", "elastic_harness", "replay", planted, "--step", 7, "--on", 1, "--keep", "--json")
+    assert ended.returncode == EXIT_OTHER_BITS, said(ended)
+    kept = Path(told(ended)["kept"])
+    assert kept.parent == planted.parent
+    assert not {"weights.safetensors", "checkpoints"} & {path.name for path in kept.iterdir()}
+    shown = (kept / "logs" / "launch.log").read_text()
+    assert "8 steps, loss" in shown and "final-code-ran" not in shown, shown
+    removed = forked("-m", "elastic_harness", "rm", kept, "--yes")
+    assert removed.returncode == 0 and not kept.exists(), said(removed)
 
 
 def test_burn_in_replays_the_last_steps_until_one_differs(planted: Path) -> None:

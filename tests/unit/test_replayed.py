@@ -34,6 +34,10 @@ def said(recorded: LedgerLine, computed: LedgerLine) -> list[str]:
     return [str(each) for each in differences(recorded, computed)]
 
 
+def by(members: str) -> str:
+    return f"computed by {members} when it was recorded, by {members} now"
+
+
 # ---- what came out otherwise
 
 
@@ -57,14 +61,19 @@ def test_what_was_not_recorded_is_not_compared() -> None:
         ({"gradient": "34" * 8}, f"hash of the gradient: recorded '{'12' * 8}', computed '{'34' * 8}'"),
         ({"skipped": "NaN"}, "why the update was skipped: recorded '', computed 'NaN'"),
         ({"position": 60}, "position in the data: recorded 48, computed 60"),
-        ({"slot_losses": ("0123", "4567", "0000")}, "loss of slot 2, computed by w1-1 when it was recorded"),
-        ({"slot_losses": ("0", "0", "0")}, "loss of slots 0, 1, 2, computed by w0-1, w1-1 when it was recorded"),
-        ({"slot_weight": (0.0, 1.0, 0.5)}, "weight of slot 0, computed by w0-1 when it was recorded"),
-        ({"slot_samples": ("ab" * 8,) * 3}, "samples of slots 1, 2, computed by w0-1, w1-1 when it was recorded"),
+        ({"slot_losses": ("0123", "4567", "0000")}, f"loss of slot 2, {by('w1-1')}"),
+        ({"slot_losses": ("0", "0", "0")}, f"loss of slots 0, 1, 2, {by('w0-1, w1-1')}"),
+        ({"slot_weight": (0.0, 1.0, 0.5)}, f"weight of slot 0, {by('w0-1')}"),
+        ({"slot_samples": ("ab" * 8,) * 3}, f"samples of slots 1, 2, {by('w0-1, w1-1')}"),
     ],
 )
 def test_each_fact_is_compared(changes: dict[str, Any], expected: str) -> None:
     assert said(line(), line(**changes)) == [expected]
+
+
+def test_who_computed_a_slot_now_is_named_too() -> None:
+    other = line(computed_by=(("w5-1", 0, 3),), slot_losses=("0123", "4567", "0000"))
+    assert said(line(), other) == ["loss of slot 2, computed by w1-1 when it was recorded, by w5-1 now"]
 
 
 def test_zeros_of_two_signs_differ() -> None:

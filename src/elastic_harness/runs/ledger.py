@@ -85,6 +85,10 @@ class LedgerLine:
         lane = ((slot + 1) * self.lanes - 1) // self.slots  # the inverse of `Shape.unit_slots`
         return [member for member, low, high in self.computed_by if low <= lane < high]
 
+    def members_of_all(self, slots: Iterable[int]) -> tuple[str, ...]:
+        """Return who computed some slots, each member once."""
+        return tuple(dict.fromkeys(member for slot in slots for member in self.members_of(slot)))
+
     @staticmethod
     def from_json(record: Mapping[str, Any], where: str = "ledger line") -> LedgerLine:
         """Return the typed line of a JSON object. Raises LedgerError that names a missing or mistyped field."""

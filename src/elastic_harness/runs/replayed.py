@@ -56,13 +56,15 @@ class Difference:
     computed: Any
     slots: tuple[int, ...] = ()
     members: tuple[str, ...] = ()  # who computed these slots when it was recorded
+    members_now: tuple[str, ...] = ()  # and again
 
     def __str__(self) -> str:
         if not self.slots:
             return f"{self.fact}: recorded {self.recorded!r}, computed {self.computed!r}"
         several = f"slots {', '.join(map(str, self.slots[:8]))}{', …' * (len(self.slots) > 8)}"
         named = several if len(self.slots) > 1 else f"slot {self.slots[0]}"
-        return f"{self.fact} of {named}, computed by {', '.join(self.members)} when it was recorded"
+        then, now = ", ".join(self.members), ", ".join(self.members_now)
+        return f"{self.fact} of {named}, computed by {then} when it was recorded, by {now} now"
 
 
 def differences(recorded: LedgerLine, computed: LedgerLine) -> list[Difference]:
@@ -80,8 +82,8 @@ def differences(recorded: LedgerLine, computed: LedgerLine) -> list[Difference]:
         before, now = getattr(recorded, name), getattr(computed, name)
         slots = _differing(before, now)
         if slots:
-            members = tuple(dict.fromkeys(member for slot in slots for member in recorded.members_of(slot)))
-            found.append(Difference(fact, [before[s] for s in slots], [now[s] for s in slots], slots, members))
+            members = (recorded.members_of_all(slots), computed.members_of_all(slots))
+            found.append(Difference(fact, [before[s] for s in slots], [now[s] for s in slots], slots, *members))
     return found
 
 
