@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from elastic_harness.checkpoint.disk import local
+from elastic_harness.commands import recompute
 from elastic_harness.commands.recorded import Recorded, find
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.runs import replayed
@@ -131,6 +135,40 @@ def test_a_step_is_computed_with_the_arguments_that_it_was_trained_with(
             for step in steps:
                 log.emit("step_committed", step=step, lineage=lineage)
     assert run.launched_with(3, 5, 7, 8, 9) == [["a.py"], ["b.py"], ["b.py"], ["c.py"], ["c.py"]]
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_gives_way_to_an_older_one(
+    run: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A live run keeps its newest checkpoints only."""
+    link = os.link
+
+    def removed(source: Path, target: Path) -> None:
+        if "step-00000008" in str(source) and source.name == "manifest.json":
+            shutil.rmtree(source.parent)
+        link(source, target)
+
+    monkeypatch.setattr(recompute.os, "link", removed)
+    found = recompute._linked(run, 9, tmp_path / "replay")
+    assert found is not None and found.step == 4
+    assert [path.name for path in (tmp_path / "replay" / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_checkpoint_is_linked_or_else_copied(
+    run: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: bool
+) -> None:
+    def refused(source: Path, target: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    if not linked:
+        monkeypatch.setattr(recompute.os, "link", refused)
+    assert recompute._linked(run, 3, tmp_path / "replay") is None
+    found = recompute._linked(run, 5, tmp_path / "replay")
+    assert found is not None
+    for file in found.path.iterdir():
+        other = tmp_path / "replay" / "checkpoints" / found.path.name / file.name
+        assert other.read_bytes() == file.read_bytes() and other.samefile(file) == linked
 
 
 def test_a_step_that_is_not_there_is_said(run: Recorded, tmp_path: Path) -> None:
