@@ -20,7 +20,7 @@ from elastic_harness.agent.reporting.incident import signal_name
 from elastic_harness.commands.progress_bar import ProgressBar
 from elastic_harness.commands.recompute import Outcome, recompute, terminated_as_interrupted
 from elastic_harness.commands.recorded import Recorded, find
-from elastic_harness.commands.replay import as_json, differs
+from elastic_harness.commands.replay import as_json, bar_of_steps, differs
 from elastic_harness.errors import EXIT_OTHER_BITS, EXIT_SUCCESS, ConfigError, InfrastructureError
 from elastic_harness.health.burn_in import BurnInReport, BurnInVerdict, judge
 from elastic_harness.processes import die_with_parent
@@ -175,11 +175,8 @@ def _replayed(run: Recorded, steps: int, minutes: float, workers: int | None, *,
     last = max(run.lines)
     since = max(min(run.lines), last + 1 - steps)
     end, outcomes = time.monotonic() + 60 * minutes, list[Outcome]()
-    beginning = run.beginning(since)
-    total = last + 1 - (beginning.step if beginning is not None else min(run.lines))
     while not outcomes or (not outcomes[-1].found and time.monotonic() < end):
-        with ProgressBar(f"time {len(outcomes) + 1}, {total} steps", total) as bar:
-            outcomes.append(recompute(run, last, since=since, workers=workers, done=bar.done))
+        outcomes.append(recompute(run, last, since=since, workers=workers, progress=bar_of_steps))
     newest = outcomes[-1]
     speeds = [each / run.lines[last].slots for outcome in outcomes for each in outcome.step_s]
     slots_per_s = 1 / statistics.median(speeds) if speeds else None
@@ -188,7 +185,8 @@ def _replayed(run: Recorded, steps: int, minutes: float, workers: int | None, *,
         print(json.dumps({**told, **as_json(run, newest)}))
     else:
         speed = f"; {slots_per_s:.1f} slots/s, median" if slots_per_s else ""
-        times = f"{len(outcomes)} time{'s' * (len(outcomes) > 1)} on {newest.workers} workers"
+        times = f"{len(outcomes)} time{'s' * (len(outcomes) > 1)}"
+        times += f" on {newest.workers} worker{'s' * (newest.workers > 1)}"
         print(f"{run.path}: steps {newest.first} … {last} computed {times}{speed}")
         for note in newest.notes:
             print(f"note: {note}")

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -47,7 +48,9 @@ LOOK_S = 0.05
 STOP_S = 10.0
 TAIL_LINES = 40
 OUTPUT = "logs/launch.log"
-Done = Callable[[int], None]
+Done = Callable[[int], None]  # is told of so many more steps that are done
+Progress = Callable[[range, bool], AbstractContextManager[Done]]
+"""Shows how far it is. Is given the steps, and whether the run's first one is among them for want of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,12 @@ def recompute(
     slot: int | None = None,
     workers: int | None = None,
     keep: bool = False,
-    done: Done,
+    progress: Progress,
 ) -> Outcome:
     """Compute the steps from the nearest checkpoint (or the run's beginning) to `step`, and compare each with its
     record. `since`: the first step that has to be among them; default: `step` itself. `slot`: of the last step, to be
-    computed by itself as well. `workers`: default: as many as were launched on a node. `done` is called with the number
-    of steps that have been computed since its last call. Blocks until that is done. Raises HarnessError if the steps
-    cannot be computed."""
+    computed by itself as well. `workers`: default: as many as were launched on a node. `progress` is entered once they
+    have been started. Blocks until they have ended. Raises HarnessError if the steps cannot be computed."""
     run.line(step)
     with _scratch(run.path, keep=keep) as folder:
         checkpoint = _linked(run, step if since is None else since, folder)
@@ -97,7 +99,8 @@ def recompute(
         (folder / OUTPUT).parent.mkdir()
         ReplayOrder(str(run.path), first, step, slot, fingerprint).write(folder)
         began = time.monotonic()
-        lines = _launched(run, folder, options, range(first, step + 1), done)
+        steps = range(first, step + 1)
+        lines = _launched(run, folder, options, steps, lambda: progress(steps, checkpoint is None))
         seconds = time.monotonic() - began
         found = {at: what for at in recorded if (what := differences(run.line(at), lines[at]))}
         replay = folders.read_record(folder) or {}
@@ -165,14 +168,15 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _launched(run: Recorded, folder: Path, options: LaunchOptions, steps: range, done: Done) -> dict[int, LedgerLine]:
+def _launched(
+    run: Recorded, folder: Path, options: LaunchOptions, steps: range, bar: Callable[[], AbstractContextManager[Done]]
+) -> dict[int, LedgerLine]:
     """Launch the replay, and return the lines of its ledger when it has ended. Raises HarnessError if steps are
     missing."""
     fork = [] if options.fork_server else ["--no-fork-server"]
     command = [sys.executable, "-m", "elastic_harness", "launch", "--run-dir", str(folder)]
     command += ["--nproc-per-node", str(options.workers), "--max-restarts", "0", *fork, "--no-python", *options.command]
-    parent = os.getpid()
-    seen, position = 0, 0
+    parent, position = os.getpid(), 0
     with open(folder / OUTPUT, "wb") as output, terminated_as_interrupted():
         try:
             process = subprocess.Popen(
@@ -189,12 +193,12 @@ def _launched(run: Recorded, folder: Path, options: LaunchOptions, steps: range,
                 f"the run was launched in {run.record.get('cwd')}, where a replay cannot be started: {error.strerror}"
             ) from error
         try:
-            while process.poll() is None:
-                seen, position = _progress(folder / LEDGER, seen, position, done)
-                time.sleep(LOOK_S)
+            with bar() as done:  # its thread begins after the fork
+                while process.poll() is None:
+                    position = _tell_of_new(folder / LEDGER, position, done)
+                    time.sleep(LOOK_S)
         finally:
             _end(process)
-    _progress(folder / LEDGER, seen, position, done)
     lines = dict(read_ledger(folder).followed()) if (folder / LEDGER).exists() else {}
     missing = [step for step in steps if step not in lines]
     if missing:
@@ -202,15 +206,13 @@ def _launched(run: Recorded, folder: Path, options: LaunchOptions, steps: range,
     return {step: lines[step] for step in steps}
 
 
-def _progress(ledger: Path, seen: int, position: int, done: Done) -> tuple[int, int]:
-    """Tell of the steps that were written since the last look; return how many there are, and where they end."""
-    if ledger.exists():
-        for line in json_lines.read(ledger, position):
-            position = line.end
-            if line.record is not None and "kind" not in line.record:
-                seen += 1
-                done(1)
-    return seen, position
+def _tell_of_new(ledger: Path, position: int, done: Done) -> int:
+    """Tell of the steps that were written since the last look, and return where they end."""
+    for line in json_lines.read(ledger, position) if ledger.exists() else ():
+        position = line.end
+        if line.record is not None and "kind" not in line.record:
+            done(1)
+    return position
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -6,10 +6,12 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from elastic_harness.commands.recompute import Outcome, recompute
+from elastic_harness.commands.progress_bar import ProgressBar
+from elastic_harness.commands.recompute import Done, Outcome, recompute
 from elastic_harness.commands.recorded import Recorded, find
 from elastic_harness.errors import EXIT_OTHER_BITS, EXIT_SUCCESS, ConfigError
 
@@ -43,22 +45,19 @@ def main(argv: Sequence[str]) -> int:
     slots = run.line(given.step).slots
     if given.slot is not None and not 0 <= given.slot < slots:
         raise ConfigError(f"--slot is {given.slot}; the steps of this run have the slots 0 … {slots - 1}")
-    outcome = with_bar(run, given.step, slot=given.slot, workers=given.on, keep=given.keep)
+    outcome = recompute(run, given.step, slot=given.slot, workers=given.on, keep=given.keep, progress=bar_of_steps)
     print(json.dumps(as_json(run, outcome))) if given.json else _show(run, outcome)
     return EXIT_OTHER_BITS if outcome.found else EXIT_SUCCESS
 
 
-def with_bar(run: Recorded, step: int, **options: Any) -> Outcome:
-    """Recompute, with a progress bar on standard error."""
-    from elastic_harness.commands.progress_bar import ProgressBar
-
-    beginning = run.beginning(step)
-    total = step + 1 - (beginning.step if beginning is not None else min(run.lines))
-    if beginning is None:
-        told = f"no checkpoint is old enough, so all {total} steps from the run's beginning are computed"
+@contextmanager
+def bar_of_steps(steps: range, from_the_beginning: bool) -> Iterator[Done]:
+    """Show a progress bar on standard error."""
+    if from_the_beginning:
+        told = f"no checkpoint is old enough, so all {len(steps)} steps from the run's beginning are computed"
         print(f"elastic-harness: {told}", file=sys.stderr, flush=True)
-    with ProgressBar(f"computing {total} steps", total) as bar:
-        return recompute(run, step, done=bar.done, **options)
+    with ProgressBar(f"computing {len(steps)} steps", len(steps)) as bar:
+        yield bar.done
 
 
 def as_json(run: Recorded, outcome: Outcome) -> dict[str, Any]:

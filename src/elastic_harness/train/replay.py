@@ -35,9 +35,9 @@ def saving_nothing(config: CheckpointConfig) -> CheckpointConfig:
 def check_program(order: ReplayOrder, own: Mapping[str, Any]) -> None:
     """Raise ConfigError if this program is not the recorded run's. Another machine or torch is no error: whether it
     gives other bits is what the replay shows."""
-    others = [name for name in differing(order.fingerprint, own) if name not in HARDWARE_KEYS]
-    if others:
-        then = order.fingerprint
+    then = order.fingerprint
+    others = [name for name in differing(then, own) if name not in HARDWARE_KEYS]
+    if then and others:
         shown = "; ".join(f"{name}: the run has {then.get(name)!r}, now {own.get(name)!r}" for name in others)
         raise ConfigError(
             f"this program is not the one that {order.run} was trained with: {shown}. Replay it with the script, the "
