@@ -42,9 +42,9 @@ def commit_step(engine: Engine, progress: Progress) -> Generator[Any, None, Prog
     step = progress.version
     if engine.before_step is not None:
         engine.watch.run_before_step(step, engine.before_step)
-    yield from slot_alone(engine, progress)
     while progress.version == step:
         try:
+            yield from slot_alone(engine, progress)
             progress = progress if progress.partials else replace(progress, partials=engine.new_partials(step))
             attempt = place(engine, progress)
             yield from compute(engine, progress, attempt)

@@ -56,8 +56,9 @@ def check_beginning(order: ReplayOrder, version: int) -> None:
 
 
 def slot_alone(engine: Engine, progress: Progress) -> Iterator[Any]:
-    """On rank 0, before the step it is part of: yield the batch of the slot that was asked for, and tell of its loss,
-    its gradient and its samples. The slot is computed again with its step, so this changes nothing."""
+    """On rank 0, before each attempt at the step it is part of: yield the batch of the slot that was asked for, and
+    tell of its loss, its gradient and its samples. The slot is computed again with its step, so this changes nothing.
+    The attempt after a loss has a rank 0 too, so the slot is told of whoever dies."""
     order, formed = engine.replay, progress.formed
     if order is None or order.slot is None or progress.version != order.step or formed is None or formed.rank:
         return
