@@ -182,13 +182,14 @@ def _packed_hashes(hashes: Sequence[str]) -> str:
 def _unpacked_hashes(packed: str | Sequence[str], nbytes: int) -> tuple[str, ...]:
     """Return one hash per slot, from one base64 text, or from a list as in ledgers of earlier versions."""
     if isinstance(packed, str):
-        text = base64.b64decode(packed, validate=True).hex()
-        hashes = [text[at : at + 2 * nbytes] for at in range(0, len(text), 2 * nbytes)]
-    else:
-        hashes = [str(each) for each in packed]
+        text, digits = base64.b64decode(packed, validate=True).hex(), 2 * nbytes
+        if len(text) % digits:
+            raise ValueError(f"hashes of {digits} hexadecimal digits have {len(text)} of them together")
+        return tuple([text[at : at + digits] for at in range(0, len(text), digits)])
+    hashes = tuple(str(each) for each in packed)
     if any(len(bytes.fromhex(each)) != nbytes for each in hashes):
         raise ValueError(f"a slot's hash has {2 * nbytes} hexadecimal digits")
-    return tuple(hashes)
+    return hashes
 
 
 def _unpacked_runs(packed: Sequence[Any]) -> tuple[float, ...]:
