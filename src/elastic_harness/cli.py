@@ -21,6 +21,8 @@ COMMANDS = {
     "kill": ("commands.manage", "kill", "kill a worker of a live run, to see it recover"),
     "rm": ("commands.rm", "main", "remove runs that ended, after asking"),
     "verify": ("runs.verify", "main", "prove that every sample was used exactly once"),
+    "replay": ("commands.replay", "main", "compute a recorded step again, and compare it to the bit"),
+    "burn-in": ("commands.burn_in", "main", "test this machine: does it compute the same bits each time?"),
     "demo": ("demo", "main", "train a small language model while workers are killed"),
     "checkpoint": ("commands.checkpoint", "main", "list, check, compare, export or remove checkpoints"),
     "index": ("commands.index", "main", "build a token index from text, or look into one"),

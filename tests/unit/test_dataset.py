@@ -11,7 +11,7 @@ import pytest
 import xxhash
 from torch.utils.data import DataLoader
 
-from elastic_harness.data import ResumableDataset, ResumableLoader, TokenIndexFile
+from elastic_harness.data import Mixture, ResumableDataset, ResumableLoader, TokenIndexFile
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
 from elastic_harness.data.token_index import write_index
 from elastic_harness.errors import ConfigError
@@ -19,7 +19,7 @@ from elastic_harness.errors import ConfigError
 S = 8
 
 
-def make(path: Path, documents: list[list[int]]) -> TokenIndexFile:
+def make(path: Path, documents: list[list[int]], eot_id: int = 0, kind: str = "made up") -> TokenIndexFile:
     write_index(
         path,
         tokens=(np.array(d, "<u2").tobytes() for d in documents),
@@ -28,8 +28,8 @@ def make(path: Path, documents: list[list[int]]) -> TokenIndexFile:
         sources=np.zeros(len(documents), np.uint32),
         names=["a"],
         vocab_size=60_000,
-        eot_id=0,
-        tokenizer={"kind": "made up"},
+        eot_id=eot_id,
+        tokenizer={"kind": kind},
     )
     return TokenIndexFile(path)
 
@@ -54,6 +54,18 @@ def test_a_sample_is_a_window_and_the_next_token(index: TokenIndexFile) -> None:
         start = sample["sample_id"] * S
         assert sample["input_ids"].tolist() == list(range(start, start + S))
         assert sample["labels"].tolist() == list(range(start + 1, start + S + 1))
+
+
+def test_samples_as_text(index: TokenIndexFile, tmp_path: Path) -> None:
+    """Of two sources, one of which ends its texts within windows."""
+    one = make(tmp_path / "one.bin", [[*b"abcde", 256], [*b"fghijklmnop", 256]], 256, "bytes")
+    two = make(tmp_path / "two.bin", [list(b"ABCDEFGHIJKLMNOPQ")], 256, "bytes")
+    assert ResumableDataset(one, S).texts([1, 0]) == ["hijklmno", "abcdefg"]
+    mixture = Mixture({"one": str(one.path), "two": str(two.path)}, {"one": 1.0, "two": 1.0})
+    dataset = ResumableDataset(mixture=mixture, seq_length=S)
+    assert dataset.texts([3, 0, 2]) == ["IJKLMNOP", "abcdefg", "ABCDEFGH"] and dataset.texts([]) == []
+    with pytest.raises(ConfigError, match="tokenizer of kind 'made up'"):
+        ResumableDataset(index, S).texts([0])
 
 
 def test_an_epoch_has_every_sample_once_and_the_next_another_order(index: TokenIndexFile) -> None:

@@ -29,7 +29,7 @@ IMPORT = re.compile(rf"^\s*(?:{FROM}|import elastic_harness[\w.]*)", re.M)
 DOTTED = re.compile(r"\belastic_harness((?:\.\w+)+)")
 BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`(elastic-harness [^`]+)`")
-NUMBERS = ("N", "S")
+NUMBERS = ("N", "S", "J")
 NAMED_FILE = re.compile(r"(?<![\w/.-])((?:\w+/)+\w+\.py)\b")
 NAMED_FUNCTION = re.compile(r"`(?:\w+/)*(\w+(?:\.(?!(?:py|md|json|yaml)\b)\w+)+)(?:\([^`]*\))?`")
 

@@ -65,7 +65,6 @@ def status(argv: Sequence[str]) -> int:
     parser.add_argument("--store", metavar="URL", help="ask the store of a run of several nodes, from any machine")
     given = parser.parse_args(list(argv))
     if given.store is not None:
-
         shown = store_view.status(given.store, given.run)
         print(json.dumps(shown, indent=1)) if given.json else _print_nodes(shown)
         return EXIT_SUCCESS
@@ -147,7 +146,7 @@ def resume(argv: Sequence[str]) -> int:
             f"the run was launched in {record['cwd']}, which cannot be entered ({error.strerror}); launch it there "
             f"or from another folder with --run-dir {path}"
         ) from error
-    argv = [*_recorded(record["argv"]), *given.overrides]
+    argv = [*recorded_argv(record["argv"]), *given.overrides]
     again = replace(parse(argv), run_dir=str(path), run_id=record.get("run_id"), fresh=False, origin=None)
     code = launch(again, argv)
     if code == EXIT_CONFIG and given.overrides:  # they were refused: the next resume must not fail because of them
@@ -155,7 +154,7 @@ def resume(argv: Sequence[str]) -> int:
     return code
 
 
-def _recorded(argv: Sequence[str]) -> list[str]:
+def recorded_argv(argv: Sequence[str]) -> list[str]:
     """Return the command line that a run was launched with. The built-in trainer's settings stand where they belong
     now."""
     from elastic_harness.agent.options import parse

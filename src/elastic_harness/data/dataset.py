@@ -140,6 +140,19 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
             raise IndexError(f"sample ids span {ids.min()} … {ids.max()}, but must lie in 0 … {len(self) - 1}.")
         return {**self._sources.read(ids), "sample_id": torch.from_numpy(ids.copy())}
 
+    def texts(self, sample_ids: npt.ArrayLike) -> list[str]:
+        """Return the inputs of these samples as text, without ends of texts. Raises ConfigError if the tokenizer of an
+        index is not installed here."""
+        ids = np.asarray(sample_ids, dtype=np.int64)
+        if not ids.size:
+            return []
+        rows = self._sources.read(ids)["input_ids"].numpy()
+        found = []
+        for row, index in zip(rows, self._sources.indexes(ids), strict=True):
+            file = index.tokenizer_file() if isinstance(index, TokenIndexFile) else ""
+            found.append(tokenizers.restore(index.tokenizer, file).decode(row[row != index.eot_id]))
+        return found
+
     @property
     def remote(self) -> bool:
         """Whether reading may have to wait for object storage. Then `prefetch` saves time."""

@@ -245,6 +245,11 @@ class Sources:
         for part, offset, here in self._by_part(ids):
             part.prefetch(ids[here] - offset)
 
+    def indexes(self, ids: Int64s) -> list[Index]:
+        """Return the index that each of these windows is of."""
+        owners = np.searchsorted(self._offsets, ids, side="right") - 1
+        return [self.parts[owner].index for owner in owners.tolist()]
+
     def _by_part(self, ids: Int64s) -> list[tuple[Windows | PackedWindows, int, Int64s]]:
         """Return each part that has some of these ids, with its first id, and where among them its own ids are."""
         owners = np.searchsorted(self._offsets, ids, side="right") - 1

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 OF_THE_TRAINER = ("run.precision", "compile")
 """Settings of the built-in trainer. Earlier versions recorded them for every program, in which they did nothing."""
 
 
+HARDWARE_KEYS = frozenset(
+    {"cpu", "cpu_capability", "onednn_max_isa", "mkl_cbwr", "device", "torch", "threads", "compile"}
+)
+"""What `exactness: relaxed` allows to differ between members: it changes bits, not what is computed."""
+
+
 MOVED_CLASSES = {"elastic_harness.models.gpt.GPT": "elastic_harness.gpt.model.GPT"}
+
+
+def differing(run: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Return the entries in which a program does not fit a run."""
+    return sorted(name for name in run.keys() | own.keys() if not fits(name, run.get(name), own.get(name)))
 
 
 def fits(name: str, run: object, own: object) -> bool:

@@ -32,7 +32,8 @@ CHECKPOINT = "checkpoint"  # stands in place of a member where the state came fr
 STATE = "state"
 REACHED = "reached"
 REACHED_EVERY_BYTES = 1 << 20
-HASH_BYTES = 8
+HASH_BYTES = 8  # of what names a slot's samples
+LOSS_HASH_BYTES = 2  # of what names a slot's loss: it tells which slot of a step differs, the step's loss that one does
 
 
 class LedgerError(InfrastructureError):
@@ -66,6 +67,8 @@ class LedgerLine:
     skipped: str = ""  # why the update was not applied; empty, and left out of the file, if it was
     decisions: tuple[dict[str, Any], ...] = ()  # of policies that changed the update; left out if empty
     replicas: tuple[tuple[str, ...], ...] = ()  # rows of members, the i-th on shard i; left out with one shard
+    gradient: str = ""  # hash of a part of the summed gradient, see `train.witness`; left out if it is not known
+    slot_losses: tuple[str, ...] = ()  # per slot a short hash of its loss; left out if it is not known
 
     @property
     def computed_by_shard(self) -> list[tuple[tuple[str, int, int], ...]]:
@@ -76,6 +79,15 @@ class LedgerLine:
     @property
     def key(self) -> tuple[int, int]:
         return (self.lineage, self.step)
+
+    def members_of(self, slot: int) -> list[str]:
+        """Return who computed a slot: one member for each shard."""
+        lane = ((slot + 1) * self.lanes - 1) // self.slots  # the inverse of `Shape.unit_slots`
+        return [member for member, low, high in self.computed_by if low <= lane < high]
+
+    def members_of_all(self, slots: Iterable[int]) -> tuple[str, ...]:
+        """Return who computed some slots, each member once."""
+        return tuple(dict.fromkeys(member for slot in slots for member in self.members_of(slot)))
 
     @staticmethod
     def from_json(record: Mapping[str, Any], where: str = "ledger line") -> LedgerLine:
@@ -88,29 +100,31 @@ class LedgerLine:
             return LedgerLine(
                 **integers,
                 computed_by=tuple((str(member), int(low), int(high)) for member, low, high in record["computed_by"]),
-                slot_samples=_unpacked_hashes(record["slot_samples"]),
+                slot_samples=_unpacked_hashes(record["slot_samples"], HASH_BYTES),
                 slot_weight=_unpacked_runs(record["slot_weight"]),
                 loss=float("nan") if record["loss"] is None else float(record["loss"]),
                 skipped=str(record.get("skipped") or ""),
                 decisions=tuple(dict(decision) for decision in record.get("decisions", ())),
                 replicas=_rows(record.get("replicas", ())),
+                gradient=str(record.get("gradient") or ""),
+                slot_losses=_unpacked_hashes(record.get("slot_losses") or "", LOSS_HASH_BYTES),
             )
         except (TypeError, ValueError, OverflowError) as error:
             raise LedgerError(
-                f"{where}: computed_by, slot_samples, slot_weight, loss, decisions or replicas has the wrong shape "
-                f"({error})"
+                f"{where}: computed_by, slot_samples, slot_weight, loss, decisions, replicas or slot_losses has the "
+                f"wrong shape ({error})"
             ) from error
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that `from_json` reads back. There are many slots, so their hashes are packed and
         equal weights counted. This halves the file and makes it ten times as fast to read."""
         runs = [[weight, len(list(same))] for weight, same in itertools.groupby(self.slot_weight)]
-        packed = base64.b64encode(bytes.fromhex("".join(self.slot_samples))).decode()
-        line = {**asdict(self), "slot_samples": packed, "slot_weight": runs}
+        packed = {name: _packed_hashes(getattr(self, name)) for name in ("slot_samples", "slot_losses")}
+        line = {**asdict(self), **packed, "slot_weight": runs}
         return {name: value for name, value in line.items() if name not in _OPTIONAL or value}
 
 
-_OPTIONAL = ("skipped", "decisions", "replicas")
+_OPTIONAL = ("skipped", "decisions", "replicas", "gradient", "slot_losses")
 _FIELD_NAMES = tuple(field.name for field in fields(LedgerLine) if field.name not in _OPTIONAL)
 _INTEGERS = tuple(field.name for field in fields(LedgerLine) if field.type in (int, "int"))
 
@@ -161,16 +175,21 @@ def parse_line(record: Mapping[str, Any]) -> LedgerLine | StateLine:
     return StateLine.from_json(record) if record.get("kind") == STATE else LedgerLine.from_json(record)
 
 
-def _unpacked_hashes(packed: str | Sequence[str]) -> tuple[str, ...]:
+def _packed_hashes(hashes: Sequence[str]) -> str:
+    return base64.b64encode(bytes.fromhex("".join(hashes))).decode()
+
+
+def _unpacked_hashes(packed: str | Sequence[str], nbytes: int) -> tuple[str, ...]:
     """Return one hash per slot, from one base64 text, or from a list as in ledgers of earlier versions."""
     if isinstance(packed, str):
-        text = base64.b64decode(packed, validate=True).hex()
-        hashes = [text[at : at + 2 * HASH_BYTES] for at in range(0, len(text), 2 * HASH_BYTES)]
-    else:
-        hashes = [str(each) for each in packed]
-    if any(len(bytes.fromhex(each)) != HASH_BYTES for each in hashes):
-        raise ValueError(f"a slot's samples are named by {2 * HASH_BYTES} hexadecimal digits")
-    return tuple(hashes)
+        text, digits = base64.b64decode(packed, validate=True).hex(), 2 * nbytes
+        if len(text) % digits:
+            raise ValueError(f"hashes of {digits} hexadecimal digits have {len(text)} of them together")
+        return tuple([text[at : at + digits] for at in range(0, len(text), digits)])
+    hashes = tuple(str(each) for each in packed)
+    if any(len(bytes.fromhex(each)) != nbytes for each in hashes):
+        raise ValueError(f"a slot's hash has {2 * nbytes} hexadecimal digits")
+    return hashes
 
 
 def _unpacked_runs(packed: Sequence[Any]) -> tuple[float, ...]:

@@ -65,7 +65,7 @@ def save_if_due(engine: Engine, progress: Progress) -> None:
     The end of the run has a checkpoint of its own."""
     formed, version = progress.formed, progress.version
     assert formed is not None
-    if progress.record is None or progress.ended or version >= engine.config.training.max_steps:
+    if progress.record is None or progress.ended or version >= engine.last_version:
         return
     if formed.speaks:
         digest, (_, shares) = formed.digest, formed.on_node

@@ -13,6 +13,7 @@ from elastic_harness.comm.transport import Transport
 from elastic_harness.config import Config
 from elastic_harness.contract.board import Board
 from elastic_harness.data.schedule import Schedule
+from elastic_harness.runs.replayed import ReplayOrder
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.layout import Layout
@@ -20,7 +21,7 @@ from elastic_harness.train.link import Link
 from elastic_harness.train.partials import Partials, SlotTable
 from elastic_harness.train.policies import Policies
 from elastic_harness.train.saver import RunSaver
-from elastic_harness.train.slots import Shape, SlotComputer
+from elastic_harness.train.slots import Dataset, Shape, SlotComputer
 from elastic_harness.train.state import Registry
 from elastic_harness.train.watch import StateWatch
 
@@ -29,7 +30,8 @@ from elastic_harness.train.watch import StateWatch
 class Engine:
     """canary: whether joiners have to prove their arithmetic. connect: builds a generation's transport from (its
     key-value space, rank, world, cancelled). configured: what the run is made of, as `verify` needs to know it.
-    before_step: sets requires_grad and modes from a step's number, if the user gave it."""
+    before_step: sets requires_grad and modes from a step's number, if the user gave it. replay: which recorded steps
+    are computed again, if this is no training."""
 
     config: Config
     run_dir: Path
@@ -39,6 +41,7 @@ class Engine:
     schedule: Schedule
     shape: Shape
     layout: Layout
+    dataset: Dataset
     slots: SlotComputer
     applier: Applier
     policies: Policies
@@ -51,6 +54,12 @@ class Engine:
     configured: dict[str, Any]
     tokens_per_sample: int
     before_step: Callable[[int], None] | None = None
+    replay: ReplayOrder | None = None
+
+    @property
+    def last_version(self) -> int:
+        """The version at which the run ends, unless the script ends it before."""
+        return self.config.training.max_steps if self.replay is None else self.replay.step + 1
 
     def accept_state(self, version: int) -> None:
         """Training state is that of `version` now: any further change before the next commit is an error."""

@@ -26,6 +26,7 @@ from elastic_harness.train.interrupts import interrupts_wait
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recheck import disputes, doubts, is_doubtful, recheck
 from elastic_harness.train.recovery import recover
+from elastic_harness.train.replay import slot_alone
 from elastic_harness.train.tell import tell_doubt, tell_unfit
 
 
@@ -40,6 +41,7 @@ def commit_step(engine: Engine, progress: Progress) -> Generator[Any, None, Prog
         engine.watch.run_before_step(step, engine.before_step)
     while progress.version == step:
         try:
+            yield from slot_alone(engine, progress)
             progress = progress if progress.partials else replace(progress, partials=engine.new_partials(step))
             attempt = place(engine, progress)
             yield from compute(engine, progress, attempt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
@@ -49,6 +50,7 @@ from elastic_harness.failpoints import failpoint
 from elastic_harness.health.spikes import SpikePolicy
 from elastic_harness.policies import UpdatePolicy
 from elastic_harness.runs import origin as origins
+from elastic_harness.runs import replayed
 from elastic_harness.train import standalone
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.boundary import described
@@ -68,6 +70,7 @@ from elastic_harness.train.policies import settings as policy_settings
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recovery import recover
 from elastic_harness.train.refusals import check_extra, check_model, check_names, check_state_dict, check_trainable
+from elastic_harness.train.replay import check_beginning, check_program, saving_nothing
 from elastic_harness.train.saver import make_saver
 from elastic_harness.train.slots import Shape, SlotComputer
 from elastic_harness.train.state import Registry, Stateful, weights_sha256
@@ -119,7 +122,7 @@ class Run:
         self._check_open()
         if not isinstance(reason, str) or not reason:
             raise UserCodeError(f"run.stop() was given {reason!r}; say in words why the run ends, for its records")
-        if not self._over:
+        if not self._over and self._engine.replay is None:  # the recorded run was gone on with
             self._engine.link.ask_to_stop(EndAsked(self._progress.version, reason))
 
     def log(self, event: str, **fields: Any) -> None:
@@ -146,7 +149,7 @@ class Run:
                     tell_imports(engine.link)
                 self._finish()
         except Left as left:
-            if not left.done:
+            if not left.done or engine.replay is not None:
                 self._leave(left)
             engine.saver.close()
             engine.applier.disown()
@@ -156,7 +159,7 @@ class Run:
     @property
     def _over(self) -> bool:
         """Whether the last step is committed."""
-        return self._progress.ended or self._progress.version >= self._engine.config.training.max_steps
+        return self._progress.ended or self._progress.version >= self._engine.last_version
 
     def _left_loop(self, step: Step, frame: FrameType | None) -> None:
         """Say that `break` ends no run. A process that others wait for ends here; one that is alone may go on to
@@ -238,7 +241,7 @@ class Run:
         assert formed is not None
         engine.board.show(Phase.CHECKPOINT, progress.version, deadline_s=engine.config.elastic.exchange_timeout_s)
         sha256 = weights_sha256(engine.registry.model)
-        if formed.speaks:
+        if formed.speaks and engine.replay is None:
             uploads = formed.rank == 0
             engine.saver.save(progress.version, formed.digest.lineage, described(engine, progress), uploads=uploads)
             try:
@@ -363,6 +366,7 @@ def start(
     shape = Shape(config.slots, config.lanes_resolved, training.micro_batch_samples, pairs=layout.uniform)
     order = getattr(source, "order", None) or EpochOrder(len(source), config.seed)
     data = {"order": order.describe(), "dataset": source.fingerprint()}
+    replay = replayed.read(folder)
     origin = origins.read(folder)
     if resume_from is not None:
         origin = origins.claim(folder, str(resume_from), weights_only=weights_only)
@@ -414,6 +418,7 @@ def start(
         schedule=schedule,
         shape=shape,
         layout=layout,
+        dataset=source,
         slots=SlotComputer(
             model, source, schedule, order, shape, layout, seed=config.seed, reading=reading, scaler=scaler
         ),
@@ -434,7 +439,7 @@ def start(
         registry=registry,
         pool=Pool(layout.dtype, wire_device, pin=cuda and wire_device.type == "cpu"),
         saver=make_saver(
-            config.checkpoint,
+            config.checkpoint if replay is None else saving_nothing(config.checkpoint),
             folder,
             registry,
             lambda event, fields: link.send(CheckpointEvent(event, fields)),
@@ -456,14 +461,19 @@ def start(
         },
         tokens_per_sample=int(getattr(source, "seq_length", 1)),
         before_step=before_step,
+        replay=replay,
     )
     try:
         engine.applier.own()
         own = fingerprint(config, model, optimizer, data["dataset"], layout, shape) | policy_settings(policies)
         if origin is not None:
             own["run.origin"] = origin.identity
+        if replay is not None:
+            check_program(replay, json.loads(json.dumps(own)))
         link.hello(own, config.training.max_steps, config.elastic.progress_timeout_max_s)
         progress = recover(engine, Progress(), None)
+        if replay is not None:
+            check_beginning(replay, progress.version)
     except Left as left:
         print(f"elastic-harness: {left.reason}", file=sys.stderr, flush=True)
         _leave(0)

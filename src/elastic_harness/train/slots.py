@@ -110,17 +110,19 @@ class SlotComputer:
 
     # ---- one unit: a lane, or two lanes of one slot each
 
-    def run(self, step: int, unit: Span, *, canary: bool = False) -> Iterator[tuple[int, Any]]:
+    def run(
+        self, step: int, unit: Span, *, canary: bool = False, slots: range | None = None
+    ) -> Iterator[tuple[int, Any]]:
         """Yield (slot, batch) for every non-empty slot of a unit; the caller runs forward and `backward` before it
         asks for the next. Afterwards `take_gradients` has the unit's sum and what its slots contributed. A unit that
         was left half-way is taken up where it was left: finished slots are not computed again. A `canary` is for
-        comparison only and never counts as begun."""
+        comparison only and never counts as begun. `slots`: in place of the unit's."""
         self.undo_slot()
         if self._unit != (step, unit, canary):
             self.drop_unit()
             self._unit = (step, unit, canary)
         self._buffers.check_unchanged()
-        slots = self._shape.unit_slots(unit)
+        slots = self._shape.unit_slots(unit) if slots is None else slots
         self._prefetch(step + 1, slots)
         for slot in slots[len(self._contributions) :]:
             ids = self._ids(step, slot)

@@ -24,7 +24,7 @@ from elastic_harness.membership.reconcile import reconcile
 from elastic_harness.membership.types import Digest, Generation, Report
 from elastic_harness.names import check_name, integer_variable
 from elastic_harness.runs.events import EVENTS, SCHEMA, EventLog
-from elastic_harness.runs.fingerprints import fits
+from elastic_harness.runs.fingerprints import differing
 from elastic_harness.runs.ledger import LEDGER, LedgerWriter, Reached, reached
 from elastic_harness.shape import build, parse_object
 from elastic_harness.train.link import Left
@@ -185,9 +185,9 @@ class _Values(dict[str, Any]):
 
 def _same(known: dict[str, Any], own: dict[str, Any], run_dir: Path) -> None:
     own = json.loads(json.dumps(own))
-    differing = sorted(k for k in known.keys() | own.keys() if not fits(k, known.get(k), own.get(k)))
-    if differing:
-        shown = "; ".join(f"{k}: the run has {known.get(k)!r}, this process {own.get(k)!r}" for k in differing)
+    others = differing(known, own)
+    if others:
+        shown = "; ".join(f"{k}: the run has {known.get(k)!r}, this process {own.get(k)!r}" for k in others)
         raise ConfigError(
             f"this program does not fit the run in {run_dir}: {shown}. Make them equal, or begin a new run from its "
             f"state with these: start(…, resume_from={str(run_dir)!r}, run_dir=NEW)"

@@ -18,6 +18,7 @@ from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import GateVerdict
 from elastic_harness.train.nonfinite import NAMED_MAX
 from elastic_harness.train.progress import Formed, Progress
+from elastic_harness.train.witness import gradient_hash, loss_hashes
 
 
 def tell_commit(engine: Engine, progress: Progress, step_s: float | None) -> None:
@@ -42,6 +43,8 @@ def tell_commit(engine: Engine, progress: Progress, step_s: float | None) -> Non
         slot_weight=tuple(record.table.weight_N.tolist()),
         loss=metrics.loss,
         replicas=record.replicas,
+        gradient=gradient_hash(record.step, record.flat),
+        slot_losses=loss_hashes(record.table),
         **decided(metrics.decisions),
     )
     engine.link.send(

@@ -12,7 +12,6 @@ from typing import Any
 
 from elastic_harness import __version__
 from elastic_harness.agent.decisions.agreement import CarryOut, Deliver
-from elastic_harness.agent.decisions.fingerprint import HARDWARE_KEYS
 from elastic_harness.agent.decisions.store_link import StoreLink
 from elastic_harness.agent.decisions.store_view import store_of
 from elastic_harness.agent.loop import Agent, JobOutcome
@@ -39,6 +38,7 @@ from elastic_harness.membership.node import (
 )
 from elastic_harness.membership.records import Known
 from elastic_harness.membership.types import Limits, node_of
+from elastic_harness.runs.fingerprints import HARDWARE_KEYS
 
 AWAY_NOTICE_S = 3.0
 STATUS_S = 5.0

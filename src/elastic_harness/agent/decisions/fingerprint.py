@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_harness.runs.fingerprints import fits
-
-HARDWARE_KEYS = frozenset(
-    {"cpu", "cpu_capability", "onednn_max_isa", "mkl_cbwr", "device", "torch", "threads", "compile"}
-)
-"""What `exactness: relaxed` allows to differ between members: it changes bits, not what is computed."""
+from elastic_harness.runs.fingerprints import HARDWARE_KEYS, differing
 
 
 def majority(asking: Sequence[Mapping[str, Any]], target: int, *, complete: bool) -> dict[str, Any] | None:
@@ -32,8 +27,7 @@ def difference(run: Mapping[str, Any], worker: Mapping[str, Any]) -> str:
     if not run or not worker:
         return ""
     relaxed = run.get("exactness") == "relaxed" == worker.get("exactness")
-    keys = sorted(k for k in run.keys() | worker.keys() if not fits(k, run.get(k), worker.get(k)))
-    keys = [k for k in keys if not (relaxed and k in HARDWARE_KEYS)]
+    keys = [k for k in differing(run, worker) if not (relaxed and k in HARDWARE_KEYS)]
     if not keys:
         return ""
     named = "; ".join(f"{k}: the run has {run.get(k)!r}, this worker {worker.get(k)!r}" for k in keys)
