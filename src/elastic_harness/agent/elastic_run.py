@@ -432,7 +432,7 @@ class ElasticRun:
         self._rolled_back_to = version
         records.remember(lineage=max(lineage, records.lineage), from_step=version)
         records.event("rollback", to=version, members=list(members), reason=reason)
-        self._notice(f"going back to version {version} or before: {reason}")
+        self.agent.report.rolled_back(version, reason)
         for member in members:
             worker = self.agent.workers.get(member)
             if worker and worker.running:

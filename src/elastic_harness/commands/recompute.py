@@ -41,7 +41,7 @@ from elastic_harness.runs import origin as origins
 from elastic_harness.runs.events import EVENTS, read_events
 from elastic_harness.runs.fingerprints import HARDWARE_KEYS, differing
 from elastic_harness.runs.ledger import LEDGER, LedgerLine, read_ledger
-from elastic_harness.runs.replayed import Difference, ReplayOrder, differences
+from elastic_harness.runs.replayed import ReplayOrder, StepDifference, differences
 
 LINK_TRIES = 5  # a live run may remove the checkpoint that is being linked
 LOOK_S = 0.05
@@ -63,7 +63,7 @@ class Outcome:
     seconds: float  # with the start of the workers
     step_s: tuple[float, ...]  # of the steps alone, without the first one
     lines: Mapping[int, LedgerLine]  # as computed
-    found: Mapping[int, Sequence[Difference]]  # by step, of those that differ
+    found: Mapping[int, Sequence[StepDifference]]  # by step, of those that differ
     slot: dict[str, Any] | None  # the event `slot_replayed`
     notes: tuple[str, ...]  # what other bits may come from
     kept: Path | None  # the folder, if it was to be kept

@@ -48,7 +48,7 @@ def read(folder: Path) -> ReplayOrder | None:
 
 
 @dataclass(frozen=True)
-class Difference:
+class StepDifference:
     """One fact of a step that came out otherwise. slots: those that it is about; none: the whole step."""
 
     fact: str
@@ -67,7 +67,7 @@ class Difference:
         return f"{self.fact} of {named}, computed by {then} when it was recorded, by {now} now"
 
 
-def differences(recorded: LedgerLine, computed: LedgerLine) -> list[Difference]:
+def differences(recorded: LedgerLine, computed: LedgerLine) -> list[StepDifference]:
     """Return what of a step differs, to the bit. Facts that an earlier version did not record are not compared. Who
     computed what may differ."""
     found = []
@@ -75,7 +75,7 @@ def differences(recorded: LedgerLine, computed: LedgerLine) -> list[Difference]:
         pair = getattr(recorded, name), getattr(computed, name)
         same = pair[0] == pair[1] or (name == "gradient" and "" in pair)
         if not (_same_number(*pair) if name == "loss" else same):
-            found.append(Difference(fact, *pair))
+            found.append(StepDifference(fact, *pair))
     if (recorded.slots, recorded.lanes) != (computed.slots, computed.lanes):
         return found
     for name, fact in _OF_A_SLOT.items():
@@ -83,7 +83,7 @@ def differences(recorded: LedgerLine, computed: LedgerLine) -> list[Difference]:
         slots = _differing(before, now)
         if slots:
             members = (recorded.members_of_all(slots), computed.members_of_all(slots))
-            found.append(Difference(fact, [before[s] for s in slots], [now[s] for s in slots], slots, *members))
+            found.append(StepDifference(fact, [before[s] for s in slots], [now[s] for s in slots], slots, *members))
     return found
 
 

@@ -176,7 +176,7 @@ def _conclude(engine: Engine, progress: Progress, questions: Sequence[Question],
     found = together([each.judge() for each in questions])
     lanes = ", ".join(f"{lo}" if hi == lo + 1 else f"{lo}-{hi - 1}" for lo, hi in (each.span for each in questions))
     ill = tuple(formed.generation.members[rank] for rank in found.ill)
-    if formed.rank == 0:
+    if formed.rank == next((rank for rank in range(formed.world) if rank not in found.ill), 0):
         engine.link.send(Rechecked(step, lanes, formed.world, found.outcome, ill))
     match found.outcome:
         case "same":

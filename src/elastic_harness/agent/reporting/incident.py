@@ -136,6 +136,19 @@ def policy_decision(commit: Commit, decision: PolicyDecision, ledger: str) -> In
     )
 
 
+def rollback(version: int, reason: str, ledger: str) -> Incident:
+    """Return the block for a run that goes back because what it did is in doubt."""
+    return Incident(
+        f"what the run did since version {version} is in doubt",
+        "all members: wrong bits may be in the sums that each of them has applied",
+        (reason,),
+        f"the run goes back to a checkpoint of version {version} or before; all workers are started again",
+        "if it happens again, check the machines' memory with `elastic-harness burn-in`, and that the script does the "
+        "same on every worker",
+        ledger,
+    )
+
+
 def in_words(evidence: Mapping[str, Any]) -> str:
     """Return names and values in a line."""
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in evidence.items())

@@ -103,6 +103,10 @@ class Reporter:
                 self._show(incident.policy_decision(commit, decision, ledger))
             self._decided[decision.policy] = commit.step
 
+    def rolled_back(self, version: int, reason: str) -> None:
+        """Tell that what was committed since a version is done again."""
+        self._show(incident.rollback(version, reason, str(self._records.folder.path / LEDGER)))
+
     def _show(self, block: Incident) -> None:
         self._records.event("incident", **asdict(block))
         self._console.block(block.render())
