@@ -49,10 +49,6 @@ class Attempt:
     audited: int = 0  # the word of the lane of this member's that another one audits, once computed
     audit: int = 0  # the word of the lane that it audits itself
 
-    def audited_lane(self) -> int | None:
-        """Return the lane of this member's that another one computes again."""
-        return next((audit.lane for audit in self.audits if audit.owner == self.rank), None)
-
     def send_if_finished(self, span: Span, partials: Partials) -> None:
         """If `span` is one of this member's partial sums on the wire, flatten it and let it go."""
         if (span, self.rank) in self.plan.cover:

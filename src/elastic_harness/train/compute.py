@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from elastic_harness.comm.tree import Span
@@ -31,7 +30,7 @@ def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[An
         gradients, contributions = engine.slots.take_gradients()
         if attempt.canary_due and unit == CANARY:
             first = gradients_word(gradients)
-        if unit[0] == attempt.audited_lane() and unit[1] == unit[0] + 1:
+        if any(audit.owner == attempt.rank and unit == (audit.lane, audit.lane + 1) for audit in attempt.audits):
             attempt.audited = gradients_word(gradients)
         span = partials.add(unit, gradients, contributions)
         failpoint("lane.finished", partials.step)
@@ -49,11 +48,12 @@ def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[An
 
 
 def units(engine: Engine, attempt: Attempt, begun: Span | None) -> list[Span]:
-    """How to compute this worker's lanes; one by one where one of them is compared, which gives the same bits."""
+    """How to compute this worker's lanes. Those that are compared are computed alone, which gives the same bits, unless
+    one has been begun in a pair."""
+    compared = {CANARY[0]} if attempt.canary_due else set()
+    compared |= {audit.lane for audit in attempt.audits if audit.owner == attempt.rank}
     together = engine.shape.units(attempt.lanes)
-    if (attempt.canary_due or attempt.audits) and begun not in together:
-        return replace(engine.shape, pairs=False).units(attempt.lanes)
-    return together
+    return together if begun in together else engine.shape.units(attempt.lanes, compared)
 
 
 def check_pure(first: int, again: int, step: int) -> None:

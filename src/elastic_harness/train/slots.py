@@ -6,7 +6,7 @@ A slot is a pure function of (seed, step, slot, weights): nothing here knows the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,14 +55,16 @@ class Shape:
         """The slots of some consecutive lanes; lanes differ by at most one slot."""
         return range(unit[0] * self.slots // self.lanes, unit[1] * self.slots // self.lanes)
 
-    def units(self, lanes: Sequence[int]) -> list[Span]:
+    def units(self, lanes: Sequence[int], alone: Collection[int] = ()) -> list[Span]:
         """How to compute `lanes`, ascending: one by one, except that two siblings of one slot each are accumulated
         by autograd in place, which is the very addition the tree asks for, and cheaper. Not so where a parameter is
-        of a narrower type than the sums: autograd would round once more."""
+        of a narrower type than the sums: autograd would round once more. Nor are lanes that are to be computed
+        `alone`."""
         units: list[Span] = []
         for lane in lanes:
             pair = (lane - 1, lane + 1)
-            if self.pairs and lane % 2 and units and units[-1] == (lane - 1, lane) and len(self.unit_slots(pair)) == 2:
+            pairs = self.pairs and lane % 2 and len(self.unit_slots(pair)) == 2 and not {lane - 1, lane} & set(alone)
+            if pairs and units and units[-1] == (lane - 1, lane):
                 units[-1] = pair
             else:
                 units.append((lane, lane + 1))

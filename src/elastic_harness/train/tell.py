@@ -129,7 +129,7 @@ def tell_doubt(engine: Engine, formed: Formed, version: int, unfit: Sequence[int
     version = max(0, version)
     members = tuple(formed.generation.members[rank] for rank in unfit)
     left = engine.saver.restorable()
-    if left and min(left) > version:
+    if left and min(left) > version > 0:  # a run that is as young as that begins again
         reason = (
             f"{reason}. So the steps since {version} are in doubt, and the oldest checkpoint is of version "
             f"{min(left)}: begin anew with --fresh; to have an older one next time, raise checkpoint.keep_last"

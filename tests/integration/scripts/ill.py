@@ -1,9 +1,9 @@
 """Training in which one worker's machine computes wrong. Prints the hash of the whole training state at the end.
 
-    python ill.py FAULT [--run-dir DIR] [--member M] [--from-step S] [--times N] [--audit-interval K] [--blind]
+    python ill.py FAULT [--run-dir DIR] [--from-step S] [--times N] [--steps N] [--audit-interval K] [--blind]
 
 nan: losses are NaN. gradient: gradients are infinite. spike: losses are 1000 times as large. bit: one bit of a gradient
-is flipped. memory: one bit of a weight is flipped between two steps, once. The others happen in the member's next N
+is flipped. memory: one bit of a weight is flipped between two steps, once. The others happen in that worker's next N
 micro-batches after step S began. `--blind`: nobody compares anything.
 """
 
@@ -28,7 +28,7 @@ from elastic_harness.train import loop
 from elastic_harness.train.gate import gate
 from elastic_harness.train.header import Header
 
-STEPS, FIRST_SAVED = 14, 2
+ILL, FIRST_SAVED = "w1-1", 2
 WAIT_S = 60.0
 
 
@@ -45,10 +45,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("fault", choices=("none", "nan", "gradient", "spike", "bit", "memory"))
     parser.add_argument("--run-dir")
-    parser.add_argument("--member", default="w1-1")
     parser.add_argument("--from-step", type=int, default=7)
     parser.add_argument("--times", type=int, default=1)
-    parser.add_argument("--audit-interval", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--audit-interval", type=lambda text: text if text == "auto" else int(text), default=0)
     parser.add_argument("--blind", action="store_true")
     arguments = parser.parse_args()
     let_the_others_begin()
@@ -59,12 +59,12 @@ def main() -> None:
     config = elastic_harness.Config.from_dict(
         {
             "seed": 3,
-            "training": {"max_steps": STEPS, "global_batch_samples": 12, "micro_batch_samples": 2},
+            "training": {"max_steps": arguments.steps, "global_batch_samples": 12, "micro_batch_samples": 2},
             "health": {"on_spike": "skip_step", "spike_window": 8, "audit_interval": arguments.audit_interval},
-            "checkpoint": {"checkpoint_interval": FIRST_SAVED, "keep_last": 10},
+            "checkpoint": {"checkpoint_interval": FIRST_SAVED, "keep_last": 50},
         }
     )
-    ill, left, now = os.environ.get(variables.MEMBER) == arguments.member, arguments.times, False
+    ill, left, now = os.environ.get(variables.MEMBER) == ILL, arguments.times, False
 
     def changed(gradient: Tensor) -> Tensor:
         if now and arguments.fault == "bit":
