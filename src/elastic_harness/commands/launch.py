@@ -26,7 +26,7 @@ from elastic_harness.agent.reporting.incident import signal_name
 from elastic_harness.agent.workers.orphans import Orphans
 from elastic_harness.agent.workers.script import check_command
 from elastic_harness.contract import shared_frames
-from elastic_harness.errors import EXIT_INFRASTRUCTURE, InfrastructureError
+from elastic_harness.errors import EXIT_INFRASTRUCTURE, ConfigError, InfrastructureError
 from elastic_harness.names import TRAINER
 from elastic_harness.processes import become_child_subreaper, children, die_with_parent
 from elastic_harness.runs import folder as folders
@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
     check_command(request.options.command)
+    _check_notice_file(request.options.notice_file)
     _check_trainer(request.options.command)
     request = _for_several_nodes(request)
     run_id = request.run_id or (Path(request.run_dir).resolve().name if request.run_dir else folders.new_run_id())
@@ -93,6 +94,12 @@ def _check_trainer(command: Sequence[str]) -> None:
         from elastic_harness.gpt import command_line
 
         command_line.check(command[3:])
+
+
+def _check_notice_file(path: str | None) -> None:
+    """Refuse a notice that is there already, because the node would leave as soon as it has come."""
+    if path is not None and os.path.exists(path):
+        raise ConfigError(f"--notice-file {path} is there already, so this node would be drained at once; remove it")
 
 
 def _for_several_nodes(request: LaunchRequest) -> LaunchRequest:
