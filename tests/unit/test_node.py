@@ -290,6 +290,20 @@ def test_all_who_are_told_at_nearly_the_same_time_stop_together() -> None:
     assert len(nodes.actions("a", protocol.Announce)) == before
 
 
+def test_the_last_member_waits_for_the_workers_of_a_node_that_stays() -> None:
+    """The job was stopped while a worker of the other node was started again."""
+    nodes = Nodes()
+    two(nodes)
+    nodes.tell("b", Happened(protocol.Lost("b/w0")))
+    nodes.tell("a", node.NodeLeaves())
+    report(nodes)
+    nodes.tick()
+    assert members(nodes, "a") == ("a/w0",) and not nodes.actions("a", protocol.Stop)
+    nodes.ready("b", "b/w1")
+    nodes.tick()
+    assert members(nodes, "a") == ("a/w0", "b/w1")
+
+
 def test_if_all_leave_the_job_stops() -> None:
     nodes = Nodes()
     two(nodes)

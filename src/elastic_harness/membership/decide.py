@@ -114,7 +114,7 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
     urgent = view.current is None or lost > 0 or view.reform
     if urgent or view.gathering or staying.isdisjoint(surviving):
         needed |= view.leaving & surviving
-    if urgent and staying.isdisjoint(view.veterans):
+    if urgent and (view.current is None or staying.isdisjoint(view.veterans)):
         needed |= view.leaving & view.veterans
     candidates = [m for m in survivors + newcomers if ending or m not in view.leaving or m in needed]
     most += 0 if ending else len(needed.intersection(candidates))  # their node wants no workers any more

@@ -467,9 +467,6 @@ def _advance(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
     if current and _everyone_arrived(state, current):
         version = max(v for _, v in state.finished)
         return replace(state, done=True), (Done(version),)
-    all_leave = current is not None and state.formed and current.member_set.issubset(state.leaving)
-    if all_leave and set(state.ready).issubset(state.leaving):
-        return replace(state, done=True), (Stop("all nodes were asked to stop"),)
 
     lost = current is not None and not current.member_set.issubset(state.ready)
     reform = state.trouble_at is not None and now >= state.trouble_at + state.limits.trouble_grace_s
