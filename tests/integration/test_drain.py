@@ -4,6 +4,7 @@ the weights are those of a run that was never disturbed. Several nodes on this m
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -56,6 +57,13 @@ def only_planned(nodes: Hosts, number: int, world: int) -> None:
     assert len(last["members"]) == world and not last["urgent"], last
 
 
+def check_saved_once(nodes: Hosts) -> None:
+    """Both nodes stop, each with a checkpoint of the same version."""
+    nodes.until_stopped(0, 1)
+    saved = [[e["step"] for e in nodes.jobs[number].events("checkpoint_saved")] for number in range(2)]
+    assert saved[0] == saved[1] and len(saved[0]) == 1, [nodes.jobs[number].events() for number in range(2)]
+
+
 def test_nodes_go_one_after_the_other(nodes: Hosts, undisturbed: Weights, tmp_path: Path) -> None:
     """The one that leads, which has rank 0 too, on request from another node. Then one by its cloud's notice, with a
     SIGTERM on top, and the last one by a file, as soon as there is another to go on."""
@@ -103,9 +111,7 @@ def test_all_go_at_once_and_save_once(nodes: Hosts) -> None:
     nodes.advance(1)
     for number in range(2):
         nodes.jobs[number].send(signal.SIGTERM)
-    nodes.until_stopped(0, 1)
-    saved = [[e["step"] for e in nodes.jobs[number].events("checkpoint_saved")] for number in range(2)]
-    assert saved[0] == saved[1] and len(saved[0]) == 1, nodes.shown()
+    check_saved_once(nodes)
 
 
 def test_two_go_at_the_same_time_and_one_of_them_dies(nodes: Hosts, undisturbed: Weights) -> None:
@@ -139,3 +145,24 @@ def test_a_node_that_is_needed_trains_until_another_has_come(nodes: Hosts, undis
     assert drained(nodes, 0)["how"] == LEFT
     nodes.finish(undisturbed(STEPS), 1, 2)
     assert not computed_twice(nodes)
+
+
+def test_the_store_goes_with_all_nodes(nodes: Hosts) -> None:
+    """Nobody can tell the nodes that all of them go. When half of the grace is over their workers agree on the end."""
+    nodes.steps = 100
+    for number in range(2):
+        nodes.launch(number, "--grace", 20)
+    nodes.fill(2)
+    nodes.cluster.stop()
+    for number in range(2):
+        nodes.jobs[number].send(signal.SIGTERM)
+    check_saved_once(nodes)
+
+
+def test_an_agent_that_dies_while_its_node_is_drained_is_not_started_again(nodes: Hosts, undisturbed: Weights) -> None:
+    nodes.begin(2, nodes="1:2")
+    run("drain", nodes.jobs[0].run_dir, "--timeout", 0)
+    os.kill(nodes.jobs[0].record()["agent_pid"], signal.SIGKILL)
+    nodes.until(lambda: not nodes.jobs[0].alive, "its end")
+    assert nodes.jobs[0].process.returncode == 143 and nodes.jobs[0].record()["status"] == "stopped"
+    nodes.finish(undisturbed(STEPS), 1)

@@ -280,7 +280,7 @@ class ElasticRun:
             self.agent.finish(outcome, graceful=True)
 
     def drain(self, why: str) -> bool:
-        message = f"this node was drained ({why}); the others go on, and the same command here joins them again"
+        message = f"this node was drained ({why}); the same command lets it join again"
         return bool(self._members) and self._leave(JobOutcome(EXIT_TERMINATED, "stopped", message))
 
     def drain_other(self, node: str) -> None:
@@ -452,7 +452,7 @@ class ElasticRun:
     def _on_stop(self, reason: str) -> None:
         """Stop this node, as all nodes do."""
         if self.agent.outcome is not None:  # this node was about to leave
-            self.agent.draining.note_end("no other node goes on: the run stopped")
+            self.agent.draining.note_end("the run was stopped on all nodes")
             self.agent.stop_workers("stopped", graceful=True)
         else:
             self.agent.folder.update(status="stopping")

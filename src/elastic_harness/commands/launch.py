@@ -26,7 +26,7 @@ from elastic_harness.agent.reporting.incident import signal_name
 from elastic_harness.agent.workers.orphans import Orphans
 from elastic_harness.agent.workers.script import check_command
 from elastic_harness.contract import shared_frames
-from elastic_harness.errors import EXIT_INFRASTRUCTURE, ConfigError, InfrastructureError
+from elastic_harness.errors import EXIT_INFRASTRUCTURE, EXIT_TERMINATED, ConfigError, InfrastructureError
 from elastic_harness.names import TRAINER
 from elastic_harness.processes import become_child_subreaper, children, die_with_parent
 from elastic_harness.runs import folder as folders
@@ -137,8 +137,12 @@ class _Parent:
                     return code
                 if self._signalled:
                     return 128 + self._signalled
+                if (folders.read_record(self._path) or {}).get("status") == "draining":
+                    print(f"[launch] the agent died ({_describe(code)}) while this node was drained", flush=True)
+                    self._mark_ended("stopped", EXIT_TERMINATED)
+                    return EXIT_TERMINATED
                 if not self._may_restart():
-                    self._mark_failed()
+                    self._mark_ended("failed", EXIT_INFRASTRUCTURE)
                     raise InfrastructureError(
                         f"the agent died {len(self._starts)} times within an hour (last: "
                         f"{_describe(code)}); see {self._path / 'logs' / 'agent.log'}, then launch again to resume"
@@ -212,11 +216,9 @@ class _Parent:
         self._starts.append(now)
         return True
 
-    def _mark_failed(self) -> None:
+    def _mark_ended(self, status: str, exit_code: int) -> None:
         with contextlib.suppress(InfrastructureError):
-            folders.RunFolder(self._path).update(
-                status="failed", exit_code=EXIT_INFRASTRUCTURE, agent_pid=None, control=None
-            )
+            folders.RunFolder(self._path).update(status=status, exit_code=exit_code, agent_pid=None, control=None)
 
 
 def _show(data: bytes) -> None:

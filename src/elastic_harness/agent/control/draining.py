@@ -6,6 +6,7 @@ If no other node would go on, the run stops as on request, with a checkpoint.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import time
@@ -28,7 +29,7 @@ class Draining:
         self.notice: Notice | None = None
         self._agent = agent
         self._began_at = 0.0  # monotonic
-        self._due_at: float | None = None  # monotonic: the workers that have not left by then are ended
+        self._due_at = math.inf  # monotonic: the workers that have not left by then are ended
         self._leaves = False  # other nodes go on
         self._how = ""
         self._watch: NoticeWatch | None = None
@@ -45,8 +46,8 @@ class Draining:
         self._agent.listen(self._bell, selectors.EVENT_READ, lambda _: self._hear())
         self._watch = NoticeWatch(probes(options), lambda: os.eventfd_write(self._bell, 1))
 
-    def begin(self, notice: Notice, within_s: float | None = None) -> None:
-        """Let this node go, within so long if that is given. A further notice can only bring the end forward."""
+    def begin(self, notice: Notice, within_s: float = math.inf) -> None:
+        """Let this node go, within so long. A further notice can only bring the end forward."""
         agent = self._agent
         if self.notice is None:
             if agent.outcome is not None:  # it ends already
@@ -58,26 +59,25 @@ class Draining:
                 agent.folder.update(status="draining")
                 agent.console.notice(f"draining ({notice.source}: {notice.why}): it leaves at the next step boundary")
             else:
-                self.note_end("no other node goes on: the run stopped")
+                self.note_end("its workers were stopped: no other node goes on")
                 agent.stop(EXIT_TERMINATED, f"by {notice.source}", said_by=notice.source)
         elif notice.source != self.notice.source:
             agent.console.notice(f"{notice.source}: {notice.why}; this node is being drained already")
         if self._leaves:
-            self._end_within(_allowed_s(notice, within_s))
+            self._end_within(_allowed_s(notice, within_s, agent.options.grace_s))
 
     def presses(self) -> bool:
         """Return whether the workers are still there when half of the grace is left."""
-        return self._due_at is not None and time.monotonic() >= self._due_at - self._agent.options.grace_s / 2
+        return time.monotonic() >= self._due_at - self._agent.options.grace_s / 2
 
     def note_end(self, how: str) -> None:
         """Note how the workers end, if they do not leave at a step boundary. The first word counts."""
         self._how = self._how or how
 
-    def _end_within(self, seconds: float | None) -> None:
-        if seconds is None or (self._due_at is not None and self._due_at <= time.monotonic() + seconds):
-            return
-        self._due_at = time.monotonic() + seconds
-        self._agent.after(seconds, self._end)
+    def _end_within(self, seconds: float) -> None:
+        if time.monotonic() + seconds < self._due_at:
+            self._due_at = time.monotonic() + seconds
+            self._agent.after(seconds, self._end)
 
     def _end(self) -> None:
         """End the workers that have not left, as the machine is about to go."""
@@ -113,6 +113,8 @@ class Draining:
                 self._agent.console.notice(told)
 
 
-def _allowed_s(notice: Notice, within_s: float | None) -> float | None:
-    left_s = None if notice.deadline is None else max(0.0, notice.deadline - time.time() - MARGIN_S)
-    return min((each for each in (left_s, within_s) if each is not None), default=None)
+def _allowed_s(notice: Notice, within_s: float, ordinary_s: float) -> float:
+    """Return how long the workers may stay, inf: for any time. A machine whose end is over, as it seems, has another
+    clock."""
+    left_s = math.inf if notice.deadline is None else notice.deadline - time.time() - MARGIN_S
+    return min(left_s if left_s > 0 else ordinary_s, within_s)
