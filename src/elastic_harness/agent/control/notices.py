@@ -72,7 +72,7 @@ class Metadata:
         return read_azure(*self._ask("/metadata/scheduledevents?api-version=2020-07-01", asked), self._machine)
 
     def _ask(self, path: str, headers: dict[str, str], method: str = "GET") -> tuple[int, str]:
-        """Return status and body. No proxy is asked. Raises OSError or http.client.HTTPException."""
+        """Return status and body. No proxy is asked."""
         connection = http.client.HTTPConnection(self._address, timeout=TIMEOUT_S)
         try:
             connection.request(method, path, headers=headers)
@@ -101,7 +101,7 @@ def _look(path: Path) -> Notice | None:
 
 
 class NoticeWatch:
-    """Asks `probes` once a second, until one of them gives a notice. `tell` and `warn` are called from the thread."""
+    """Asks each of `probes` once a second until it gives a notice. `wake` is called from the thread."""
 
     def __init__(self, probes: dict[str, Probe], wake: Callable[[], None]) -> None:
         self._probes = probes
@@ -129,7 +129,7 @@ class NoticeWatch:
     def _probe(self, name: str) -> None:
         try:
             notice = self._probes[name]()
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except Exception as error:  # thread boundary: whatever a source answers, it is asked on
             if time.monotonic() - self._answered[name] > SILENT_S:
                 self._answered[name] = float("inf")
                 self._tell(f"no notice of preemption can be had from {name} ({error}); it is asked on")
