@@ -10,22 +10,54 @@ import math
 import os
 import selectors
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
+from elastic_harness.agent.options import LaunchOptions
+from elastic_harness.agent.reporting.console import Console
+from elastic_harness.agent.reporting.records import Records
+from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.errors import EXIT_TERMINATED
 from elastic_harness.health.preemption import Notice
 
 if TYPE_CHECKING:
     from elastic_harness.agent.control.notices import NoticeWatch
-    from elastic_harness.agent.loop import Agent
 
 MARGIN_S = 3.0  # before the machine goes: the others hear of an end that is told sooner than of one that is not
+
+
+class Drains(Protocol):
+    """What decides for the agent."""
+
+    def drain(self, why: str) -> bool: ...
+
+
+class DrainedAgent(Protocol):
+    """What is used of the agent."""
+
+    options: LaunchOptions
+    console: Console
+    records: Records
+
+    @property
+    def workers(self) -> Mapping[str, Worker]: ...
+
+    @property
+    def outcome(self) -> object: ...
+
+    @property
+    def supervisor(self) -> Drains: ...
+
+    def listen(self, descriptor: int, mask: int, call: Callable[[int], None] | None) -> None: ...
+    def after(self, delay_s: float, call: Callable[[], None]) -> None: ...
+    def stop(self, exit_code: int, why: str, *, said_by: str) -> None: ...
+    def stop_workers(self, reason: str, *, graceful: bool) -> None: ...
 
 
 class Draining:
     """The notice of this node, if it has one, and what follows from it. Nothing here blocks."""
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: DrainedAgent) -> None:
         self.notice: Notice | None = None
         self._agent = agent
         self._began_at = 0.0  # monotonic
@@ -56,7 +88,7 @@ class Draining:
             agent.records.event("drain", source=notice.source, why=notice.why, deadline=notice.deadline)
             self._leaves = agent.supervisor.drain(f"{notice.source}: {notice.why}")
             if self._leaves:
-                agent.folder.update(status="draining")
+                agent.records.folder.update(status="draining")
                 agent.console.notice(f"draining ({notice.source}: {notice.why}): it leaves at the next step boundary")
             else:
                 self.note_end("its workers were stopped: no other node goes on")
