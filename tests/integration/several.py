@@ -131,10 +131,10 @@ class Hosts:
         )
         return self.jobs[number]
 
-    def begin(self, count: int, *, nodes: str = "2:3", nproc: int = 1) -> None:
+    def begin(self, count: int, *options: object, nodes: str = "2:3", nproc: int = 1) -> None:
         """Launch so many nodes, and wait until all of their workers are members."""
         for number in range(count):
-            self.launch(number, nodes=nodes, nproc=nproc)
+            self.launch(number, *options, nodes=nodes, nproc=nproc)
         self.fill(count * nproc)
 
     def forget(self, number: int) -> None:
