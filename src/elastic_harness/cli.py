@@ -18,6 +18,7 @@ COMMANDS = {
     "stop": ("commands.manage", "stop", "stop a run at the next step boundary"),
     "resume": ("commands.manage", "resume", "launch a run again as it was launched before"),
     "scale": ("commands.manage", "scale", "change the number of workers of a live run"),
+    "drain": ("commands.manage", "drain", "let a node of a live run go at a step boundary"),
     "kill": ("commands.manage", "kill", "kill a worker of a live run, to see it recover"),
     "rm": ("commands.rm", "main", "remove runs that ended, after asking"),
     "verify": ("runs.verify", "main", "prove that every sample was used exactly once"),

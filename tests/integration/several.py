@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,18 +32,34 @@ PATIENCE_S = 120.0
 RUN = "job"
 
 
+@dataclass(frozen=True)
+class Place:
+    """This machine in place of a host: what happens to a network cannot be tested there."""
+
+    address: str = "127.0.0.1"
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Loopback:
+    """Several nodes on this machine."""
+
+    hosts: Sequence[Place] = (Place(),) * 4
+
+
 class NodeJob(Job):
     """One node's launch."""
 
     def __init__(
         self,
-        host: Host,
+        host: Host | Place,
         folder: Path,
         nodes: str,
         options: Sequence[object],
         script: Sequence[object],
         source: Path,
         anew: bool,
+        variables: Mapping[str, str],
     ):
         self.host = host
         super().__init__(
@@ -50,8 +67,10 @@ class NodeJob(Job):
             *script,
             script=TRAINER,
             options=tuple(options),
-            variables={"PYTHONPATH": str(source)},
-            popen=host.popen if anew or source != SOURCE else partial(preloaded().popen, namespace=host.name),
+            variables={"PYTHONPATH": str(source), **variables},
+            popen=host.popen
+            if isinstance(host, Host) and (anew or source != SOURCE)
+            else partial(preloaded().popen, namespace=host.name),
             where=("--nnodes", nodes, "--run-id", RUN, "--host", host.address),
         )
 
@@ -68,7 +87,7 @@ class Hosts:
     """The hosts of one test. `jobs`: the newest launch on each. `anew`: launchers are new processes, and no forks of
     the `preloaded` one."""
 
-    def __init__(self, folder: Path, network: Network, cluster: Cluster, *, steps: int) -> None:
+    def __init__(self, folder: Path, network: Network | Loopback, cluster: Cluster, *, steps: int) -> None:
         self.folder, self.network, self.cluster, self.steps = folder, network, cluster, steps
         self.store = cluster.url
         self.anew = False
@@ -93,6 +112,7 @@ class Hosts:
         nproc: int = 1,
         settings: Any = (),
         source: Path = SOURCE,
+        variables: Mapping[str, str] | None = None,
     ) -> NodeJob:
         """Launch a node, perhaps again. `source`: where its package is."""
         if number in self.jobs:
@@ -100,14 +120,21 @@ class Hosts:
         script = (self.orders, *TINY, f"training.max_steps={self.steps}", *settings)
         given = ("--store", self.store, "--node-name", f"n{number}", "--nproc-per-node", nproc, *options)
         self.jobs[number] = NodeJob(
-            self.network.hosts[number], self.folder / f"run@n{number}", nodes, given, script, source, self.anew
+            self.network.hosts[number],
+            self.folder / f"run@n{number}",
+            nodes,
+            given,
+            script,
+            source,
+            self.anew,
+            variables or {},
         )
         return self.jobs[number]
 
-    def begin(self, count: int, *, nodes: str = "2:3", nproc: int = 1) -> None:
+    def begin(self, count: int, *options: object, nodes: str = "2:3", nproc: int = 1) -> None:
         """Launch so many nodes, and wait until all of their workers are members."""
         for number in range(count):
-            self.launch(number, nodes=nodes, nproc=nproc)
+            self.launch(number, *options, nodes=nodes, nproc=nproc)
         self.fill(count * nproc)
 
     def forget(self, number: int) -> None:

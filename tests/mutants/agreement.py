@@ -24,6 +24,21 @@ def with_faults(**faults: int) -> NodeSize:
 
 PATCHES = [
     Agreed(
+        "who is told to go takes the state along",
+        "if urgent or view.gathering or staying.isdisjoint(surviving):",
+        "if False:",
+        (("if urgent and (view.current is None or staying.isdisjoint(view.veterans)):", "if False:"),),
+        kind="state given up",
+        size=NodeSize(steps=2, faults=NodeFaults(workers=1, drains=1)),
+    ),
+    Agreed(
+        "a job is stopped while a node wants workers",
+        "self.state.generation is None or self.wanted or not",
+        "self.state.generation is None or not",
+        kind="stopped too early",
+        size=NodeSize(steps=2, faults=NodeFaults(workers=1, drains=1)),
+    ),
+    Agreed(
         "who leads is not compared when a decision is written",
         "compare = {DECISION: state.decision_at, LEADER: lead.revision}",
         "compare = {DECISION: state.decision_at}",

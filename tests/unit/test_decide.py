@@ -193,7 +193,8 @@ def test_a_generation_has_whole_rows(situation: tuple[View, Limits]) -> None:
         assert shards * rows_of_all < limits.least
         return
     generation = Generation(2, outcome.members, True, "", outcome.shards, outcome.replicas)
-    assert set(generation.members) <= set(view.ready) and len(generation.members) <= limits.target
+    assert set(generation.members) <= set(view.ready)
+    assert len(generation.members) <= limits.target + len(view.leaving.intersection(generation.members))
     assert len(generation.rows) * shards >= max(limits.min_workers, shards)
     assert len(generation.rows) == min(map(len, generation.columns)) >= min(rows_of_all, limits.target // shards)
     assert all(m in column for row in generation.rows for m, column in zip(row, generation.columns, strict=True))
@@ -250,6 +251,45 @@ def test_who_alone_holds_a_shard_leaves_when_another_has_it() -> None:
     grown = in_shards(5, "abx", (0, 1, 1), ("ab",))
     decision, _ = chosen(0.0, View(grown, tuple("abx"), leaving=leaving, held=grown.shard_of), OF_TWO)
     assert decision is not None and decision.members == tuple("ax") and not decision.urgent
+
+
+def test_who_leaves_stays_in_an_urgent_generation() -> None:
+    """With what it has finished of the step; the boundary after it is where it goes. Its node counts no longer."""
+    current, two = Generation(3, tuple("abc"), True, ""), Limits(1, 8, 2)
+    lost, _ = chosen(0.0, View(current, tuple("ac"), leaving=frozenset("a"), veterans=frozenset("abc")), two)
+    assert lost is not None and lost.members == tuple("ac") and lost.urgent
+    broke = View(current, tuple("abc"), leaving=frozenset("a"), veterans=frozenset("abc"), reform=True)
+    anew, _ = chosen(0.0, broke, two)
+    assert anew is not None and anew.members == tuple("abc")
+    again = Generation(4, tuple("ac"), True, "")
+    planned, _ = chosen(0.0, View(again, tuple("ac"), leaving=frozenset("a"), veterans=frozenset("ac")), two)
+    assert planned is not None and planned.members == ("c",) and not planned.urgent
+
+
+def test_who_alone_holds_the_state_gives_it_before_it_leaves() -> None:
+    """It was given up: the generation was formed without a's state, and a checkpoint was restored."""
+    left_out = Generation(3, ("b",), False, "1 removed")  # b dies before it is formed, and c is new
+    view = View(left_out, tuple("ac"), leaving=frozenset("a"), veterans=frozenset("ab"))
+    decision, _ = chosen(0.0, view, Limits(1, 8, 1))
+    assert decision is not None and decision.members == tuple("ac") and decision.urgent
+
+
+def test_a_newcomer_takes_the_state_before_the_last_member_leaves() -> None:
+    """The job was stopped, though the newcomer could have gone on."""
+    current, one = Generation(3, ("a",), True, ""), Limits(1, 8, 1)
+    joins, _ = chosen(0.0, View(current, tuple("ax"), leaving=frozenset("a"), veterans=frozenset("a")), one)
+    assert joins is not None and joins.members == tuple("ax") and not joins.urgent
+    both = Generation(4, tuple("ax"), False, "1 joined")
+    leaves, _ = chosen(0.0, View(both, tuple("ax"), leaving=frozenset("a"), veterans=frozenset("a")), one)
+    assert leaves is not None and leaves.members == ("x",) and not leaves.urgent
+
+
+def test_those_who_may_leave_together_are_waited_for() -> None:
+    current = Generation(3, tuple("ab"), True, "")
+    view = View(current, tuple("ab"), leaving=frozenset("a"), veterans=frozenset("ab"), gathering=True)
+    assert decide(0.0, view, Limits(1, 8, 1)) == Keep("unchanged")
+    spare = View(current, tuple("abx"), leaving=frozenset("x"), veterans=frozenset("ab"), gathering=True)
+    assert decide(0.0, spare, Limits(1, 8, 3)) == Keep("unchanged"), "nobody joins to leave"
 
 
 def test_nobody_has_finished_if_a_shard_is_lost_then() -> None:

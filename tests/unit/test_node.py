@@ -192,9 +192,20 @@ def test_a_node_that_leaves_disturbs_nobody() -> None:
     nodes = Nodes()
     two(nodes)
     nodes.tell("b", node.NodeLeaves())
+    nodes.tick(protocol.LEAVING_S)
     last = nodes.actions("a", protocol.Announce)[-1].generation
     assert last.members == ("a/w0",) and not last.urgent
     assert not nodes.actions("a", protocol.Stop)
+
+
+def test_a_node_can_be_asked_to_leave_through_another_one() -> None:
+    """All nodes hear of it, and carry it out once; it is the named one that leaves."""
+    nodes = Nodes()
+    two(nodes)
+    nodes.tell("a", Happened(protocol.DrainAsked("b")))
+    nodes.tick()
+    for name in "ab":
+        assert [action.node for action in nodes.actions(name, protocol.Drain)] == ["b"]
 
 
 def test_a_node_that_leaves_still_leaves_when_the_store_has_lost_everything() -> None:
@@ -265,6 +276,32 @@ def test_when_the_store_has_lost_everything_nobody_waits_for_a_worker_that_is_mi
     nodes.tick(4.0)
     assert set(members(nodes, "b")) == {"a/w1", "b/w0", "b/w1"}
     assert len(nodes.actions("b", protocol.Pause)) == pauses
+
+
+def test_all_who_are_told_at_nearly_the_same_time_stop_together() -> None:
+    """The first one is not let go without a checkpoint while the notices of the others are on their way."""
+    nodes = Nodes()
+    two(nodes)
+    before = len(nodes.actions("a", protocol.Announce))
+    nodes.tell("a", node.NodeLeaves())
+    nodes.tick(protocol.LEAVING_S / 2)
+    nodes.tell("b", node.NodeLeaves())
+    assert nodes.actions("a", protocol.Stop) and nodes.actions("b", protocol.Stop)
+    assert len(nodes.actions("a", protocol.Announce)) == before
+
+
+def test_the_last_member_waits_for_the_workers_of_a_node_that_stays() -> None:
+    """The job was stopped while a worker of the other node was started again."""
+    nodes = Nodes()
+    two(nodes)
+    nodes.tell("b", Happened(protocol.Lost("b/w0")))
+    nodes.tell("a", node.NodeLeaves())
+    report(nodes)
+    nodes.tick()
+    assert members(nodes, "a") == ("a/w0",) and not nodes.actions("a", protocol.Stop)
+    nodes.ready("b", "b/w1")
+    nodes.tick()
+    assert members(nodes, "a") == ("a/w0", "b/w1")
 
 
 def test_if_all_leave_the_job_stops() -> None:

@@ -57,6 +57,13 @@ def test_every_state_with_two_faults(faults: NodeFaults) -> None:
     check_every_state(NodeSize(faults=faults), 20_000)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["workers", "nodes", "holds", "drains"])
+def test_every_state_with_a_node_that_is_told_to_go_and_another_fault(other: str) -> None:
+    faults = NodeFaults(drains=2) if other == "drains" else NodeFaults(**{other: 1}, drains=1)
+    check_every_state(NodeSize(steps=2, faults=faults), 20_000)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("faults", [pair for pair in PAIRS if pair not in QUICK], ids=named)
 def test_every_state_with_any_two_faults(faults: NodeFaults) -> None:

@@ -228,7 +228,8 @@ def test_a_run_is_forgotten_unless_nodes_are_there(tmp_path: Path) -> None:
         with pytest.raises(InfrastructureError, match=r"run/head/decision .* \(origin is missing\)"):
             store_view.status(address, "job")
         store.txn({}, deletes=[node.DECISION])
-        assert store_view.status(address, "job")["nodes"] == {"a-1": {"places": 2, "ready": 0, "ranks": []}}
+        there = {"places": 2, "ready": 0, "ranks": [], "draining": False}
+        assert store_view.status(address, "job")["nodes"] == {"a-1": there}
         store.txn({}, deletes=[f"{node.NODES}a-1.0"])
         assert "is forgotten" in store_view.forget(options)
         assert store.range("") == []

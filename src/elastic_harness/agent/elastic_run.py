@@ -55,11 +55,12 @@ from elastic_harness.errors import (
     ConfigError,
 )
 from elastic_harness.exits import Exit, read_exit
+from elastic_harness.health.preemption import ON_REQUEST
 from elastic_harness.membership import protocol
 from elastic_harness.membership.poison import evidence
 from elastic_harness.membership.reconcile import worth_telling
 from elastic_harness.membership.records import Known, Values
-from elastic_harness.membership.types import Generation, Limits, Report
+from elastic_harness.membership.types import Generation, Limits, Report, node_of
 from elastic_harness.runs.origin import versions_in
 
 TICK_S = 0.05
@@ -111,6 +112,7 @@ class ElasticRun:
         self._waiting_shown_at = 0.0
         self._ticked_at = 0.0
         self._done = False
+        self._told_to_save = False
         self._script_stop = script_stop.ScriptStop()
         self._max_steps: int | None = None  # so many steps the workers here are to do
 
@@ -242,6 +244,8 @@ class ElasticRun:
         if self.agent.outcome is not None:
             if cause == "user_error" and not worker.released:
                 self._report(worker, "the job is ending", cause, error)
+            elif read_exit(worker.exit_code or 0) is not Exit.SUCCESS:
+                self.agent.draining.note_end(f"its worker {worker.member} was lost")
             return
         if cause == "released":
             self._refill()
@@ -265,6 +269,9 @@ class ElasticRun:
         self._ticked_at = now
         self.agreement.tick()
         if self.agent.outcome is not None:  # ending: members may still have to re-form to reach the last boundary
+            if self.agent.draining.presses() and not self._told_to_save:
+                self._told_to_save = True  # perhaps all nodes go, and the store with them: then all save and leave
+                self._tell_members(Leave("drained", checkpoint=True))
             return
         self._admission.give_up_the_mute(now)
         self._admit()
@@ -273,15 +280,35 @@ class ElasticRun:
             self._say_waiting(self._waiting)
 
     def stop(self, outcome: JobOutcome) -> None:
-        if self._done or self._waiting or not self.agreement.stop(outcome, self._members):
+        others = any(node_of(member) != self.agreement.node for member in self._members)
+        if others and self._leave(outcome):
+            self._tell_members(Leave(outcome.status, checkpoint=True))  # they save when they leave
+            self.agent.after(
+                self.agent.options.grace_s, lambda: self.agent.stop_workers(outcome.status, graceful=False)
+            )
+        else:
             self.agent.finish(outcome, graceful=True)
-            return
+
+    def drain(self, why: str) -> bool:
+        message = f"this node was drained ({why}); the same command lets it join again"
+        return bool(self._members) and self._leave(JobOutcome(EXIT_TERMINATED, "stopped", message))
+
+    def drain_other(self, node: str) -> None:
+        self.agreement.tell(protocol.DrainAsked(node))
+
+    def _leave(self, outcome: JobOutcome) -> bool:
+        """Let the workers here go at a step boundary. Return False if that cannot be."""
+        if self._done or self._waiting or not self.agreement.leave():
+            return False
         self.agent.leave(outcome)
         for worker in self.agent.workers.values():
-            if worker.member in self._members and not worker.lost:  # it saves when it leaves
-                self.agent.send(worker, Leave(outcome.status, checkpoint=True))
-            else:
+            if worker.member not in self._members or worker.lost:
                 self.agent.stop_worker(worker, outcome.status, graceful=False)
+        return True
+
+    def _tell_members(self, message: object) -> None:
+        for member in self._members:
+            self._tell(member, message)
 
     def stop_all(self, why: str) -> None:
         if self._done or not self.agreement.stop_all(why):
@@ -377,6 +404,9 @@ class ElasticRun:
                 self._on_done(version)
             case protocol.Stop(reason):
                 self._on_stop(reason)
+            case protocol.Drain(node):
+                if node == self.agreement.node:
+                    self.agent.draining.begin(ON_REQUEST)
 
     def _say_waiting(self, reason: str) -> None:
         self._waiting_shown_at = time.monotonic()
@@ -452,6 +482,7 @@ class ElasticRun:
     def _on_stop(self, reason: str) -> None:
         """Stop this node, as all nodes do."""
         if self.agent.outcome is not None:  # this node was about to leave
+            self.agent.draining.note_end("the run was stopped on all nodes")
             self.agent.stop_workers("stopped", graceful=True)
         else:
             self.agent.folder.update(status="stopping")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
+from elastic_harness.agent.control.draining import Draining
 from elastic_harness.agent.control.server import ControlServer
 from elastic_harness.agent.options import LaunchOptions
 from elastic_harness.agent.reporting import alarms, hang_files
@@ -33,10 +34,10 @@ from elastic_harness.contract.messages import TO_AGENT, Leave
 from elastic_harness.errors import (
     EXIT_INFRASTRUCTURE,
     EXIT_INTERRUPTED,
-    EXIT_TERMINATED,
     HarnessError,
     InfrastructureError,
 )
+from elastic_harness.health.preemption import Notice
 from elastic_harness.processes import become_child_subreaper
 from elastic_harness.runs.events import SCHEMA, passed_over
 from elastic_harness.runs.folder import RunFolder
@@ -84,6 +85,13 @@ class Supervisor(Protocol):
     def stop(self, outcome: JobOutcome) -> None:
         """Stop this node, and keep what it has reached."""
 
+    def drain(self, why: str) -> bool:
+        """Let this node go at a step boundary, without a checkpoint. Return False if it cannot leave the others behind
+        and has to stop by itself."""
+
+    def drain_other(self, node: str) -> None:
+        """Let another node go in the same way."""
+
     def stop_all(self, why: str) -> None:
         """Stop the run on all of its nodes."""
 
@@ -126,7 +134,9 @@ class Agent:
         )
         self._snapshots = [*frames, wake]  # what a worker needs to save
         self.forks = ForkServer(folder.path, self.listen, console.notice, self._on_blank)
+        self.draining = Draining(self)
         self.supervisor: Supervisor
+        self._leaving = False  # other nodes go on without this one
         self._parent_pid = parent_pid
         self._selector = selectors.DefaultSelector()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -159,6 +169,7 @@ class Agent:
             self._announce_start()
             self._start_fork_server()
             supervisor.start()
+            self.draining.watch()
             self.after(TICK_S, self._tick)
             self.after(alarms.LOOK_S, self._look_for_alarms)
             while self.outcome is None or any(w.running for w in self.workers.values()):
@@ -208,7 +219,9 @@ class Agent:
     def _close(self) -> int:
         assert self.outcome is not None
         outcome = self.outcome
+        self.draining.close()
         with contextlib.suppress(HarnessError):
+            self.draining.ended()
             finished = self.supervisor.status().get("finished") or {}
             self.records.event(
                 "run_finished",
@@ -236,10 +249,12 @@ class Agent:
 
     def finish(self, outcome: JobOutcome, *, graceful: bool) -> None:
         """End the job. Graceful: workers that speak our protocol may save and leave first. The first outcome counts,
-        with one exception: a job that finishes while it is being stopped has finished."""
-        if self.outcome is not None and not (self.outcome.status == "stopped" and outcome.status == "finished"):
+        with two exceptions: a job that finishes while it is being stopped has finished, and if the job ends while this
+        node leaves it, that counts."""
+        finishes = self.outcome is not None and self.outcome.status == "stopped" and outcome.status == "finished"
+        if self.outcome is not None and not finishes and not self._leaving:
             return
-        self.outcome = outcome
+        self.outcome, self._leaving = outcome, False
         self.stop_workers(outcome.status, graceful=graceful)
 
     def fail(self, exit_code: int, message: str, *, graceful: bool = False) -> None:
@@ -247,11 +262,8 @@ class Agent:
         self.finish(JobOutcome(exit_code, "failed", message), graceful=graceful)
 
     def leave(self, outcome: JobOutcome) -> None:
-        """End the job here while other nodes go on. Workers leave when they are no longer needed, or after the
-        grace."""
-        if self.outcome is None:
-            self.outcome = outcome
-            self.after(self.options.grace_s, lambda: self.stop_workers(outcome.status, graceful=False))
+        """End the job here while other nodes go on. Workers leave when they are no longer needed."""
+        self.outcome, self._leaving = outcome, True
 
     def stop_workers(self, reason: str, *, graceful: bool) -> None:
         for worker in self.workers.values():
@@ -576,26 +588,26 @@ class Agent:
         if os.getppid() == self._parent_pid:
             self._signals_seen += 1
         name = signal.Signals(number).name
-        if self.outcome is None:
-            code = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_TERMINATED}.get(
-                signal.Signals(number), EXIT_HANGUP
-            )
-            self.console.notice(
-                f"{name}: stopping at the next step boundary (at most {self.options.grace_s:g} s); "
-                f"a second {name} stops at once"
-            )
-            self.stop(code, f"by {name}")
+        if number == signal.SIGTERM and self._signals_seen <= 1:
+            self.draining.begin(Notice(name, "asked to stop"), within_s=self.options.grace_s)
+        elif self.outcome is None:
+            self.stop(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_HANGUP, f"by {name}", said_by=name)
         elif self._signals_seen > 1:
             if not any(worker.running for worker in self.workers.values()):
                 self.writer.kill()
             for worker in self.workers.values():
                 worker.signal(signal.SIGKILL)
 
-    def stop(self, exit_code: int, why: str, *, everywhere: bool = False) -> None:
-        """Stop the job on request, and keep what it has reached. With `everywhere` stop it on all nodes."""
+    def stop(self, exit_code: int, why: str, *, said_by: str = "", everywhere: bool = False) -> None:
+        """Stop the job on request, and keep what it has reached. `said_by`: a signal, or who else gave notice. With
+        `everywhere` stop it on all nodes."""
         if everywhere:
             self.supervisor.stop_all(why)
         else:
+            if said_by:
+                again = f"; a second {said_by} stops at once" if said_by.startswith("SIG") else ""
+                within = f"at the next step boundary (at most {self.options.grace_s:g} s)"
+                self.console.notice(f"{said_by}: stopping {within}{again}")
             self.folder.update(status="stopping")
             self.supervisor.stop(self.stopped(exit_code, why))
 

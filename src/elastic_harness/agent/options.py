@@ -29,8 +29,8 @@ may stand anywhere.
 
 several machines: the same command on each, in any order and at any time, with an etcd that all of them reach
   elastic-harness launch --nnodes 2:8 --store etcd://10.0.0.1:2379 --run-id my-job --nproc-per-node 8 train.py
-A node that is stopped (Ctrl-C, SIGTERM) leaves at a step boundary, and the others go on; `elastic-harness stop` stops
-all. See docs/cluster.md.
+A node that is stopped (Ctrl-C) or drained (SIGTERM, `elastic-harness drain`, a notice) leaves at a step boundary, and
+the others go on; `elastic-harness stop` stops all. See docs/cluster.md.
 
 exit codes: 0 success, 1 user code failed, 2 wrong configuration, 3 too few workers, 4 machine or disk,
 130/143 interrupted (SIGINT/SIGTERM)
@@ -57,6 +57,8 @@ class LaunchOptions:
     host: str | None = None  # the address at which other nodes reach this one
     node_timeout_s: float = 3.0  # after so long a lost node is missed
     fork_server: bool = True
+    preemption_notices: str = "none"  # the cloud whose metadata service is asked
+    notice_file: str | None = None  # this node is drained when it is there
 
     @property
     def api_restarts(self) -> int:
@@ -121,6 +123,13 @@ def build_parser(*, built_in: bool = False) -> argparse.ArgumentParser:
     option("--max-restarts", type=int, metavar="N", help="restarts of a worker at its place (see below)")
     option("--join-timeout", type=float, default=600.0, metavar="S", help="wait this long for all workers at the start")
     option("--grace", type=float, default=10.0, metavar="S", help="time to save and leave when stopped (default: 10)")
+    option(
+        "--preemption-notices",
+        choices=("none", "aws", "gcp", "azure"),
+        default="none",
+        help="ask this cloud's metadata service each second whether the machine will go (default: none)",
+    )
+    option("--notice-file", metavar="FILE", help="drain this node when FILE appears; its first line says why")
     option("--run-dir", metavar="DIR", help="run folder (default: runs/<id>); an existing one is resumed")
     option("--run-id", metavar="ID", help="name of the run (default: from the time)")
     option("--fresh", action="store_true", help="start anew: an existing run folder is moved aside, not deleted")
@@ -194,6 +203,8 @@ def parse(argv: Sequence[str]) -> LaunchRequest:
         host=given.host,
         node_timeout_s=given.node_timeout,
         fork_server=not given.no_fork_server,
+        preemption_notices=given.preemption_notices,
+        notice_file=None if given.notice_file is None else os.path.abspath(given.notice_file),
     )
     if given.weights_only and given.origin is None:
         raise ConfigError("--weights-only says what to take from another run; name that run: --from RUN[@VERSION]")

@@ -120,6 +120,12 @@ class PlainRun:
     def stop(self, outcome: JobOutcome) -> None:
         self.agent.finish(outcome, graceful=True)
 
+    def drain(self, why: str) -> bool:
+        return False
+
+    def drain_other(self, node: str) -> None:
+        raise ConfigError(f"there is no node {node!r}: the run has this one alone")
+
     def stop_all(self, why: str) -> None:
         self.agent.finish(self.agent.stopped(EXIT_TERMINATED, why), graceful=True)
 

@@ -26,7 +26,7 @@ from elastic_harness.agent.reporting.incident import signal_name
 from elastic_harness.agent.workers.orphans import Orphans
 from elastic_harness.agent.workers.script import check_command
 from elastic_harness.contract import shared_frames
-from elastic_harness.errors import EXIT_INFRASTRUCTURE, InfrastructureError
+from elastic_harness.errors import EXIT_INFRASTRUCTURE, EXIT_TERMINATED, ConfigError, InfrastructureError
 from elastic_harness.names import TRAINER
 from elastic_harness.processes import become_child_subreaper, children, die_with_parent
 from elastic_harness.runs import folder as folders
@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
     check_command(request.options.command)
+    _check_notice_file(request.options.notice_file)
     _check_trainer(request.options.command)
     request = _for_several_nodes(request)
     run_id = request.run_id or (Path(request.run_dir).resolve().name if request.run_dir else folders.new_run_id())
@@ -95,6 +96,12 @@ def _check_trainer(command: Sequence[str]) -> None:
         command_line.check(command[3:])
 
 
+def _check_notice_file(path: str | None) -> None:
+    """Refuse a notice that is there already, because the node would leave as soon as it has come."""
+    if path is not None and os.path.exists(path):
+        raise ConfigError(f"--notice-file {path} is there already, so this node would be drained at once; remove it")
+
+
 def _for_several_nodes(request: LaunchRequest) -> LaunchRequest:
     """Return the request with what this machine knows of itself. Raises ConfigError before anything is begun."""
     options = request.options
@@ -130,8 +137,12 @@ class _Parent:
                     return code
                 if self._signalled:
                     return 128 + self._signalled
+                if (folders.read_record(self._path) or {}).get("status") == "draining":
+                    print(f"[launch] the agent died ({_describe(code)}) while this node was drained", flush=True)
+                    self._mark_ended("stopped", EXIT_TERMINATED)
+                    return EXIT_TERMINATED
                 if not self._may_restart():
-                    self._mark_failed()
+                    self._mark_ended("failed", EXIT_INFRASTRUCTURE)
                     raise InfrastructureError(
                         f"the agent died {len(self._starts)} times within an hour (last: "
                         f"{_describe(code)}); see {self._path / 'logs' / 'agent.log'}, then launch again to resume"
@@ -205,11 +216,9 @@ class _Parent:
         self._starts.append(now)
         return True
 
-    def _mark_failed(self) -> None:
+    def _mark_ended(self, status: str, exit_code: int) -> None:
         with contextlib.suppress(InfrastructureError):
-            folders.RunFolder(self._path).update(
-                status="failed", exit_code=EXIT_INFRASTRUCTURE, agent_pid=None, control=None
-            )
+            folders.RunFolder(self._path).update(status=status, exit_code=exit_code, agent_pid=None, control=None)
 
 
 def _show(data: bytes) -> None:

@@ -1,4 +1,5 @@
-"""Run management: `ls`, `status`, `logs`, `stop`, `resume`, `scale`, `kill`. RUN is a folder or an id under runs/."""
+"""Run management: `ls`, `status`, `logs`, `stop`, `resume`, `scale`, `drain`, `kill`. RUN is a folder or an id under
+runs/."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from typing import Any
 from elastic_harness import own_loop
 from elastic_harness.agent.control.server import request
 from elastic_harness.agent.decisions import store_view
-from elastic_harness.contract.commands import GetStatus, KillWorker, ScaleRun, StopRun
+from elastic_harness.contract.commands import DrainNode, GetStatus, KillWorker, ScaleRun, StopRun
 from elastic_harness.errors import EXIT_CONFIG, EXIT_SUCCESS, ConfigError, InfrastructureError
 from elastic_harness.names import TRAINER
 from elastic_harness.runs import folder as folders
@@ -175,6 +176,46 @@ def scale(argv: Sequence[str]) -> int:
     return EXIT_SUCCESS
 
 
+def drain(argv: Sequence[str]) -> int:
+    """Let one node of a live run go, and return when it is gone."""
+    parser = _parser("drain", "Let a node leave at a step boundary. If no other node would go on, stop the run.")
+    parser.add_argument("run", metavar="RUN", help="a run folder on this machine")
+    parser.add_argument("node", nargs="?", help="the node, as `status --store` names it (default: the one of RUN)")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="how long to wait for its end")
+    given = parser.parse_args(list(argv))
+    path = folders.resolve(given.run)
+    node = "" if given.node is None else _node_named(path, given.node)
+    request(_control(path), DrainNode(node))
+    end = time.monotonic() + given.timeout
+    while node in _nodes(path) if node else folders.locked(path):
+        if time.monotonic() > end:
+            raise InfrastructureError(
+                f"the node is still there after {given.timeout:g} s; it leaves at the first step boundary after which "
+                "enough workers go on (--min-workers, --nnodes), and trains until then; see its logs"
+            )
+        time.sleep(0.05)
+    print(f"drained {node or 'this node'}")
+    return EXIT_SUCCESS
+
+
+def _nodes(path: Path) -> dict[str, Any]:
+    """Return the nodes of a run, as its store knows them."""
+    options = (folders.read_record(path) or {}).get("options") or {}
+    if not options.get("store"):
+        raise ConfigError(f"the run in {path} has one node; stop it with: elastic-harness stop {path}")
+    nodes: dict[str, Any] = store_view.status(options["store"], options["store_id"])["nodes"]
+    return nodes
+
+
+def _node_named(path: Path, name: str) -> str:
+    """Return the whole name of a node, from that or from its --node-name."""
+    nodes = _nodes(path)
+    found = [node for node in nodes if name in (node, node.rpartition("-")[0])]
+    if len(found) != 1:
+        raise ConfigError(f"{len(found)} nodes are called {name!r}; there are: {', '.join(sorted(nodes)) or 'none'}")
+    return found[0]
+
+
 def kill(argv: Sequence[str]) -> int:
     """Kill one worker of a live run."""
     parser = _parser("kill", "SIGKILL a worker of a live run.")
@@ -201,7 +242,7 @@ def _summary(path: Path, record: dict[str, Any], *events: str) -> dict[str, Any]
     """Return a run as its records show it, with the newest of each of these events."""
     live = folders.locked(path)
     state = record.get("status", "unknown")
-    if not live and state in ("starting", "running", "stopping"):
+    if not live and state in ("starting", "running", "stopping", "draining"):
         state = "dead"
     newest: dict[str, dict[str, Any]] = {}
     damaged: list[str] = []
@@ -242,7 +283,8 @@ def _print_nodes(shown: dict[str, Any]) -> None:
     for name, row in sorted(shown["nodes"].items()):
         ranks = ", ".join(map(str, row["ranks"])) or "-"
         leads = ", leads" if name == shown["leader"] else ""
-        print(f"node       {name}: {row['ready']} of {row['places']} workers ready, ranks {ranks}{leads}")
+        leaves = ", draining" if row["draining"] else ""
+        print(f"node       {name}: {row['ready']} of {row['places']} workers ready, ranks {ranks}{leads}{leaves}")
 
 
 def _checkpoints(newest: Mapping[str, int]) -> str:
@@ -255,6 +297,9 @@ def _print_status(shown: dict[str, Any]) -> None:
     print(f"status     {shown['status']}{exit_code}")
     if shown.get("node"):
         print(f"node       {shown['node']}; {shown['leader'] or 'nobody'} leads")
+    if shown.get("draining"):
+        notice = shown["draining"]
+        print(f"draining   for {notice['since_s']:.0f} s, {notice['source']}: {notice['why']}")
     if shown.get("store"):
         print(f"store      {shown['store']}")
     if shown.get("checkpoints"):

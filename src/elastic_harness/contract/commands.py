@@ -26,10 +26,19 @@ class ScaleRun:
 
 
 @dataclass(frozen=True)
+class DrainNode:
+    """Let a node go at a step boundary, while the others go on. "": the node that is asked."""
+
+    node: str
+
+
+@dataclass(frozen=True)
 class KillWorker:
     """Kill a worker, as a test of recovery."""
 
     worker: str
 
 
-COMMANDS = Codec({"status": GetStatus, "stop": StopRun, "scale": ScaleRun, "kill": KillWorker}, tag="command")
+COMMANDS = Codec(
+    {"status": GetStatus, "stop": StopRun, "scale": ScaleRun, "drain": DrainNode, "kill": KillWorker}, tag="command"
+)

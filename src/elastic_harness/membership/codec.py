@@ -21,9 +21,9 @@ _CLASSES: dict[str, type[Any]] = {
         types.Generation, types.Report, types.Source, types.Digest, types.Limits, protocol.State,
         protocol.Ready, protocol.Lost, protocol.Reported, protocol.Trouble, protocol.Committed, protocol.Saved,
         protocol.Finished, protocol.SlotFailed, protocol.Overdue, protocol.Unfit, protocol.Doubted, protocol.Scaled,
-        protocol.Leaving, protocol.StopAsked,
+        protocol.Leaving, protocol.DrainAsked, protocol.StopAsked,
         protocol.Announce, protocol.Publish, protocol.Pause, protocol.Evict, protocol.RollBack,
-        protocol.Poison, protocol.Done, protocol.Stop,
+        protocol.Poison, protocol.Done, protocol.Stop, protocol.Drain,
     )
 }  # fmt: skip
 PACKED_FROM = 2048  # characters; a shorter text stays readable in the store

@@ -25,6 +25,7 @@ class View:
     broken: frozenset[frozenset[str]] = frozenset()  # pairs of living members that cannot talk, as one of them says
     reform: bool = False  # the current generation failed without a death, or its members waited: form it anew
     leaving: frozenset[str] = frozenset()  # living members that are to leave at the next step boundary
+    gathering: bool = False  # others may be about to say that they leave too: nobody leaves yet
     first_ready_at: float = 0.0  # when the first member became ready: for the join timeout of the first generation
     veterans: frozenset[str] = frozenset()  # members that hold the state
     apart: frozenset[frozenset[str]] = frozenset()  # pairs of nodes whose network is cut
@@ -70,7 +71,8 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
 
     Time: the first generation waits for more members, up to `join_timeout_s`, unless it has the state. A loss is
     urgent, and so is a generation that has to be formed anew. A pure addition or a planned removal waits for a step
-    boundary.
+    boundary. Members that are to leave stay in an urgent generation, because they have finished lanes of the running
+    step; the planned one after it leaves them out.
 
     The end: once a member has finished, the others only have to catch up. The minimum no longer applies. Nobody is
     admitted, except members that have finished, if no survivor holds the state.
@@ -106,7 +108,16 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
     staying = ready - view.leaving
     kept = {shard for m, shard in view.held.items() if m in staying}
     needed = {m for m in view.leaving if m in view.held and view.held[m] not in kept}
+    # An urgent generation begins within a step. Without its leaving members their finished lanes would be computed
+    # again, and the state would be given up if nobody else holds it. At a boundary all members hold it, but newcomers
+    # have to take it from one of them first.
+    urgent = view.current is None or lost > 0 or view.reform
+    if urgent or view.gathering or staying.isdisjoint(surviving):
+        needed |= view.leaving & surviving
+    if urgent and (view.current is None or staying.isdisjoint(view.veterans)):
+        needed |= view.leaving & view.veterans
     candidates = [m for m in survivors + newcomers if ending or m not in view.leaving or m in needed]
+    most += 0 if ending else len(needed.intersection(candidates))  # their node wants no workers any more
 
     # Nodes that a cut separates do not go on together. A silent node may be the one that everybody else can reach, so
     # the leader first gives it the time to speak; after that it goes on without the node.
@@ -163,7 +174,6 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
     members = tuple(wanted)
     if view.current is not None and members == view.current.members and not view.reform:
         return Keep("unchanged")
-    urgent = view.current is None or lost > 0 or view.reform
     joined = sum(m not in surviving for m in members)
     removed = len(survivors) - (len(members) - joined)
     gone = {node_of(m) for m in view.current.members} - {node_of(m) for m in view.ready} if view.current else set()

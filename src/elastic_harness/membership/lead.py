@@ -206,7 +206,8 @@ class Lead:
     def step(self, now: float) -> Lead:
         """Give the protocol all events that were read. It decides once, with all of them in view."""
         lead = replace(self, events=()) if self.events else self
-        return lead._step([*self._scaled(), *self.events], now)
+        lead = lead._step([*self._scaled(), *self.events], now)
+        return lead._step([protocol.StopAsked("all nodes were asked to stop")], now) if lead._all_leave() else lead
 
     def news(self, now: float) -> tuple[Lead, dict[str, Any] | None]:
         """Return the decision to publish, None if there is nothing new."""
@@ -337,11 +338,22 @@ class Lead:
         """Return how many workers are wanted now: all that the nodes have places for. The leader changes that only
         after it knows which nodes are gone. If it lowered the number earlier, it would evict workers that are still
         alive."""
-        if self.state is None or not self.missed or not self.damaged.keys() <= self.records.keys():
+        if self.state is None or not self._counted():
             return []
         limits = self.state.limits
         unchanged = max(limits.min_workers, min(self.wanted, limits.max_workers)) == limits.target
         return [] if unchanged else [protocol.Scaled(self.wanted)]
+
+    def _counted(self) -> bool:
+        """Return whether the leader knows what all nodes want that are there."""
+        return self.missed and self.damaged.keys() <= self.records.keys()
+
+    def _all_leave(self) -> bool:
+        """Return whether no node wants workers any more. While one does, members that are told to go wait for its
+        workers, as long as they can."""
+        if self.state is None or self.state.done or self.state.generation is None or self.wanted or not self._counted():
+            return False
+        return self.state.formed and self.state.generation.member_set.issubset(self.state.leaving)
 
     def _step(self, events: Sequence[protocol.Event], now: float) -> Lead:
         if self.state is None or not events:
@@ -379,6 +391,7 @@ def _later(state: protocol.State, seconds: float) -> protocol.State:
         trouble_at=None if state.trouble_at is None else state.trouble_at + seconds,
         stateless_at=None if state.stateless_at is None else state.stateless_at + seconds,
         split_at=None if state.split_at is None else state.split_at + seconds,
+        leaving_at=None if state.leaving_at is None else state.leaving_at + seconds,
         first_ready_at=state.first_ready_at + seconds,
         apart=tuple((at + seconds, a, b) for at, a, b in state.apart),
     )

@@ -27,6 +27,7 @@ TROUBLE_PATIENCE = 2  # a pair of members is separated when so many generations 
 TROUBLE_MEMORY = 4  # … out of so many; a break long ago says nothing about the link
 APART_S = 60.0  # two nodes whose network was seen to be cut are kept apart for so long, then they are tried again
 HEARING_S = 4.0  # a node that others cannot reach has so long to say that it lives
+LEAVING_S = 0.3  # notices that come within so long of the first count together: perhaps the whole job has to go
 
 # ---- events
 
@@ -142,6 +143,13 @@ class Leaving:
 
 
 @dataclass(frozen=True)
+class DrainAsked:
+    """A node is to leave at a step boundary. Another node asks for that."""
+
+    node: str
+
+
+@dataclass(frozen=True)
 class StopAsked:
     """The whole job is to stop at a step boundary."""
 
@@ -167,6 +175,7 @@ Event = (
     | Doubted
     | Scaled
     | Leaving
+    | DrainAsked
     | StopAsked
     | Tick
 )
@@ -232,7 +241,14 @@ class Stop:
     reason: str
 
 
-Action = Announce | Publish | Pause | Evict | RollBack | Poison | Done | Stop
+@dataclass(frozen=True)
+class Drain:
+    """This node leaves at a step boundary."""
+
+    node: str
+
+
+Action = Announce | Publish | Pause | Evict | RollBack | Poison | Done | Stop | Drain
 
 # ---- state
 
@@ -266,6 +282,7 @@ class State:
     trouble_at: float | None = None  # when the trouble began that the next generation is to end
     trouble_in: int = 0  # the newest generation with that trouble
     leaving: tuple[str, ...] = ()  # members that are to leave at a step boundary
+    leaving_at: float | None = None  # when the first of them was told of
     stateless: tuple[str, ...] = ()  # members that reported no state and no checkpoint, while nobody had any
     stateless_at: float | None = None  # when the first of them did
     split_at: float | None = field(default=None, metadata=UNTOLD)  # since when a cut parts the holders of all shards
@@ -294,7 +311,9 @@ def steps(state: State, events: Iterable[Event], now: float) -> tuple[State, tup
 
 def timed(state: State) -> bool:
     """Return whether anything may follow from time alone."""
-    waits = state.generation is None or state.trouble_at is not None or state.paused or state.apart
+    waits = (
+        state.generation is None or state.trouble_at is not None or state.paused or state.apart or state.leaving
+    )
     return not state.done and bool(waits)
 
 
@@ -412,7 +431,11 @@ def _apply(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
             draft.state = replace(state, overdue=tuple(sorted({**dict(state.overdue), at_step: had_s}.items())))
         case Leaving(member):
             if member in draft.ready:
+                if not draft.leaving:
+                    draft.state = replace(state, leaving_at=now)
                 draft.leaving[member] = None
+        case DrainAsked(node):
+            return (Drain(node),)
         case StopAsked(reason):
             return (Stop(reason),)
         case Scaled(target):
@@ -480,8 +503,6 @@ def _advance(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
     if current and _everyone_arrived(state, current):
         version = max(v for _, v in state.finished)
         return replace(state, done=True), (Done(version),)
-    if current and state.formed and state.leaving and current.member_set.issubset(state.leaving):
-        return replace(state, done=True), (Stop("all nodes were asked to stop"),)
 
     lost = current is not None and not current.member_set.issubset(state.ready)
     reform = state.trouble_at is not None and now >= state.trouble_at + state.limits.trouble_grace_s
@@ -517,6 +538,7 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         broken=frozenset(p for p, n in counts.items() if n >= TROUBLE_PATIENCE),
         reform=reform,
         leaving=frozenset(state.leaving),
+        gathering=state.leaving_at is not None and now < state.leaving_at + LEAVING_S,
         first_ready_at=state.first_ready_at,
         veterans=frozenset({*state.veterans, *(m for m, report in state.reports if report.version >= 0)}),
         apart=apart,

@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--losses", type=int, default=0, help="of all that the store holds")
     parser.add_argument("--damages", type=int, default=0, help="of a value in the store")
     parser.add_argument("--holds", type=int, default=0, help="on a way to or from the store")
+    parser.add_argument("--drains", type=int, default=0, help="of nodes, which come again when their workers have left")
     add_search_options(parser)
     args = parser.parse_args(argv)
     size = NodeSize(
@@ -40,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         least_nodes=args.least_nodes,
         checkpoint_every=args.checkpoint_every,
         cold=args.cold,
-        faults=NodeFaults(args.worker_deaths, args.node_deaths, args.leases, args.losses, args.damages, args.holds),
+        faults=NodeFaults(
+            args.worker_deaths, args.node_deaths, args.leases, args.losses, args.damages, args.holds, args.drains
+        ),
     )
     return search(NodeModel(size), size, args)
 

@@ -139,7 +139,9 @@ class NodeModel:
             yield "hears", number
         if host.changes and not any(isinstance(told, node.Read) for told in host.told):
             yield "sees", number
-        if len(host.members) < self.size.per_node and not host.over:
+        if host.leaving and not host.members and not host.over:
+            yield "is gone", number
+        if len(host.members) < self.size.per_node and not host.over and not host.leaving:
             yield "starts a worker", number
 
     def _serve(self, world: NodeWorld, task: Task) -> NodeWorld:
@@ -160,6 +162,8 @@ class NodeModel:
                 return self._revoked(world, host.former[0])
             case "restarts":
                 return self._restart(world, number)
+            case "is gone":
+                return self._kill(world, number)
         name = f"{self.nodes[host.node].own.name}/w{host.started}"
         world = world.put(number, members=(*host.members, Member(name)), started=host.started + 1)
         return self._take(world, number, node.Happened(protocol.Ready(name)))
@@ -204,6 +208,9 @@ class NodeModel:
             if faults.nodes:
                 spent = world._replace(faults=faults._replace(nodes=faults.nodes - 1))
                 yield (f"n{number}", "dies"), self._kill, spent, number
+            if faults.drains and not host.leaving and not host.over:
+                spent = world._replace(faults=faults._replace(drains=faults.drains - 1))
+                yield (f"n{number}", "is told to go"), self._drain, spent, number
             if faults.leases and host.lease in world.store.leases:
                 spent = world._replace(faults=faults._replace(leases=faults.leases - 1))
                 yield (f"n{number}", "lease ends"), self._end_lease, spent, number
@@ -233,6 +240,12 @@ class NodeModel:
     def _lose_worker(self, world: NodeWorld, number: int, member: Member) -> NodeWorld:
         rest = tuple(each for each in world.hosts[number].members if each != member)
         return self._take(world.put(number, members=rest), number, node.Happened(protocol.Lost(member.name)))
+
+    def _drain(self, world: NodeWorld, number: int) -> NodeWorld:
+        """Tell a node to go. Before it has heard of any generation it stops by itself."""
+        if not world.hosts[number].announced:
+            return self._kill(world, number)
+        return self._take(world.put(number, leaving=True), number, node.NodeLeaves())
 
     def _kill(self, world: NodeWorld, number: int) -> NodeWorld:
         host = world.hosts[number]
@@ -351,6 +364,8 @@ class NodeModel:
             case protocol.Done(version):
                 if version != self.size.steps or (self._lineage(world), version) not in world.ledger:
                     raise Violation("done too early", f"at version {version}, ledger {sorted(world.ledger)}")
+                return world.put(number, over=True, members=())
+            case protocol.Stop() if world.faults.drains < self.size.faults.drains:
                 return world.put(number, over=True, members=())
         raise Violation("unasked", f"n{number}: {action}")
 
@@ -471,12 +486,19 @@ class NodeModel:
                 case protocol.Announce(generation):
                     fact: tuple[Any, ...] = "announced", history, generation.number, generation.members
                     self._check_same(decided, fact)
+                    if fact not in decided:
+                        self._check_holders(world, generation)
                     decided |= {fact}
                 case protocol.Publish(digest, _):
                     fact = "published", history, digest.generation, self.digests.number(digest)
                     self._check_same(decided, fact)
                     if fact not in decided:
                         self._check_digest(world, digest)
+                    decided |= {fact}
+                case protocol.Stop():
+                    fact = "stopped", history, 0, ""
+                    if fact not in decided:
+                        self._check_stop(world)
                     decided |= {fact}
         return world._replace(decided=decided)
 
@@ -493,6 +515,31 @@ class NodeModel:
         behind = [k for k, number in decision["taken"].items() if number < before["taken"].get(k, 0)]
         if decision["count"] < before["count"] or behind:
             raise Violation("not on top of the last", f"{decision['count']} actions; read less of {behind}")
+
+    def _check_holders(self, world: NodeWorld, generation: Generation) -> None:
+        """Check that somebody in a new generation has the state, if a node has it that was told to go. The members may
+        have died since the leader heard of them."""
+        living = {member.name: member for host in world.hosts for member in host.members}
+        if not living.keys() >= set(generation.members) or any(living[m].version >= 0 for m in generation.members):
+            return
+        for host in self._known(world):
+            if host.leaving and any(member.version >= 0 for member in host.members):
+                raise Violation("state given up", f"{host.members}: {generation}")
+
+    def _check_stop(self, world: NodeWorld) -> None:
+        """Check that a job is stopped only if all nodes were told to go."""
+        staying = [host for host in self._known(world) if not host.leaving]
+        if staying:
+            raise Violation("stopped too early", f"{staying}")
+
+    def _known(self, world: NodeWorld) -> list[Machine]:
+        """Return the machines of which the leader knows."""
+        records = {entry.key for entry in world.store.entries}
+        return [
+            host
+            for host in world.hosts
+            if host.up and world.now > host.disturbed_at and self.nodes[host.node].own.key in records
+        ]
 
     def _check_digest(self, world: NodeWorld, digest: Digest) -> None:
         """Check that the run does not begin again while a node that could take part has the state or a checkpoint."""

@@ -24,6 +24,7 @@ class NodeFaults(NamedTuple):
     losses: int = 0  # times that the store loses everything
     damages: int = 0  # values in the store that are overwritten
     holds: int = 0  # tasks that are put off for any time
+    drains: int = 0  # nodes that are told to go; each is launched again when its workers have left
 
 
 class Member(NamedTuple):
@@ -44,6 +45,7 @@ class Machine(NamedTuple):
     life: int = 0  # how often it was started
     up: bool = True
     over: bool = False  # it has heard that the job is done
+    leaving: bool = False  # it was told to go
     lease: int = 0
     former: tuple[int, ...] = ()  # leases of earlier lives
     prefix: str | None = None  # of the keys that it watches

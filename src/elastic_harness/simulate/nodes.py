@@ -554,6 +554,9 @@ class Simulation(Workers):
             case protocol.Done(version):
                 self.check_done(self.world, version)
                 self.done = True
+            case protocol.Drain(node):
+                if node == host.node.state.own.name:
+                    self._leave(number)
             case protocol.Stop():
                 if not host.leaving:
                     self.after(GRACE_S, lambda life=host.life: self._kill(number, life))  # type: ignore[misc]
@@ -607,7 +610,7 @@ class Simulation(Workers):
         counts_from = max((lineage for of, lineage in self._doubted if of == history), default=0)
         for who, w in enumerate(self.world.workers):
             host = self.hosts[self._home[who]]
-            well = host.up and not host.paused and not host.leaving and self.now - host.well_since > NOTICED_S
+            well = host.up and not host.paused and self.now - host.well_since > NOTICED_S
             if w.up and w.version >= 0 and w.lineage >= counts_from and w.mode != "over" and well:
                 holders[self.name(who)] = w
         if self.hold_all(list(holders.values())):
@@ -641,7 +644,13 @@ class Simulation(Workers):
                 for number in range(self.node_count):
                     self._kill(number)
             case "leave":
-                self._leave(fault.nodes[0])
+                number = fault.nodes[0]
+                asker = (number + 1) % self.node_count
+                if number % 2 and hosts[asker].up:  # every other node is asked through its neighbour
+                    name = hosts[number].node.state.own.name
+                    self._tell_node(asker, nodes.Happened(protocol.DrainAsked(name)))
+                else:
+                    self._leave(number)
             case "stop all":
                 self._tell_node(fault.nodes[0], nodes.Happened(protocol.StopAsked("the simulation asked for it")))
             case "kill half":

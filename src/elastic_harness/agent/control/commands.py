@@ -1,4 +1,4 @@
-"""The commands of the control socket: status, stop, scale, kill."""
+"""The commands of the control socket: status, stop, scale, drain, kill."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 from elastic_harness.agent.loop import Agent
 from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.contract import wire
-from elastic_harness.contract.commands import GetStatus, KillWorker, ScaleRun, StopRun
+from elastic_harness.contract.commands import DrainNode, GetStatus, KillWorker, ScaleRun, StopRun
 from elastic_harness.errors import EXIT_TERMINATED, ConfigError
+from elastic_harness.health.preemption import ON_REQUEST
 
 
 def answer(agent: Agent, command: object) -> wire.Message:
@@ -27,6 +28,12 @@ def answer(agent: Agent, command: object) -> wire.Message:
                 raise ConfigError("the run is ending; it cannot be scaled any more")
             agent.supervisor.scale(workers)
             return status(agent)
+        case DrainNode(node):
+            if node in ("", agent.supervisor.status().get("node")):
+                agent.draining.begin(ON_REQUEST)
+            else:
+                agent.supervisor.drain_other(node)
+            return {"draining": True}
         case KillWorker(worker):
             return _kill(agent, worker)
         case _:
@@ -57,6 +64,7 @@ def status(agent: Agent) -> dict[str, Any]:
         "agent_pid": os.getpid(),
         "workers": rows,
         "checkpoints": agent.checkpoints,
+        "draining": agent.draining.status(),
         **agent.supervisor.status(),
     }
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from elastic_harness.agent.loop import JobOutcome
 from elastic_harness.membership import protocol
 from elastic_harness.membership.records import Known, Values
 from elastic_harness.membership.types import Limits
@@ -46,9 +45,8 @@ class Agreement(Protocol):
 
     def tick(self) -> None: ...
 
-    def stop(self, outcome: JobOutcome, members: tuple[str, ...]) -> bool:
-        """Stop this node. `members`: of the generation. Return False if its own workers have to agree on the end, True
-        if the others go on without this node."""
+    def leave(self) -> bool:
+        """Tell the other nodes that this one leaves at a step boundary. Return False if they would not hear of it."""
 
     def stop_all(self, reason: str) -> bool:
         """Stop the run. Return True if everybody will hear of it, this node too."""
@@ -93,7 +91,7 @@ class Alone:
     def tick(self) -> None:
         self.tell(protocol.Tick())
 
-    def stop(self, outcome: JobOutcome, members: tuple[str, ...]) -> bool:
+    def leave(self) -> bool:
         return False
 
     def stop_all(self, reason: str) -> bool:

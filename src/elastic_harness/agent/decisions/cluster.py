@@ -14,7 +14,7 @@ from elastic_harness import __version__
 from elastic_harness.agent.decisions.agreement import CarryOut, Deliver
 from elastic_harness.agent.decisions.store_link import StoreLink
 from elastic_harness.agent.decisions.store_view import store_of
-from elastic_harness.agent.loop import Agent, JobOutcome
+from elastic_harness.agent.loop import Agent
 from elastic_harness.contract.messages import PROTOCOL
 from elastic_harness.errors import EXIT_CONFIG, InfrastructureError
 from elastic_harness.membership import protocol
@@ -37,7 +37,7 @@ from elastic_harness.membership.node import (
     Deliver as Delivered,
 )
 from elastic_harness.membership.records import Known
-from elastic_harness.membership.types import Limits, node_of
+from elastic_harness.membership.types import Limits
 from elastic_harness.runs.fingerprints import HARDWARE_KEYS
 
 AWAY_NOTICE_S = 3.0
@@ -104,9 +104,8 @@ class Together:
             told = {"step": records.committed, "at": records.committed_at, "checkpoints": self._agent.checkpoints}
             self._link.show_status(json.dumps(told))
 
-    def stop(self, outcome: JobOutcome, members: tuple[str, ...]) -> bool:
-        others = [m for m in members if node_of(m) != self.node]
-        if not others or self._link.trouble is not None:
+    def leave(self) -> bool:
+        if self._link.trouble is not None:
             return False
         self._take(NodeLeaves())
         return True

@@ -60,7 +60,9 @@ def status(address: str, run_id: str) -> dict[str, Any]:
             record = _read(read_record, entries, key)
             name = key.removeprefix(node.NODES).rpartition(".")[0]
             ranks = [rank for rank, member in enumerate(members) if node_of(member) == name]
-            nodes[name] = {"places": record["places"], "ready": len(record["members"]), "ranks": ranks}
+            ready = len(record["members"])
+            draining = not record["places"] and ready > 0  # it wants no workers, and those that it has are to leave
+            nodes[name] = {"places": record["places"], "ready": ready, "ranks": ranks, "draining": draining}
     finished = decision.get("finished")
     return {
         "run": run_id,
