@@ -21,7 +21,7 @@ from elastic_harness.train.layout import averaged_buffers, make_layout
 from elastic_harness.train.partials import Partials, SlotTable, add_into
 from elastic_harness.train.slots import Shape, SlotComputer
 
-SAMPLES = 13
+SAMPLES = 14  # batch norm needs two in every batch, also in the last one of 2 or 3
 
 
 class Net(nn.Module):
@@ -78,10 +78,10 @@ def placed_sum(shape: Shape, members: int, step: int, dtype: torch.dtype) -> tup
         partials = Partials(step, SlotTable.empty(shape.slots, shape.lanes, entries))
         own = [lane for lo, hi in dealt[name] for lane in range(lo, hi)]
         paired = Shape(shape.slots, shape.lanes, shape.micro_batch, pairs=dtype == torch.float32)
-        for unit in paired.units(own):
+        for unit in paired.units(own, alone=own[1:2]):
             run_unit(slots, model, step, unit)
             partials.add(unit, *slots.take_gradients())
-        finished.update(partials.nodes)
+        finished.update(partials.spans)
         words = words + partials.table.words
 
     def total(node: tuple[int, int]) -> list[Tensor | None]:
@@ -107,8 +107,6 @@ def placed_sum(shape: Shape, members: int, step: int, dtype: torch.dtype) -> tup
 def test_any_placement_gives_the_same_bits(
     slots: int, micro_batch: int, lanes: int, members: int, step: int, dtype: torch.dtype
 ) -> None:
-    if SAMPLES % (slots * micro_batch) % micro_batch == 1:
-        return  # batch norm needs two samples in every batch
     shape = Shape(slots, min(lanes, slots), micro_batch)
     alone, shared = placed_sum(shape, 1, step, dtype), placed_sum(shape, members, step, dtype)
     assert (alone[1] == shared[1]).all()
