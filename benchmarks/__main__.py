@@ -11,6 +11,7 @@ from benchmarks import (
     checkpoint,
     checkpoint_kills,
     checkpoint_stall,
+    corruption,
     drain,
     etcd_clients,
     exactness,
@@ -41,6 +42,7 @@ QUICK: dict[str, list[str]] = {
     "checkpoint": ["--mb=200", "--rounds=1"],
     "checkpoint_stall": ["--rounds=1", "--layers=2"],
     "checkpoint_kills": ["--moments=21", "--agent-kills=2"],
+    "corruption": ["--faults=2", "--pairs=1"],
     "etcd_clients": ["--rounds=1", "--operations=100"],
     "scale": ["--sizes=10,100,500", "--repeats=1"],
 }
@@ -59,6 +61,7 @@ BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "checkpoint": checkpoint.main,
     "checkpoint_stall": checkpoint_stall.main,
     "checkpoint_kills": checkpoint_kills.main,
+    "corruption": corruption.main,
     "etcd_clients": etcd_clients.main,
     "scale": scale.main,
 }

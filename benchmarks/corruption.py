@@ -36,6 +36,7 @@ CONFIG = ROOT / "benchmarks" / "recovery.yaml"
 STEPS = 100
 WORKERS, LANES_A_WORKER = 4, 8
 INTERVAL = 25  # the default for 8 lanes a worker
+FOUND = ("computed again", "differs from", "was changed")  # in an incident
 TIMED_STEPS, WARMUP_STEPS = 30, 5
 
 
@@ -96,11 +97,10 @@ def events(folder: Path, *names: str) -> list[dict[str, Any]]:
 
 
 def look(folder: Path, said: str, right: set[str], at: int) -> dict[str, Any]:
-    """Return what became of one fault."""
-    back = events(folder, "rollback")
-    before = [e["step"] for e in events(folder, "step_committed") if back and e["t"] <= back[0]["t"]]
-    incidents = [e["what"] for e in events(folder, "incident") if e["what"].startswith("worker ")]
-    named = sorted({what.split()[1] for what in incidents if "computed again" in what or "differs from" in what})
+    """Return what became of one fault. A weight that changes just where the worker looks is found by itself."""
+    incidents = [e for e in events(folder, "incident") if any(word in e["what"] for word in FOUND)]
+    named = sorted({e["what"].split()[1] for e in incidents})
+    before = [e["step"] for e in events(folder, "step_committed") if incidents and e["t"] <= incidents[0]["t"]]
     steps = max(before) + 1 - at if before else None
     return {"steps": steps, "named": named, "exact": final(said) == right}
 
