@@ -99,6 +99,7 @@ class HealthConfig(Section):
 
     section: ClassVar[str] = "health"
 
+    on_nonfinite: Literal["skip_step", "skip_slot", "fail"] = "skip_step"  # a loss, or else the gradient, is not finite
     on_spike: Literal["off", "warn", "skip_step"] = "off"  # a loss or a norm far above that of the steps before
     spike_sigmas: float = 6.0  # of the loss: so many robust deviations above the median of the window
     spike_norm_sigmas: float | None = 12.0  # of the logarithm of the gradient's norm; null: the norm does not count

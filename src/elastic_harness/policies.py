@@ -45,7 +45,7 @@ class StepFacts:
     loss: float  # mean over the step's target tokens
     grad_norm: float  # of the mean gradient, before clipping; may be infinite if `scaler_skips`
     lr: float  # of the first parameter group
-    slot_losses: tuple[float, ...]  # (N,) mean loss of each slot; 0 where its weight is
+    slot_losses: tuple[float, ...]  # (N,) mean loss of each slot; 0 or not finite where its weight is 0
     slot_weights: tuple[float, ...]  # (N,) 1: a full micro-batch
     finite: bool = True  # whether the gradient can be applied
     scaler_skips: bool = False  # a GradScaler sees the infinity, skips the update by itself and lowers its scale
@@ -56,6 +56,13 @@ class StepFacts:
         """The slots that count and whose loss is not finite."""
         losses = zip(self.slot_losses, self.slot_weights, strict=True)
         return tuple(slot for slot, (loss, weight) in enumerate(losses) if weight > 0 and not math.isfinite(loss))
+
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """The slots that do not count because their loss is not finite (`health.on_nonfinite=skip_slot`)."""
+        losses = zip(self.slot_losses, self.slot_weights, strict=True)
+        return tuple(slot for slot, (loss, weight) in enumerate(losses) if weight == 0 and not math.isfinite(loss))
 
 
 @dataclass(frozen=True)

@@ -83,3 +83,29 @@ def test_without_an_agent_it_is_said_and_ends_the_same_way(tmp_path: Path) -> No
     assert "the update of step 5 was skipped: the loss of 6 of 6 slots" in one_message(ended)
     assert "error: the updates of 2 steps in a row, 5 to 6, were not finite" in ended.stderr
     assert skipped(tmp_path) == [5, 6]
+
+
+def test_slots_are_left_out_alike_whoever_dies(tmp_path: Path) -> None:
+    """Their samples are named, the others of the step count, and `verify` knows."""
+    answer = ("--answer", "skip_slot")
+    alone = forked(SCRIPT, "sample", *answer, "--run-dir", tmp_path / "alone")
+    assert alone.returncode == 0, said(alone)
+    run_dir = tmp_path / "launched"
+    faults = "apply.finished member=w0-1 step=1 kill; slot.forward member=w1-1 step=7 kill"
+    options = ("--nproc-per-node", 2, "--spares", 1)
+    ended = launch(run_dir, SCRIPT, "sample", *answer, "--rejoin-at", 4, options=options, **failing(faults))
+    assert ended.returncode == 0 and set(finals(ended.stdout)) == set(finals(alone.stdout)), said(ended)
+    for folder in (run_dir, tmp_path / "alone"):
+        verdict = verify(folder)
+        assert verdict.ok and (verdict.skipped, verdict.left_out) == (0, 3), verdict
+        told = {e["step"]: e for e in events(folder, "step_committed") if "decisions" in e}
+        assert list(told) == [1, 7, 9] and all("17" in str(e["bad_samples"]) for e in told.values())
+    other = forked(SCRIPT, "sample", "--run-dir", tmp_path / "alone", "--steps", 12)
+    assert "health.on_nonfinite: the run has 'skip_slot'" in one_message(other)
+
+
+def test_the_first_update_that_is_not_finite_may_end_the_run(tmp_path: Path) -> None:
+    ended = launch(tmp_path, SCRIPT, "sample", "--answer", "fail", options=("--nproc-per-node", 2))
+    assert ended.returncode == EXIT_USER_CODE, said(ended)
+    assert "in step 1 the loss of 1 of 6 slots is not finite" in one_message(ended)
+    assert [event["outcome"] for event in events(tmp_path, "recheck")] == ["same"]

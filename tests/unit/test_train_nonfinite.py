@@ -64,6 +64,21 @@ def test_what_is_applied() -> None:
     assert POLICY.before_apply(BEGIN, by_the_scaler) == (BEGIN, Apply()), "its own skips are its own business"
 
 
+def test_slots_that_are_left_out_are_told_of() -> None:
+    facts = StepFacts(7, 1.0, 1.0, 0.1, (1.0, NAN, 1.0, INF), (1.0, 0.0, 1.0, 0.0))
+    state, verdict = SkipNonfinite(10, "skip_slot").before_apply({"in_a_row": 2, "since": 5}, facts)
+    reason = "the loss of 2 of 4 slots is not finite (slots 1, 3), and left out"
+    assert verdict == Apply(reason=reason, evidence={"left_out": [1, 3]}) and state == {"in_a_row": 0, "since": 5}
+    nothing_left = StepFacts(7, NAN, 0.0, 0.1, (NAN, 0.0), (0.0, 0.0))
+    _, verdict = SkipNonfinite(10, "skip_slot").before_apply(BEGIN, nothing_left)
+    assert isinstance(verdict, Skip) and "1 of 1 slots is not finite (slot 0), and no other slot" in verdict.reason
+
+
+def test_the_first_one_may_end_the_run() -> None:
+    _, verdict = SkipNonfinite(10, "fail").before_apply(BEGIN, facts_of(7, 4, (2,), NAN, False))
+    assert isinstance(verdict, Halt) and "in step 7 the loss of 1 of 4 slots is not finite (slot 2)" in verdict.reason
+
+
 def test_after_so_many_in_a_row_the_run_stops() -> None:
     state, verdicts = BEGIN, list[Verdict]()
     for step in (3, 4, 5):

@@ -82,6 +82,7 @@ class Verdict:
     torn_line: bool = False
     skipped: int = 0  # steps whose update a policy has skipped
     scaled: int = 0  # steps whose update a policy has scaled
+    left_out: int = 0  # slots whose samples were read, and count for nothing
     damaged: tuple[str, ...] = ()
     finished: bool = False
     weights_sha256: str | None = None
@@ -116,6 +117,8 @@ class Verdict:
             lines.append(f"  {self.epochs_complete} whole epochs of {self.n_samples:,} samples; {members}")
         if self.skipped:
             lines.append(f"  {self.skipped} of them had an update that a policy has skipped; the ledger says why")
+        if self.left_out:
+            lines.append(f"  {self.left_out} slots of them were read and left out, with weight 0")
         if self.scaled:
             lines.append(f"  {self.scaled} of them had an update that a policy has scaled; the ledger says why")
         if self.superseded:
@@ -236,6 +239,7 @@ def judge(
         torn_line=ledger.torn,
         skipped=skipped,
         scaled=scaled,
+        left_out=replay.left_out,
         damaged=ledger.damaged,
         finished=finished is not None or until is not None,
         weights_sha256=None if finished is None else finished.get("weights_sha256"),
@@ -251,6 +255,7 @@ class _Replay:
         self.lines = lines
         self.schedule = identity.schedule
         self.epochs_complete = 0
+        self.left_out = 0  # slots that were read and given no weight
         self._used: dict[tuple[int, int], np.ndarray] = {}  # of a source and its pass: which samples
         self._owner_of_hash: dict[str, tuple[int, int]] | None = None
         self._book_before(identity.first_position)
@@ -289,8 +294,9 @@ class _Replay:
             if line.slot_samples[slot] != ids_hash(ids):
                 found.append(f"slot {slot} {self._misread(line.step, slot, line.slot_samples[slot], ids)}")
                 continue
-            if (line.slot_weight[slot] > 0) != (len(ids) > 0):
-                found.append(f"slot {slot} has weight {line.slot_weight[slot]} but {len(ids)} samples")
+            if line.slot_weight[slot] > 0 and len(ids) == 0:
+                found.append(f"slot {slot} has weight {line.slot_weight[slot]} but no samples")
+            self.left_out += line.slot_weight[slot] == 0 and len(ids) > 0
             found += self._book(places, slot)
         return found
 

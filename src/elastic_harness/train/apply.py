@@ -73,7 +73,7 @@ class Record:
 @dataclass(frozen=True)
 class Metrics:
     """Of a committed step: mean loss over its target tokens, gradient norm before clipping, learning rate; what
-    policies decided about its update, and the slots whose loss is not finite."""
+    policies decided about its update, and the slots whose loss is not finite, those that were left out as well."""
 
     loss: float
     grad_norm: float | None
@@ -149,7 +149,7 @@ class Applier:
     def decide(self, record: Record) -> Decided:
         """Set the gradients, and ask the policies what becomes of them. Nothing else has changed if this raises, or if
         `forget` follows in place of `apply`. Local."""
-        if in_order(record.table.weight_N) == 0:
+        if in_order(record.table.weight_N) == 0 and np.isfinite(record.table.loss_N).all():
             raise UserCodeError(
                 f"Every slot of step {record.step} has weight 0, so there is nothing to learn from: give the dataset "
                 "samples with targets, or a larger global batch."
@@ -181,7 +181,7 @@ class Applier:
             self._applying = False
         facts = decided.facts
         norm_told = facts.grad_norm if self._clip_norm is not None else None
-        return Metrics(facts.loss, norm_told, lr, decided.decision.verdicts, facts.bad_slots)
+        return Metrics(facts.loss, norm_told, lr, decided.decision.verdicts, (*facts.bad_slots, *facts.left_out))
 
     def forget(self) -> None:
         """Undo what `decide` has done."""
@@ -282,7 +282,7 @@ class Applier:
         ]
         return StepFacts(
             step=record.step,
-            loss=in_order(table.loss_N * table.weight_N) / in_order(table.weight_N),
+            loss=mean_loss(table),
             grad_norm=value,
             lr=float(self._optimizer.param_groups[0]["lr"]),
             slot_losses=tuple(table.loss_N.tolist()),
@@ -313,6 +313,12 @@ class Applier:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self._scheduler.step()
+
+
+def mean_loss(table: SlotTable) -> float:
+    """The mean loss over the target tokens of the slots that count; NaN if none does."""
+    counted, total = table.weight_N > 0, in_order(table.weight_N)
+    return in_order(table.loss_N[counted] * table.weight_N[counted]) / total if total else math.nan
 
 
 def in_order(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:

@@ -71,7 +71,8 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
     decided = decide(engine, record)
     if is_doubtful(engine, decided):
         engine.applier.forget()
-        doubtful = yield from doubts(engine, progress, attempt, record.table, set(decided.facts.bad_slots))
+        bad_slots = {*decided.facts.bad_slots, *decided.facts.left_out}
+        doubtful = yield from doubts(engine, progress, attempt, record.table, bad_slots)
         yield from recheck(engine, progress, doubtful)
         before_apply(engine, progress)
         decided = decide(engine, record)

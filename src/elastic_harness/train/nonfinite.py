@@ -1,12 +1,15 @@
-"""The first update policy: an update that is not finite is skipped.
+"""The first update policy: what is not finite never gets into the state.
 
-After `training.nonfinite_steps_max` such steps in a row the job stops: then it is not the data of one step.
+An update that is not finite is skipped, or ends the run. Slots whose loss is not finite may be left out instead: then
+they have no weight when this policy sees them, and it tells of them. After `training.nonfinite_steps_max` skipped steps
+in a row the job stops: then it is not the data of one step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from elastic_harness.policies import Apply, Halt, Skip, State, StepFacts, Verdict
 
@@ -17,10 +20,11 @@ NAMED_MAX = 8  # slots or buffers that a reason names
 
 @dataclass(frozen=True)
 class SkipNonfinite:
-    """Its state: how many of the last steps were skipped, one after the other (`in_a_row`), and the first step of the
-    newest such row (`since`, -1 if there was none)."""
+    """`answer`: `health.on_nonfinite`. Its state: how many of the last steps were skipped, one after the other
+    (`in_a_row`), and the first step of the newest such row (`since`, -1 if there was none)."""
 
     steps_max: int
+    answer: Literal["skip_step", "skip_slot", "fail"] = "skip_step"
     name: ClassVar[str] = NAME
 
     def begin(self) -> State:
@@ -29,12 +33,17 @@ class SkipNonfinite:
     def before_apply(self, state: State, facts: StepFacts) -> tuple[State, Verdict]:
         """Decide over a step's update."""
         reason = _reason(facts)
+        if not reason and facts.left_out:
+            told = f"{_losses(facts.left_out, facts)}, and left out"
+            return {**state, "in_a_row": 0}, Apply(reason=told, evidence={"left_out": list(facts.left_out)})
         if not reason:
             return {**state, "in_a_row": 0}, Apply()
         in_a_row, since = state["in_a_row"] + 1, state["since"] if state["in_a_row"] else facts.step
         evidence = {"in_a_row": in_a_row, "in_a_row_max": self.steps_max}
         verdict: Verdict = Skip(reason, evidence)
-        if in_a_row >= self.steps_max:
+        if self.answer == "fail":
+            verdict = Halt(f"in step {facts.step} {reason} (health.on_nonfinite=fail)", evidence)
+        elif in_a_row >= self.steps_max:
             verdict = Halt(
                 f"the updates of {in_a_row} steps in a row, {since} to {facts.step}, were not finite and were skipped "
                 f"(training.nonfinite_steps_max={self.steps_max}). Of the last one, {reason}. Look at the data and the "
@@ -47,9 +56,9 @@ class SkipNonfinite:
 
 def _reason(facts: StepFacts) -> str:
     if facts.bad_slots:
-        slots = sum(weight > 0 for weight in facts.slot_weights)
-        which = f"slot{'s' * (len(facts.bad_slots) > 1)} {_some(facts.bad_slots)}"
-        return f"the loss of {len(facts.bad_slots)} of {slots} slots is not finite ({which})"
+        return _losses(facts.bad_slots, facts)
+    if facts.left_out and not any(facts.slot_weights):
+        return f"{_losses(facts.left_out, facts)}, and no other slot is there"
     if not facts.finite and not facts.scaler_skips:
         return f"the norm of the summed gradient is {facts.grad_norm}, though every loss is finite"
     if facts.bad_buffers:
@@ -57,5 +66,10 @@ def _reason(facts: StepFacts) -> str:
     return ""
 
 
-def _some(values: tuple[object, ...]) -> str:
+def _losses(bad: Sequence[int], facts: StepFacts) -> str:
+    slots = sum(weight > 0 for weight in facts.slot_weights) + len(facts.left_out)
+    return f"the loss of {len(bad)} of {slots} slots is not finite (slot{'s' * (len(bad) > 1)} {_some(bad)})"
+
+
+def _some(values: Sequence[object]) -> str:
     return ", ".join(map(str, values[:NAMED_MAX])) + ", …" * (len(values) > NAMED_MAX)

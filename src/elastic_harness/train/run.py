@@ -380,7 +380,7 @@ def start(
     if health.on_spike != "off":
         thresholds = health.spike_sigmas, health.spike_norm_sigmas
         policies = (SpikePolicy(health.on_spike, *thresholds, health.spike_window), *policies)
-    deciding = Policies([SkipNonfinite(training.nonfinite_steps_max), *policies])
+    deciding = Policies([SkipNonfinite(training.nonfinite_steps_max, health.on_nonfinite), *policies])
     given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
     check_names({"policies": [policy.name for policy in policies], "extra": extra or {}}, given)
     check_extra(extra or {}, config.elastic.exactness)
@@ -420,7 +420,16 @@ def start(
         layout=layout,
         dataset=source,
         slots=SlotComputer(
-            model, source, schedule, order, shape, layout, seed=config.seed, reading=reading, scaler=scaler
+            model,
+            source,
+            schedule,
+            order,
+            shape,
+            layout,
+            seed=config.seed,
+            reading=reading,
+            scaler=scaler,
+            leaves_out=health.on_nonfinite == "skip_slot",
         ),
         applier=Applier(
             model,
@@ -466,6 +475,8 @@ def start(
     try:
         engine.applier.own()
         own = fingerprint(config, model, optimizer, data["dataset"], layout, shape) | policy_settings(policies)
+        if health.on_nonfinite != "skip_step":
+            own["health.on_nonfinite"] = health.on_nonfinite
         if origin is not None:
             own["run.origin"] = origin.identity
         if replay is not None:

@@ -89,7 +89,9 @@ class SlotComputer:
         seed: int,
         reading: Callable[[int, int, list[int]], None],
         scaler: Any = None,
+        leaves_out: bool = False,
     ) -> None:
+        """leaves_out: a slot whose loss is not finite adds nothing."""
         parameters = dict(model.named_parameters())
         self._names = [e.name for e in layout.entries[: layout.parameters]]
         self._gradients = HeldGradients(self._names, [parameters[name] for name in self._names])
@@ -102,6 +104,7 @@ class SlotComputer:
         self._seed = seed
         self._reading = reading
         self._scaler = scaler
+        self._leaves_out = leaves_out
         self._unit: tuple[int, Span, bool] | None = None  # step, lanes, whether as a canary: of what is being summed
         self._slot: tuple[int, int, float] | None = None  # step, slot, share of a full slot
         self._seen: tuple[float, float] | None = None  # loss, weight of the running slot
@@ -195,7 +198,7 @@ class SlotComputer:
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Backward of a slot's mean loss. `weight`: its share of a full slot's target tokens (default: of its
         samples); a full slot's loss is multiplied by exactly 1, that is, not at all. A slot of weight 0 adds nothing,
-        whatever its loss."""
+        whatever its loss; nor does one that is left out, because its loss is not finite."""
         if self._slot is None:
             raise UserCodeError("step.backward(loss) was called outside step.micro_batches()")
         step, slot, share = self._slot
@@ -222,6 +225,9 @@ class SlotComputer:
                 "torch.inference_mode(), perhaps left on after an evaluation, or from detached tensors."
             )
         value = loss.detach()
+        if self._leaves_out and not bool(value.isfinite()):
+            self._seen = (float(value), 0.0)
+            return
         scaled = loss if share == 1.0 else loss * share
         if self._scaler is not None and self._scaler.is_enabled():
             scaled = self._scaler.scale(scaled)

@@ -1,6 +1,6 @@
 """Training in which something is not finite. Prints the hash of the whole training state at the end.
 
-    python nonfinite.py KIND [--run-dir DIR] [--steps N] [--rejoin-at STEP] [--max-in-a-row N]
+    python nonfinite.py KIND [--run-dir DIR] [--steps N] [--rejoin-at STEP] [--max-in-a-row N] [--answer A]
 
 sample: the inputs of one sample are NaN, so the loss of its slot is, and the statistics that forward makes of it.
 gradient: at one step a gradient is NaN though its loss is finite; without clipping. scaled: as sample, with a
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rejoin-at", type=int)
     parser.add_argument("--max-in-a-row", type=int, default=10)
+    parser.add_argument("--answer", default="skip_step")
     arguments = parser.parse_args()
     let_the_others_begin()
     kind = arguments.kind
@@ -63,7 +64,12 @@ def main() -> None:
         "nonfinite_steps_max": arguments.max_in_a_row,
     }
     config = elastic_harness.Config.from_dict(
-        {"seed": 3, "training": training, "checkpoint": {"checkpoint_interval": 2, "keep_last": 1}}
+        {
+            "seed": 3,
+            "training": training,
+            "checkpoint": {"checkpoint_interval": 2, "keep_last": 1},
+            "health": {"on_nonfinite": arguments.answer},
+        }
     )
     run = elastic_harness.start(model, optimizer, dataset, config, run_dir=arguments.run_dir, **parts)
     for step in run.steps():
