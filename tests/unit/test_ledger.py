@@ -144,10 +144,6 @@ def weight_of_an_empty_slot(lines: list[Line]) -> None:
     lines[3]["slot_weight"][3] = 4.0
 
 
-def weightless_slot(lines: list[Line]) -> None:
-    lines[0]["slot_weight"][0] = 0.0
-
-
 def fewer_slots(lines: list[Line]) -> None:
     lines[2]["slots"] = 2
 
@@ -180,8 +176,7 @@ PLANTED: list[tuple[Callable[[list[Line]], None], str, str]] = [
     (wrong_position, "step 1", "from position 17"),
     (wrong_epoch, "step 4", "(epoch 0); the schedule says"),
     (wrong_count, "step 3", "consumed 16 samples"),
-    (weight_of_an_empty_slot, "step 3", "slot 3 has weight 4.0 but 0 samples"),
-    (weightless_slot, "step 0", "slot 0 has weight 0.0"),
+    (weight_of_an_empty_slot, "step 3", "slot 3 has weight 4.0 but no samples"),
     (fewer_slots, "step 2", "recorded with 2 slots"),
     (hash_left_out, "step 2", "3 sample hashes"),
     (recorded_twice, "step 2", "recorded twice in lineage 0, with different content"),
@@ -201,6 +196,13 @@ def test_planted_violation_is_the_first_one_named(
     assert verdict.violations[0].startswith(where + ":")
     assert what in verdict.violations[0]
     assert verification.main([str(tmp_path)]) == 1
+
+
+def test_a_slot_that_was_read_and_left_out_is_counted(tmp_path: Path) -> None:
+    lines = [copy.deepcopy(ledger_line(step)) for step in range(10)]
+    lines[0]["slot_weight"][0] = 0.0
+    verdict = verification.verify(write_run(tmp_path, lines, version=10))
+    assert verdict.ok and verdict.left_out == 1 and "1 slots of them were read and left out" in str(verdict)
 
 
 def test_the_name_of_a_slots_samples_is_as_documented() -> None:
