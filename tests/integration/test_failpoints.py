@@ -80,11 +80,12 @@ IN_KILLS = (
 # Passed while snapshots are copied to other nodes: tests/unit/test_checkpoint_peers.py.
 IN_COPIES = ("checkpoint.peer_copying",)
 IN_NONFINITE = ("apply.skipped",)  # passed where an update is not finite: test_nonfinite.py
+IN_RECHECK = ("recheck.computed",)  # passed where numbers are computed again: test_ill_machine.py
 
 
 def test_the_lists_name_every_place() -> None:
     known = {p for p, _ in IN_STEP}
-    known |= {*IN_RECOVERY, *BETWEEN_NODES, *ELSEWHERE, *IN_WRITER, *IN_KILLS, *IN_COPIES, *IN_NONFINITE}
+    known |= {*IN_RECOVERY, *BETWEEN_NODES, *ELSEWHERE, *IN_WRITER, *IN_KILLS, *IN_COPIES, *IN_NONFINITE, *IN_RECHECK}
     assert known == set(failpoints.PLACES)
 
 

@@ -85,7 +85,7 @@ def test_what_was_committed_in_doubt_is_done_again(
 def test_two_that_stay_with_what_they_say_end_the_job(tmp_path: Path) -> None:
     ended = launch(tmp_path, SCRIPT, "nan", *ALWAYS, options=("--nproc-per-node", 2))
     assert ended.returncode == EXIT_INFRASTRUCTURE, said(ended)
-    assert "no majority says who is right" in ended.stdout and events(tmp_path, "recheck")[0]["outcome"] == "undecided"
+    assert "no majority says who is right" in ended.stdout, said(ended)
 
 
 def test_a_worker_dies_while_others_compute_again(tmp_path: Path, healthy: set[str]) -> None:
