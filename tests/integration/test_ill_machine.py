@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from elastic_harness.errors import EXIT_INFRASTRUCTURE
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.verify import verify
-from integration.script_tools import SCRIPTS, failing, finals, forked, launch, said
+from integration.preloaded import ONE_THREAD
+from integration.script_tools import SCRIPTS, execute, failing, finals, forked, launch, said
 
 pytestmark = pytest.mark.slow
 SCRIPT = SCRIPTS / "ill.py"
@@ -77,6 +79,8 @@ def test_what_was_committed_in_doubt_is_done_again(
     assert ended.returncode == 0 and set(finals(ended.stdout)) == healthy, said(ended)
     (rollback,) = events(tmp_path, "rollback")
     assert rollback["to"] == back_to and not set(named) & set(rollback["members"]), rollback
+    aside = [path.name for path in (tmp_path / "checkpoints").glob("*.doubtful")]
+    assert all(int(name[5:13]) > back_to for name in aside), aside
     assert evicted(tmp_path) == named
     verdict = verify(tmp_path)
     assert verdict.ok and verdict.lineage == 2, verdict
@@ -86,6 +90,17 @@ def test_two_that_stay_with_what_they_say_end_the_job(tmp_path: Path) -> None:
     ended = launch(tmp_path, SCRIPT, "nan", *ALWAYS, options=("--nproc-per-node", 2))
     assert ended.returncode == EXIT_INFRASTRUCTURE, said(ended)
     assert "no majority says who is right" in ended.stdout, said(ended)
+
+
+def test_without_an_agent_a_restart_goes_back_as_well(tmp_path: Path, healthy: set[str]) -> None:
+    """Under torchrun, which starts both workers again: the newest checkpoint is in doubt then, and is not taken."""
+    arguments = ("memory", "--run-dir", tmp_path / "run", "--first-life-only")
+    given = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    ended = execute([*given, SCRIPT, *arguments], ONE_THREAD)
+    assert ended.returncode == 0 and set(finals(ended.stdout)) == healthy, said(ended)
+    (rollback,) = events(tmp_path / "run", "rollback")
+    assert rollback["to"] == 5 and "going back to version 5" in ended.stderr
+    assert list((tmp_path / "run" / "checkpoints").glob("*.doubtful")), said(ended)
 
 
 def test_a_worker_dies_while_others_compute_again(tmp_path: Path, healthy: set[str]) -> None:

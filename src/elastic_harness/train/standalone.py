@@ -6,6 +6,7 @@ The same decisions are taken by the same pure functions (`reconcile`); only who 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -17,7 +18,17 @@ from typing import Any
 
 from elastic_harness import durable_file, file_lock
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
-from elastic_harness.contract.messages import Commit, EndAsked, HandOver, LastStepDone, Leave, LogEvent
+from elastic_harness.contract.messages import (
+    Commit,
+    DoubtfulState,
+    EndAsked,
+    HandOver,
+    LastStepDone,
+    Leave,
+    LogEvent,
+    Rechecked,
+    UnfitPeer,
+)
 from elastic_harness.contract.wire import as_fields
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.membership.reconcile import reconcile
@@ -28,6 +39,9 @@ from elastic_harness.runs.fingerprints import differing
 from elastic_harness.runs.ledger import LEDGER, LedgerWriter, Reached, reached
 from elastic_harness.shape import build, parse_object
 from elastic_harness.train.link import Left
+
+DOUBT = "doubt.json"
+"""Since which version a run without an agent is in doubt, for the workers that are started next."""
 
 
 class StandaloneLink:
@@ -74,9 +88,12 @@ class StandaloneLink:
         reports = {m: build(Report, json.loads(self._get(f"report/{m}"))) for m in self._generation.members}
         ledger = self._run_dir / LEDGER
         known = reached(ledger)[0] if ledger.exists() else Reached()
-        digest, _ = reconcile(
-            self._generation, reports, born=len(known) > 0, lineage=known.lineage, from_step=known.from_step
-        )
+        lineage, from_step = known.lineage, known.from_step
+        with contextlib.suppress(FileNotFoundError):
+            doubt = parse_object((self._run_dir / DOUBT).read_bytes())
+            if doubt["lineage"] >= lineage:  # the run has not gone back yet
+                lineage, from_step = doubt["lineage"] + 1, doubt["version"]
+        digest, _ = reconcile(self._generation, reports, born=len(known) > 0, lineage=lineage, from_step=from_step)
         return digest
 
     def kv_set(self, generation: int, key: str, value: bytes) -> None:
@@ -131,6 +148,9 @@ class StandaloneLink:
         if isinstance(message, LastStepDone):
             self._finished = True
             self._store.set(f"finished/{self.member}", b"1")
+        if isinstance(message, DoubtfulState):  # any of them may be ended before it can say more
+            noted = {"lineage": message.lineage, "version": message.version, "reason": message.reason}
+            durable_file.write(self._run_dir / DOUBT, json.dumps(noted).encode())
         if self._events is None or self._ledger is None:
             return
         match message:
@@ -143,6 +163,14 @@ class StandaloneLink:
                         print(f"elastic-harness: {decision.in_words(message.step)}", file=sys.stderr, flush=True)
             case LogEvent(event, fields) | CheckpointEvent(event, fields):
                 self._events.emit(event, **fields)
+            case Rechecked():
+                self._events.emit("recheck", **as_fields(message))
+                print(f"elastic-harness: {message.in_words()}", file=sys.stderr, flush=True)
+            case UnfitPeer(member, reason):
+                print(f"elastic-harness: worker {member} computes wrong: {reason}", file=sys.stderr, flush=True)
+            case DoubtfulState(_, version, reason):
+                self._events.emit("rollback", to=version, members=self._generation.members, reason=reason)
+                print(f"elastic-harness: going back to version {version}: {reason}", file=sys.stderr, flush=True)
             case LastStepDone():
                 self._events.emit("run_finished", status="finished", exit_code=0, **as_fields(message))
 

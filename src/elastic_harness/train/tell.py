@@ -124,8 +124,8 @@ def tell_unfit(engine: Engine, formed: Formed, verdict: GateVerdict, reason: str
 
 def tell_doubt(engine: Engine, formed: Formed, version: int, unfit: Sequence[int], reason: str) -> None:
     """Tell that what was committed since a version is in doubt: every member does, for the job starts all of them
-    again, from a checkpoint of that version or before. Raises InfrastructureError, and ends the job, if the checkpoints
-    that are left are all newer."""
+    again, from a checkpoint of that version or before. Newer ones are set aside. Raises InfrastructureError, and ends
+    the job, if the checkpoints that are left are all newer."""
     version = max(0, version)
     members = tuple(formed.generation.members[rank] for rank in unfit)
     left = engine.saver.restorable()
@@ -137,3 +137,5 @@ def tell_doubt(engine: Engine, formed: Formed, version: int, unfit: Sequence[int
         engine.link.send(Undecided(reason))
         raise InfrastructureError(reason)
     engine.link.send(DoubtfulState(formed.digest.lineage, version, reason, members))
+    if formed.speaks:
+        engine.saver.set_aside_after(version, formed.digest.lineage)

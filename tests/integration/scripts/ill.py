@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--audit-interval", type=lambda text: text if text == "auto" else int(text), default=0)
     parser.add_argument("--blind", action="store_true")
+    parser.add_argument("--first-life-only", action="store_true", help="under torchrun the second worker is ill, once")
     arguments = parser.parse_args()
     let_the_others_begin()
     torch.manual_seed(11)
@@ -65,6 +66,8 @@ def main() -> None:
         }
     )
     ill, left, now = os.environ.get(variables.MEMBER) == ILL, arguments.times, False
+    if arguments.first_life_only:
+        ill = os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
     def changed(gradient: Tensor) -> Tensor:
         if now and arguments.fault == "bit":
