@@ -276,9 +276,28 @@ def test_what_is_in_doubt_does_not_count_any_more() -> None:
 def test_doubt_about_a_lineage_that_is_over_is_ignored() -> None:
     born, _ = run(formed(2), Committed(0))
     state, actions = run(born, Doubted(0, 5, "other bits"))
-    again, more = run(state, Doubted(0, 3, "other bits"))
+    again, more = run(state, Doubted(0, 5, "other bits"), Doubted(0, 9, "other bits"))
     assert (again, more) == (state, []) and any(isinstance(a, RollBack) for a in actions)
-    assert run(formed(2), Doubted(0, 0, "other bits"))[1] == [], "nothing was committed yet"
+    assert any(isinstance(a, RollBack) for a in run(formed(2), Doubted(0, 0, "other bits"))[1]), "also in step 0"
+
+
+def test_doubt_counts_if_a_later_lineage_began_with_what_is_in_doubt() -> None:
+    state = State(Limits(1, 8, 1), lineage=4, from_step=120, born=True)
+    state, actions = run(state, Ready("w0"), Doubted(3, 90, "other bits"))
+    assert any(isinstance(a, RollBack) and (a.lineage, a.version) == (5, 90) for a in actions)
+    assert run(state, Doubted(3, 90, "other bits"))[1] == [], "told again"
+
+
+def test_what_was_in_doubt_once_never_counts() -> None:
+    """A later restore begins beyond it, and is lost."""
+    state = State(Limits(1, 8, 1), lineage=4, from_step=40, born=True, doubts=((2, 30),))
+    offered = {"checkpoints": (40, 37, 35, 28), "lineages": (4, 1, 3, 1)}
+    for gone, version in (((), 40), ((40,), 35), ((40, 35), 28)):
+        left = [(v, of) for v, of in zip(*offered.values(), strict=True) if v not in gone]
+        versions, lineages = zip(*left, strict=True)
+        _, actions = run(state, Ready("w0"), Reported("w0", Report(1, -1, checkpoints=versions, lineages=lineages)))
+        (digest,) = [a.digest for a in actions if isinstance(a, Publish)]
+        assert digest.version == version
 
 
 def test_events_that_become_known_together_are_one_decision() -> None:

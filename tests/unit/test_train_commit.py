@@ -109,7 +109,8 @@ def test_who_is_new_is_compared_with_one_who_is_not(
 
 
 @pytest.mark.parametrize(
-    ("states", "reference", "unfit"), [((7, 8, 7), None, (1,)), ((8, 7), 1, (0,)), ((7, 7), 0, ()), ((0, 0), 0, ())]
+    ("states", "reference", "unfit"),
+    [((7, 8, 7), None, (1,)), ((8, 7), 1, (0,)), ((7, 8, 8), 0, (0,)), ((7, 7), 0, ()), ((0, 0), 0, ())],
 )
 def test_a_state_that_differs_holds_up_the_commit(
     states: tuple[int, ...], reference: int | None, unfit: tuple[int, ...]

@@ -91,7 +91,7 @@ class ElasticRun:
             min_nodes=options.min_nodes,
         )
         saved = bool(versions_in(agent.folder.path))
-        known = Known(records.number, records.born, records.lineage, records.from_step, saved)
+        known = Known(records.number, records.born, records.lineage, records.from_step, saved, records.doubts)
         self.agreement = _agreement(agent, self._limits, known, self._carry_out, self._deliver)
         self._cuts = Cuts(agent, self.agreement.node)
         self._generation: Generation | None = None
@@ -101,7 +101,7 @@ class ElasticRun:
         self._places = Places(options.workers, options.spares, options.api_restarts)
         self._admission = Admission(agent)
         self._unfit: dict[str, tuple[Cause, str]] = {}
-        self._rolled_back_to = -1
+        self._rolled_back_to, self._in_doubt_until = -1, -1
         self._ever_members: set[str] = set()  # a worker that was told of any generation hears of every later one
         self._finished: dict[str, LastStepDone] = {}
         self._slot_errors: dict[tuple[int, int], SlotError] = {}
@@ -131,8 +131,8 @@ class ElasticRun:
             case Hello():
                 self._on_hello(worker, message)
             case Report():
-                report = self._within_the_ledger(message)
-                report = worth_telling(report, self.agent.records.lineage, self.agent.records.from_step)
+                report, records = self._within_the_ledger(message), self.agent.records
+                report = worth_telling(report, records.lineage, records.from_step, records.doubts)
                 self.agreement.tell(protocol.Reported(worker.member, report))
             case LinkTrouble(generation, version, peers, ways):
                 self._cuts.tell(ways)
@@ -146,6 +146,8 @@ class ElasticRun:
                     self.agent.send(worker, Value(generation, key, known))
             case Commit():
                 if self.agent.records.commit(message):
+                    if message.step > self._in_doubt_until:  # going back has helped
+                        self._rolled_back_to = -1
                     self.agent.report.decided(message)
                     self._last_commit = message.metrics
                 self.agreement.tell(protocol.Committed(message.step))
@@ -377,6 +379,13 @@ class ElasticRun:
             case protocol.Announce(generation):
                 self._announce(generation)
             case protocol.Publish(digest, reason):
+                if self._rolled_back_to > 0 and any(source.kind == "init" for source in digest.sources.values()):
+                    self.agent.fail(
+                        EXIT_INFRASTRUCTURE,
+                        f"the run is in doubt since version {self._rolled_back_to}, and no checkpoint from before is "
+                        "left: begin anew with --fresh; to have an older one next time, raise checkpoint.keep_last",
+                    )
+                    return
                 self._formed = True
                 records = self.agent.records
                 for worker in self.agent.workers.values():
@@ -459,8 +468,11 @@ class ElasticRun:
         if version <= self._rolled_back_to:
             self.agent.fail(EXIT_INFRASTRUCTURE, f"{reason}. It happened before, and going back did not help")
             return
-        self._rolled_back_to = version
-        records.remember(lineage=max(lineage, records.lineage), from_step=version)
+        self._rolled_back_to, self._in_doubt_until = version, records.committed
+        if self._script_stop.asked is not None and self._script_stop.asked.step >= version:
+            self._script_stop = script_stop.ScriptStop()  # it may have come from wrong numbers
+        doubts = (*records.doubts, (lineage, version))
+        records.remember(lineage=max(lineage, records.lineage), from_step=version, doubts=doubts)
         records.event("rollback", to=version, members=list(members), reason=reason)
         self.agent.report.rolled_back(version, reason)
         for member in members:

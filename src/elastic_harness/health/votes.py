@@ -15,7 +15,7 @@ from typing import Literal
 @dataclass(frozen=True)
 class Judgement:
     """`same`: all gave one word. `ill`: some members gave others than the majority. `undecided`: no majority.
-    `random`: every member contradicts itself, so the work is no function of its input."""
+    `random`: no word was given twice, or every member contradicts itself: the work is no function of its input."""
 
     outcome: Literal["same", "ill", "undecided", "random"]
     ill: tuple[int, ...] = ()  # ranks, ascending
@@ -23,8 +23,11 @@ class Judgement:
 
 def judge(words: Mapping[int, Sequence[int]]) -> Judgement:
     """Judge the words that each rank gave for the same work, at least one each."""
-    if len({word for given in words.values() for word in given}) == 1:
+    given_times = Counter(word for given in words.values() for word in given)
+    if len(given_times) == 1:
         return Judgement("same")
+    if max(given_times.values()) == 1:
+        return Judgement("random")
     steady = {rank: given[0] for rank, given in words.items() if len(set(given)) == 1}
     if not steady:
         return Judgement("random")

@@ -263,6 +263,7 @@ class State:
     saved: bool = False  # a checkpoint was saved at some time
     lineage: int = 0  # the newest one, …
     from_step: int = 0  # … and the step at which it began
+    doubts: tuple[tuple[int, int], ...] = ()  # what lineages before this one did beyond this version never counts
     ready: tuple[str, ...] = ()  # living, admitted members, oldest first
     first_ready_at: float = 0.0  # when a member became ready while no other was
     generation: Generation | None = None  # the newest one
@@ -384,15 +385,18 @@ def _apply(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
                 draft.remove(member)
                 return (Evict(member, reason, samples),)
         case Doubted(lineage, version, reason, unfit):
-            if lineage == state.lineage and state.born:
+            known = any(before > lineage and reached <= version for before, reached in state.doubts)
+            if lineage <= state.lineage and not known and (lineage == state.lineage or state.from_step > version):
                 # State of an older lineage does not count, so this holds whatever becomes of the members.
-                draft.state = replace(state, lineage=lineage + 1, from_step=version)
+                begun = state.lineage + 1
+                doubts = (*state.doubts, (begun, version))
+                draft.state = replace(state, lineage=begun, from_step=version, doubts=doubts)
                 involved = tuple(m for m in draft.ready if _may_have_state(state, m))
                 for member in involved:
                     draft.remove(member)
                 evicted = tuple(Evict(m, reason) for m in involved if m in unfit)
                 again = tuple(m for m in involved if m not in unfit)
-                return (*evicted, RollBack(again, lineage + 1, version, reason))
+                return (*evicted, RollBack(again, begun, version, reason))
         case Reported(member, report):
             if _current(draft, member, report.generation) and not state.formed:
                 draft.reports.pop(member, None)
@@ -601,7 +605,12 @@ def _form(state: State, generation: Generation, now: float) -> tuple[State, tupl
     if generation.shards and scattered(generation, dict(state.reports), state.lineage):
         return _propose(state, now, True)
     digest, reason = reconcile(
-        generation, dict(state.reports), born=state.born, lineage=state.lineage, from_step=state.from_step
+        generation,
+        dict(state.reports),
+        born=state.born,
+        lineage=state.lineage,
+        from_step=state.from_step,
+        doubts=state.doubts,
     )
     alone = all(node_of(m) == "" for m in generation.members)
     # A checkpoint was saved, and nobody here can read it: nodes that can must have the time to come. A run on one

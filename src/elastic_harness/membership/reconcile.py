@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from elastic_harness.errors import Inconsistent
 from elastic_harness.membership.types import Digest, Generation, LaneRanges, Replica, Report, Source, SourceKind
 
+Doubts = Sequence[tuple[int, int]]
+"""A lineage, and the version at which it began: what lineages before it did beyond that version never counts."""
 CHECKPOINTS_TOLD = 4  # on the run's history; a few more may be told besides
 
 
 def reconcile(
-    generation: Generation, reports: Mapping[str, Report], *, born: bool, lineage: int, from_step: int
+    generation: Generation,
+    reports: Mapping[str, Report],
+    *,
+    born: bool,
+    lineage: int,
+    from_step: int,
+    doubts: Doubts = (),
 ) -> tuple[Digest, str]:
     """Return the digest for a generation whose members have all reported, and the reason in words.
 
@@ -39,7 +47,7 @@ def reconcile(
     reports = {m: _as_far_as_counts(report, lineage, shard_of[m]) for m, report in reports.items()}
     version = max(reports[m].version for m in members)
     if version < 0 or not all(any(_reaches(reports[m], version) for m in column) for column in generation.columns):
-        return _from_nothing(generation, reports, born=born, lineage=lineage, from_step=from_step)
+        return _from_nothing(generation, reports, born=born, lineage=lineage, from_step=from_step, doubts=doubts)
 
     ahead = [m for m in members if reports[m].version == version]
     by_column = [_sources(column, reports, version, ahead[0]) for column in generation.columns]
@@ -137,7 +145,7 @@ def _finished(rows: tuple[Replica, ...], ahead: set[str], reports: Mapping[str, 
     return kept
 
 
-def worth_telling(report: Report, lineage: int, from_step: int) -> Report:
+def worth_telling(report: Report, lineage: int, from_step: int, doubts: Doubts = ()) -> Report:
     """Return the report with so few checkpoints that the reports of all members fit into one request to a store.
 
     The newest ones on the run's history, as this node knows it, are kept: the leader restores one of them. The history
@@ -148,7 +156,7 @@ def worth_telling(report: Report, lineage: int, from_step: int) -> Report:
     every = list(zip(report.checkpoints, lineages, strict=True))
     if len(every) <= CHECKPOINTS_TOLD:
         return report
-    on_history = [each for each in every if _is_on_history(*each, lineage, from_step)]
+    on_history = [each for each in every if _is_on_history(*each, lineage, from_step, doubts)]
     sparse = [every[(1 << exponent) - 1] for exponent in range(len(every).bit_length())]
     newest = next(each for each in every if each[1] == max(lineages))
     told = {*on_history[:CHECKPOINTS_TOLD], *sparse, newest, every[-1]}
@@ -156,26 +164,35 @@ def worth_telling(report: Report, lineage: int, from_step: int) -> Report:
     return replace(report, checkpoints=versions, lineages=lineages)
 
 
-def _is_on_history(version: int, of: int, lineage: int, from_step: int) -> bool:
+def _is_on_history(version: int, of: int, lineage: int, from_step: int, doubts: Doubts) -> bool:
     """Return whether a checkpoint lies on the run's history. One of an older lineage does so only up to the step at
-    which the newest lineage began."""
+    which the newest lineage began. Those of lineages between that were given up have the same bits, unless they are in
+    doubt."""
+    if any(of < begun and version > certain for begun, certain in doubts):
+        return False
     return of >= lineage or version <= from_step
 
 
-def _offers(report: Report, lineage: int, from_step: int) -> set[int]:
+def _offers(report: Report, lineage: int, from_step: int, doubts: Doubts) -> set[int]:
     """Return the checkpoints that lie on the run's history."""
     lineages = report.lineages or (lineage,) * len(report.checkpoints)
     offered = zip(report.checkpoints, lineages, strict=True)
-    return {version for version, of in offered if _is_on_history(version, of, lineage, from_step)}
+    return {version for version, of in offered if _is_on_history(version, of, lineage, from_step, doubts)}
 
 
 def _from_nothing(
-    generation: Generation, reports: Mapping[str, Report], *, born: bool, lineage: int, from_step: int
+    generation: Generation,
+    reports: Mapping[str, Report],
+    *,
+    born: bool,
+    lineage: int,
+    from_step: int,
+    doubts: Doubts,
 ) -> tuple[Digest, str]:
     """Return the digest of a generation in which nobody has state: restore a checkpoint, or begin at step 0."""
     members = generation.members
     kind: SourceKind
-    offers = {m: _offers(reports[m], lineage, from_step) for m in members}
+    offers = {m: _offers(reports[m], lineage, from_step, doubts) for m in members}
     common = set.intersection(*(set[int]().union(*(offers[m] for m in column)) for column in generation.columns))
     if common:
         version = max(common)

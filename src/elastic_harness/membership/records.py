@@ -25,16 +25,21 @@ class Known:
     lineage: int = 0  # the newest one, …
     from_step: int = 0  # … and the step at which it began
     saved: bool = False  # a checkpoint was saved at some time
+    doubts: tuple[tuple[int, int], ...] = ()  # what lineages before this one did beyond this version never counts
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "doubts", tuple(sorted((lineage, version) for lineage, version in self.doubts)))
 
     @staticmethod
     def of(state: protocol.State) -> Known:
-        return Known(state.number, state.born, state.lineage, state.from_step, state.saved)
+        return Known(state.number, state.born, state.lineage, state.from_step, state.saved, state.doubts)
 
     def and_also(self, other: Known) -> Known:
         """Return what both together know."""
         newest = max(self, other, key=lambda known: (known.lineage, known.from_step))
         number, born, saved = max(self.number, other.number), self.born or other.born, self.saved or other.saved
-        return Known(number, born, newest.lineage, newest.from_step, saved)
+        doubts = tuple({*self.doubts, *other.doubts})
+        return Known(number, born, newest.lineage, newest.from_step, saved, doubts)
 
 
 Values = Mapping[int, Mapping[str, str]]

@@ -587,11 +587,19 @@ class Simulation(Workers):
                         announced = self._announced.get((history, digest.generation))
                         self.check_digest(self.world, protocol.State(self._limits, generation=announced), digest)
                         self.digests.append(digest)
-                        if digest.from_step > self._doubted.get((history, digest.lineage - 1), digest.from_step):
-                            raise Violation("doubtful state kept", f"{digest}")
+                        self._check_doubts(digest, history)
                         self._check_kept(digest, history, saved=decision["known"]["saved"])
                 case protocol.RollBack(_, lineage, version):
                     self._doubted[history, lineage] = version
+
+    def _check_doubts(self, digest: Digest, history: str) -> None:
+        """Check that nothing is restored that was in doubt at some time."""
+        doubts = [(begun, v) for (of, begun), v in self._doubted.items() if of == history and begun < digest.lineage]
+        for member, source in digest.sources.items():
+            stored = self.hosts[self._home[index_of(member)]].checkpoints if source.kind == "restore" else ()
+            lineages = [of for version, of in stored if version == digest.version]
+            if lineages and all(any(of < begun and digest.version > v for begun, v in doubts) for of in lineages):
+                raise Violation("doubtful state kept", f"{stored}, {doubts}: {digest}")
 
     def _check_kept(self, digest: Digest, history: str, *, saved: bool) -> None:
         """Check that the run does not begin again while nodes that could take part have the state, nor at step 0

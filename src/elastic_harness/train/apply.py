@@ -154,6 +154,7 @@ class Applier:
                 f"Every slot of step {record.step} has weight 0, so there is nothing to learn from: give the dataset "
                 "samples with targets, or a larger global batch."
             )
+        self.forget()  # an interrupt may have ended the last one half-way
         seed_everything(self._seed, record.step, -1)
         self._set_gradients(record, in_order(record.table.weight_N))
         buffers = self._new_buffers(record)

@@ -44,7 +44,6 @@ class Attempt:
     canary: int = 0  # the word of its gradients, once computed
     canary_batch: int = 0  # the word of its batch
     newcomers: frozenset[int] = frozenset()  # ranks of which nothing was committed yet
-    audit_interval: int = 0  # in steps
     audits: tuple[Audit, ...] = ()  # of all members, in this step
     audited: int = 0  # the word of the lane of this member's that another one audits, once computed
     audit: int = 0  # the word of the lane that it audits itself
@@ -88,9 +87,8 @@ def place(engine: Engine, progress: Progress) -> Attempt:
     alone = formed.world == 1 and not progress.verified and engine.canary
     attempt.canary_due = formed.rank in canaries or alone
     if engine.config.elastic.exactness == "strict":
-        attempt.audit_interval = resolved(engine.config.health.audit_interval, lanes, formed.world)
-        lanes_of = [placed[member] for member in members]
-        attempt.audits = audits_due(partials.step, attempt.audit_interval, lanes_of)
+        interval = resolved(engine.config.health.audit_interval, lanes, formed.world)
+        attempt.audits = audits_due(partials.step, interval, [placed[member] for member in members])
     for span in tuple(partials.spans):
         attempt.send_if_finished(span, partials)
     return attempt
@@ -137,6 +135,7 @@ def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> lis
         ends=ends(engine.link.end_asked, partials.step),
         audited=attempt.audited,
         audit=attempt.audit,
+        certain=progress.certain,
     )
 
     def adder(packed: list[Tensor]) -> Add:

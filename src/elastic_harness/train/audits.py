@@ -1,13 +1,14 @@
 """Audits: now and then each member computes a lane of another one again, and the headers tell whether the bits are the
 same. Pure.
 
-Within W - 1 audits every member is audited by every other one. All members audit in the same step, so it is longer by
-one lane, and nobody waits for another.
+Pairs and lanes are drawn from the number of the step, so everybody meets everybody, whatever the interval. All members
+audit in the same step, so it is longer by one lane, and nobody waits for another.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -33,12 +34,12 @@ def audits_due(step: int, interval: int, placed: Sequence[Ranges]) -> tuple[Audi
     world = len(placed)
     if interval == 0 or world == 1 or (step + 1) % interval:
         return ()
-    found = []
+    found, drawn = [], zlib.crc32(step.to_bytes(8, "little"))
     for auditor in range(world):
-        owner = (auditor + 1 + step % (world - 1)) % world
+        owner = (auditor + 1 + drawn % (world - 1)) % world
         lanes = [lane for lo, hi in placed[owner] for lane in range(lo, hi)]
         if lanes:
-            found.append(Audit(lanes[step % len(lanes)], owner, auditor))
+            found.append(Audit(lanes[drawn // world % len(lanes)], owner, auditor))
     return tuple(found)
 
 

@@ -68,7 +68,8 @@ def impure(what: str) -> UserCodeError:
         f"{what}, so the result would depend on who computes what. Something goes on from one micro-batch to the next: "
         "a random generator of your own (use the default ones, which are seeded for every micro-batch), a counter or "
         "cache in the model, a batch changed in place that is the dataset's own memory, weights changed through "
-        "`.data`, or a loss that reads the clock. elastic.canary=false turns this comparison off."
+        "`.data`, or a loss that reads the clock. If it is nothing of the kind, check this machine with "
+        "`elastic-harness burn-in`. elastic.canary=false and health.audit_interval=0 turn such comparisons off."
     )
 
 

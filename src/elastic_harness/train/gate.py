@@ -41,8 +41,9 @@ class GateVerdict:
 
 
 def gate(headers: Sequence[Signals], reference: int | None, compared: str = "state") -> tuple[GateVerdict, str]:
-    """Decide over one step from all its headers, in rank order. `reference`: the rank whose canary and state count, or
-    None for the most frequent ones (the lowest rank's of equals). `compared`: the part of the state, in words."""
+    """Decide over one step from all its headers, in rank order. `reference`: the rank whose canary counts, and whose
+    state does if no majority agrees; without one the most frequent canary counts (the lowest rank's of equals).
+    `compared`: the part of the state, in words."""
     first = headers[0]
     for rank, header in enumerate(headers):
         if (header.generation, header.version) != (first.generation, first.version):
@@ -59,9 +60,12 @@ def gate(headers: Sequence[Signals], reference: int | None, compared: str = "sta
             reason += f": ranks {other_samples} read other samples under the same numbers"
         return GateVerdict(False, unfit, 0, False, other_samples), reason
     states = [h.state for h in headers]
-    unfit, expected = odd(states, reference)
-    if unfit and reference is None and 2 * states.count(expected) <= len(states):
-        return GateVerdict(False, (), 0, False, states_differ=True), f"the {compared} differs, and no majority agrees"
+    unfit, expected = odd(states, None)
+    if unfit and 2 * states.count(expected) <= len(states):
+        if reference is None:
+            reason = f"the {compared} differs, and no majority agrees"
+            return GateVerdict(False, (), 0, False, states_differ=True), reason
+        unfit, expected = odd(states, reference)
     if unfit:
         reason = f"the {compared} of ranks {unfit} differs from {expected:#x}"
         return GateVerdict(False, unfit, 0, False, states_differ=True), reason

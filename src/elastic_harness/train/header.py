@@ -12,23 +12,25 @@ import torch
 from elastic_harness.train.gate import Signals
 from elastic_harness.train.partials import SlotTable, Words
 
-FIXED_WORDS = 10
+FIXED_WORDS = 11
 
 
 @dataclass(frozen=True)
 class Header(Signals):
     """ends: whether this member knows that the script asked for this step to be the run's last one. audited: 63 bits of
     the hash of the gradients of its lane that another member audits. audit: of the lane that it audits itself. 0: there
-    is none."""
+    is none. certain: the newest version of which this member knows that an audit of everybody has confirmed it; -1:
+    none."""
 
     table: SlotTable
     ends: bool = False
     audited: int = 0
     audit: int = 0
+    certain: int = -1
 
     def pack(self) -> torch.Tensor:
         signals = [self.generation, self.version, self.switch, self.stop, self.canary, self.canary_batch, self.state]
-        fixed = np.array([*signals, self.ends, self.audited, self.audit], np.int64)
+        fixed = np.array([*signals, self.ends, self.audited, self.audit, self.certain], np.int64)
         return torch.from_numpy(np.concatenate([fixed, self.table.words]))
 
     @staticmethod

@@ -65,8 +65,11 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
         raise PeerFailed(reason)
     record = record_of(engine, formed, attempt, headers)
     failpoint("exchange.finished", record.step)
-    if disputed := disputes(attempt, headers):
-        yield from recheck(engine, progress, disputed, certified=partials.step - attempt.audit_interval)
+    disputed, audited = disputes(formed, attempt, headers)
+    certain = max(header.certain for header in headers)
+    if disputed:
+        yield from recheck(engine, progress, disputed, certified=certain)
+    progress = replace(progress, certain=record.step if audited else certain)
     before_apply(engine, progress)
     decided = decide(engine, record)
     if is_doubtful(engine, decided):

@@ -29,12 +29,13 @@ from elastic_harness.health.votes import Judgement, judge, together
 from elastic_harness.train import nonfinite
 from elastic_harness.train.apply import Decided
 from elastic_harness.train.attempt import Attempt
+from elastic_harness.train.audits import audits_due
 from elastic_harness.train.compute import impure, run_slots
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import GateVerdict
 from elastic_harness.train.header import Header
 from elastic_harness.train.partials import SlotTable
-from elastic_harness.train.progress import Progress
+from elastic_harness.train.progress import Formed, Progress
 from elastic_harness.train.slots import Shape, gradients_word
 from elastic_harness.train.tell import tell_doubt, tell_unfit
 
@@ -100,15 +101,20 @@ def doubts(
     return [each for each in questions if each.judge().outcome != "same"]
 
 
-def disputes(attempt: Attempt, headers: Sequence[Header]) -> list[Question]:
-    """Return the lanes of which an audit gave other bits."""
-    found = []
-    for lane, owner, auditor in attempt.audits:
+def disputes(formed: Formed, attempt: Attempt, headers: Sequence[Header]) -> tuple[list[Question], bool]:
+    """Return the lanes of which an audit gave other bits, and whether every member was audited. What counts is what the
+    headers say: members may have different intervals."""
+    if not any(header.audited or header.audit for header in headers):
+        return [], False
+    found, compared = [], 0
+    pairs = audits_due(headers[0].version, 1, [attempt.placed[member] for member in formed.generation.members])
+    for lane, owner, auditor in pairs:
         first, again = headers[owner].audited, headers[auditor].audit
+        compared += bool(first and again)
         if first and again and first != again:
             answers = {owner: (Answer(0, first),), auditor: (Answer(0, again),)}
             found.append(Question((lane, lane + 1), owner, answers))
-    return found
+    return found, compared == formed.world
 
 
 def recheck(

@@ -230,7 +230,8 @@ def _repair(engine: Engine, progress: Progress, report: Report) -> Progress:
         case "init":
             engine.saver.prepare_step_0()
             engine.registry.rehearse()
-    return progress.at(digest.version, record=None, metrics=None)
+    # Nothing tells of the steps before: what was restored is taken for right.
+    return replace(progress.at(digest.version, record=None, metrics=None), certain=digest.version)
 
 
 def _serve(engine: Engine, progress: Progress) -> threading.Thread | None:

@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor
 
 from elastic_harness import file_lock
-from elastic_harness.checkpoint.disk import local
 from elastic_harness.checkpoint.disk.manifest import newest
 from elastic_harness.checkpoint.interval import LastSaved
 from elastic_harness.checkpoint.layout import Slice
@@ -166,13 +165,6 @@ class RunSaver:
         loaded = self._tiers.load(version)
         ours = {NONFINITE: BEGIN} if NONFINITE in self._registry.parts else {}
         return self._registry.restore({**ours, **loaded.skeleton}, loaded.tensors)  # older checkpoints are without
-
-    def set_aside_after(self, version: int, lineage: int) -> None:
-        """Have no checkpoint on this machine's disk offered that is newer than a version, of a lineage or before it:
-        what it holds is in doubt. Nothing is deleted."""
-        for checkpoint in newest(self._tiers.folder):
-            if checkpoint.step > version and int(checkpoint.meta.get("lineage", 0)) <= lineage:
-                local.set_aside(checkpoint.path, "doubtful")
 
     def prepare_step_0(self) -> None:
         """Prepare the state of step 0, because nobody has any: take the weights of another run if this one begins with

@@ -6,7 +6,6 @@ The same decisions are taken by the same pure functions (`reconcile`); only who 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -41,7 +40,7 @@ from elastic_harness.shape import build, parse_object
 from elastic_harness.train.link import Left
 
 DOUBT = "doubt.json"
-"""Since which version a run without an agent is in doubt, for the workers that are started next."""
+"""Since which versions a run without an agent was in doubt, for the workers that are started next."""
 
 
 class StandaloneLink:
@@ -88,12 +87,18 @@ class StandaloneLink:
         reports = {m: build(Report, json.loads(self._get(f"report/{m}"))) for m in self._generation.members}
         ledger = self._run_dir / LEDGER
         known = reached(ledger)[0] if ledger.exists() else Reached()
-        lineage, from_step = known.lineage, known.from_step
-        with contextlib.suppress(FileNotFoundError):
-            doubt = parse_object((self._run_dir / DOUBT).read_bytes())
-            if doubt["lineage"] >= lineage:  # the run has not gone back yet
-                lineage, from_step = doubt["lineage"] + 1, doubt["version"]
-        digest, _ = reconcile(self._generation, reports, born=len(known) > 0, lineage=lineage, from_step=from_step)
+        lineage, from_step, doubts = known.lineage, known.from_step, _doubts(self._run_dir)
+        for begun, version in doubts:
+            if begun > lineage:  # the run has not gone back yet
+                lineage, from_step = begun, version
+        digest, _ = reconcile(
+            self._generation,
+            reports,
+            born=len(known) > 0,
+            lineage=lineage,
+            from_step=from_step,
+            doubts=doubts,
+        )
         return digest
 
     def kv_set(self, generation: int, key: str, value: bytes) -> None:
@@ -148,9 +153,17 @@ class StandaloneLink:
         if isinstance(message, LastStepDone):
             self._finished = True
             self._store.set(f"finished/{self.member}", b"1")
-        if isinstance(message, DoubtfulState):  # any of them may be ended before it can say more
-            noted = {"lineage": message.lineage, "version": message.version, "reason": message.reason}
-            durable_file.write(self._run_dir / DOUBT, json.dumps(noted).encode())
+        match message:  # any of them may be ended before it can say more
+            case DoubtfulState(lineage, version, reason):
+                doubts = _doubts(self._run_dir)
+                if (lineage + 1, version) not in doubts:
+                    noted = json.dumps({"doubts": sorted({*doubts, (lineage + 1, version)})})
+                    durable_file.write(self._run_dir / DOUBT, noted.encode())
+                print(f"elastic-harness: going back to version {version}: {reason}", file=sys.stderr, flush=True)
+            case UnfitPeer(member, reason):
+                print(f"elastic-harness: worker {member} computes wrong: {reason}", file=sys.stderr, flush=True)
+            case Rechecked():
+                print(f"elastic-harness: {message.in_words()}", file=sys.stderr, flush=True)
         if self._events is None or self._ledger is None:
             return
         match message:
@@ -165,12 +178,8 @@ class StandaloneLink:
                 self._events.emit(event, **fields)
             case Rechecked():
                 self._events.emit("recheck", **as_fields(message))
-                print(f"elastic-harness: {message.in_words()}", file=sys.stderr, flush=True)
-            case UnfitPeer(member, reason):
-                print(f"elastic-harness: worker {member} computes wrong: {reason}", file=sys.stderr, flush=True)
             case DoubtfulState(_, version, reason):
                 self._events.emit("rollback", to=version, members=self._generation.members, reason=reason)
-                print(f"elastic-harness: going back to version {version}: {reason}", file=sys.stderr, flush=True)
             case LastStepDone():
                 self._events.emit("run_finished", status="finished", exit_code=0, **as_fields(message))
 
@@ -194,6 +203,17 @@ class StandaloneLink:
 
     def left_out(self, generation: Generation) -> None:
         raise AssertionError("a fixed set of workers leaves nobody out")
+
+
+def _doubts(run_dir: Path) -> list[tuple[int, int]]:
+    """Return the lineages that began because of a doubt, and the version at which each did."""
+    try:
+        noted = parse_object((run_dir / DOUBT).read_bytes())
+        return sorted((int(lineage), int(version)) for lineage, version in noted["doubts"])
+    except FileNotFoundError:
+        return []
+    except (ValueError, KeyError, TypeError) as error:
+        raise InfrastructureError(f"{run_dir / DOUBT} is damaged ({error}); restore it") from error
 
 
 def busy(run_dir: Path) -> str:

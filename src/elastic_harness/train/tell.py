@@ -11,8 +11,7 @@ import time
 from collections.abc import Sequence
 
 from elastic_harness import durable_file
-from elastic_harness.contract.messages import Commit, DoubtfulState, HandOver, LogEvent, Undecided, UnfitPeer, decided
-from elastic_harness.errors import InfrastructureError
+from elastic_harness.contract.messages import Commit, DoubtfulState, HandOver, LogEvent, UnfitPeer, decided
 from elastic_harness.runs.ledger import LedgerLine, StateLine
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import GateVerdict
@@ -124,18 +123,7 @@ def tell_unfit(engine: Engine, formed: Formed, verdict: GateVerdict, reason: str
 
 def tell_doubt(engine: Engine, formed: Formed, version: int, unfit: Sequence[int], reason: str) -> None:
     """Tell that what was committed since a version is in doubt: every member does, for the job starts all of them
-    again, from a checkpoint of that version or before. Newer ones are set aside. Raises InfrastructureError, and ends
-    the job, if the checkpoints that are left are all newer."""
-    version = max(0, version)
+    again, from a checkpoint of that version or before."""
     members = tuple(formed.generation.members[rank] for rank in unfit)
-    left = engine.saver.restorable()
-    if left and min(left) > version > 0:  # a run that is as young as that begins again
-        reason = (
-            f"{reason}. So the steps since {version} are in doubt, and the oldest checkpoint is of version "
-            f"{min(left)}: begin anew with --fresh; to have an older one next time, raise checkpoint.keep_last"
-        )
-        engine.link.send(Undecided(reason))
-        raise InfrastructureError(reason)
+    version = max(engine.schedule.first_step, version)
     engine.link.send(DoubtfulState(formed.digest.lineage, version, reason, members))
-    if formed.speaks:
-        engine.saver.set_aside_after(version, formed.digest.lineage)
