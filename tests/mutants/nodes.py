@@ -24,8 +24,8 @@ class Planted(Patch):
 PATCHES = [
     Planted(
         "checkpoints in doubt are restored",
-        "lineage=lineage + 1, from_step=version)",
-        "lineage=lineage + 1, from_step=1 << 30)",
+        "lineage=begun, from_step=version, doubts=doubts)",
+        "lineage=begun, from_step=1 << 30)",
         shape=with_faults("doubt", "kill worker"),
     ),
     Planted(

@@ -241,8 +241,8 @@ def never_separating(now: float, view: deciding.View, limits: Any) -> Any:
     return honest_decide(now, replace(view, broken=frozenset()), limits)
 
 
-def forgetting_birth(generation: Any, reports: Any, *, born: bool, lineage: int, from_step: int) -> Any:
-    return honest_reconcile(generation, reports, born=False, lineage=lineage, from_step=from_step)
+def forgetting_birth(generation: Any, reports: Any, *, born: bool, **more: Any) -> Any:
+    return honest_reconcile(generation, reports, born=False, **more)
 
 
 def ever_finished(state: protocol.State, current: Any) -> bool:

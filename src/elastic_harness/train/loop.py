@@ -61,7 +61,9 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
     if not verdict.commit:
         tell_unfit(engine, formed, verdict, reason)
         if verdict.states_differ and (not verdict.unfit or not attempt.newcomers.issuperset(verdict.unfit)):
-            tell_doubt(engine, formed, partials.step - engine.watch.parts, verdict.unfit, reason)
+            # At its last comparison, and when the lineage began with one state for all, this part was equal.
+            equal = max(formed.digest.from_step, partials.step - engine.watch.parts)
+            tell_doubt(engine, formed, equal, verdict.unfit, reason)
         raise PeerFailed(reason)
     record = record_of(engine, formed, attempt, headers)
     failpoint("exchange.finished", record.step)
