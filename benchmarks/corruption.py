@@ -35,7 +35,7 @@ SCRIPT = ROOT / "tests" / "integration" / "scripts" / "ill.py"
 CONFIG = ROOT / "benchmarks" / "recovery.yaml"
 STEPS = 100
 WORKERS, LANES_A_WORKER = 4, 8
-INTERVAL = 25  # the default for 8 lanes a worker
+INTERVAL = 25
 FOUND = ("computed again", "differs from", "was changed")  # in an incident
 TIMED_STEPS, WARMUP_STEPS = 30, 5
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_harness.comm.placement import deal
-from elastic_harness.train.audits import COST_MAX, INTERVAL_MAX, audits_due, resolved
+from elastic_harness.train.audits import COST_MAX, INTERVAL_MAX, LANES, audits_due, resolved
 
 
 @given(st.integers(2, 7), st.integers(0, 9), st.integers(1, 40), st.integers(0, 1000))
@@ -42,5 +42,5 @@ def test_nobody_audits_alone_or_if_it_is_turned_off() -> None:
 @given(st.integers(2, 300), st.integers(1, 3000))
 def test_the_interval_keeps_the_cost_below_its_limit(world: int, lanes: int) -> None:
     interval = resolved("auto", lanes, world)
-    assert interval == INTERVAL_MAX or world / (lanes * interval) <= COST_MAX
+    assert interval == INTERVAL_MAX or LANES * world / (lanes * interval) <= COST_MAX
     assert 1 <= interval <= INTERVAL_MAX and resolved(7, lanes, world) == 7

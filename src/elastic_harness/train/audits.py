@@ -16,6 +16,9 @@ from elastic_harness.comm.placement import Ranges
 
 COST_MAX = 0.005
 """Of a member's computing, with the interval "auto"."""
+LANES = 1.6
+"""What an audit takes, in lanes: one is computed, two are hashed, and what is audited cannot be computed in a pair
+(benchmarks/results/corruption.json)."""
 INTERVAL_MAX = 64
 """Steps after which a machine that always computes wrong is found at the latest, whatever it costs."""
 
@@ -44,7 +47,7 @@ def audits_due(step: int, interval: int, placed: Sequence[Ranges]) -> tuple[Audi
 
 
 def resolved(interval: int | Literal["auto"], lanes: int, world: int) -> int:
-    """Return the interval in steps. A member computes about lanes / world lanes a step, and one more when it audits."""
+    """Return the interval in steps. A member computes about lanes / world lanes a step."""
     if interval != "auto":
         return interval
-    return min(INTERVAL_MAX, math.ceil(world / (COST_MAX * lanes)))
+    return min(INTERVAL_MAX, math.ceil(LANES * world / (COST_MAX * lanes)))
