@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -35,11 +36,12 @@ def program(version: str) -> str:
     return candidate
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+def free_ports(count: int, *hosts: str) -> list[int]:
+    """So many ports, the first on the first of these addresses, and so on; the others on the loopback one."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind((host, 0))
+        for sock, host in itertools.zip_longest(sockets, hosts, fillvalue="127.0.0.1"):
+            sock.bind((host, 0))  # type: ignore[union-attr]
         return [sock.getsockname()[1] for sock in sockets]
 
 
@@ -122,7 +124,7 @@ class Cluster:
         self.folder = folder
         self._query = query
         tls = any(option.startswith("--cert-file") for option in options)
-        ports = free_ports(2 * members, host)
+        ports = free_ports(2 * members, *[host] * members)
         scheme = "https" if tls else "http"
         peers = [f"http://127.0.0.1:{port}" for port in ports[members:]]
         known = ",".join(f"m{number}={peer}" for number, peer in enumerate(peers))

@@ -94,6 +94,7 @@ def test_without_an_agent_a_restart_goes_back_as_well(tmp_path: Path, healthy: s
     """Under torchrun, which starts both workers again: the newest checkpoint is in doubt then, and is not taken."""
     arguments = ("memory", "--run-dir", tmp_path / "run", "--first-life-only")
     given = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    given += ["--log-dir", str(tmp_path / "torchrun")]
     ended = execute([*given, SCRIPT, *arguments], ONE_THREAD)
     assert ended.returncode == 0 and set(finals(ended.stdout)) == healthy, said(ended)
     (rollback,) = events(tmp_path / "run", "rollback")
