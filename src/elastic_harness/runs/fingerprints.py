@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 OF_THE_TRAINER = ("run.precision", "compile")
@@ -21,6 +21,11 @@ MOVED_CLASSES = {"elastic_harness.models.gpt.GPT": "elastic_harness.gpt.model.GP
 def differing(run: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Return the entries in which a program does not fit a run."""
     return sorted(name for name in run.keys() | own.keys() if not fits(name, run.get(name), own.get(name)))
+
+
+def in_words(names: Iterable[str], run: Mapping[str, Any], own: Mapping[str, Any], whose: str) -> str:
+    """Return what these entries are in the run, and in the program; `whose` says which program that is."""
+    return "; ".join(f"{name}: the run has {run.get(name)!r}, {whose} {own.get(name)!r}" for name in names)
 
 
 def fits(name: str, run: object, own: object) -> bool:

@@ -34,7 +34,7 @@ from elastic_harness.membership.reconcile import reconcile
 from elastic_harness.membership.types import Digest, Generation, Report
 from elastic_harness.names import check_name, integer_variable
 from elastic_harness.runs.events import EVENTS, SCHEMA, EventLog
-from elastic_harness.runs.fingerprints import differing
+from elastic_harness.runs.fingerprints import differing, in_words
 from elastic_harness.runs.ledger import LEDGER, LedgerWriter, Reached, reached
 from elastic_harness.shape import build, parse_object
 from elastic_harness.train.link import Left
@@ -235,7 +235,7 @@ def _same(known: dict[str, Any], own: dict[str, Any], run_dir: Path) -> None:
     own = json.loads(json.dumps(own))
     others = differing(known, own)
     if others:
-        shown = "; ".join(f"{k}: the run has {known.get(k)!r}, this process {own.get(k)!r}" for k in others)
+        shown = in_words(others, known, own, "this process")
         raise ConfigError(
             f"this program does not fit the run in {run_dir}: {shown}. Make them equal, or begin a new run from its "
             f"state with these: start(…, resume_from={str(run_dir)!r}, run_dir=NEW)"

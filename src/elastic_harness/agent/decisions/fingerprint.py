@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_harness.runs.fingerprints import HARDWARE_KEYS, differing
+from elastic_harness.runs.fingerprints import HARDWARE_KEYS, differing, in_words
 
 
 def majority(asking: Sequence[Mapping[str, Any]], target: int, *, complete: bool) -> dict[str, Any] | None:
@@ -30,7 +30,7 @@ def difference(run: Mapping[str, Any], worker: Mapping[str, Any]) -> str:
     keys = [k for k in differing(run, worker) if not (relaxed and k in HARDWARE_KEYS)]
     if not keys:
         return ""
-    named = "; ".join(f"{k}: the run has {run.get(k)!r}, this worker {worker.get(k)!r}" for k in keys)
+    named = in_words(keys, run, worker, "this worker")
     advice = (
         "use the run's values; or begin a new run from its state with these: `launch --from RUN --run-dir NEW …`; or "
         "start anew with --fresh"
