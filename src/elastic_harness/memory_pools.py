@@ -43,20 +43,22 @@ def resident_bytes(pid: int | None = None) -> int:
     return int(pages[1]) * resource.getpagesize() if pages else 0
 
 
-def _limited(proc: Path, cgroups: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield path, bytes used and limit of this process's cgroup and of those around it, if they have a limit. In a
-    container the path may not be visible; the root that one sees there is the container's own."""
+def memory_controllers(
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> Iterator[tuple[Path, Path, bool]]:
+    """Yield where the kernel shows the memory of control groups, the group of this process below that, and whether that
+    is version 2. In a container the group may not be visible; the root that one sees there is the container's own."""
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, files = cgroups, _V2
-        elif "memory" in controllers.split(","):
-            root, files = cgroups / "memory", _V1
-        else:
-            continue
-        inside = Path(path.lstrip("/"))
+        if controllers == "" or "memory" in controllers.split(","):
+            yield cgroups / "memory" if controllers else cgroups, Path(path.lstrip("/")), not controllers
+
+
+def _limited(proc: Path, cgroups: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield path, bytes used and limit of this process's cgroup and of those around it, if they have a limit."""
+    for root, inside, is_v2 in memory_controllers(proc, cgroups):
         for each in [inside, *inside.parents]:
-            used, limit = _usage(root / each, *files)
+            used, limit = _usage(root / each, *(_V2 if is_v2 else _V1))
             if limit > 0:
                 yield "/" if each == Path() else f"/{each}", used, limit
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from elastic_harness.contract.messages import Commit, PolicyDecision
 from elastic_harness.exits import Exit, read_exit
+from elastic_harness.memory_pools import memory_controllers
 
 
 @dataclass(frozen=True)
@@ -179,19 +180,8 @@ def oom_kill_counter(files: Sequence[Path] | None = None) -> int | None:
 
 
 def _counter_files() -> list[Path]:
-    root = Path("/sys/fs/cgroup")
     files: list[Path] = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return files
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            files += [root / path.lstrip("/") / "memory.events", root / "memory.events"]
-        elif "memory" in controllers.split(","):
-            files += [
-                root / "memory" / path.lstrip("/") / "memory.oom_control",
-                root / "memory" / "memory.oom_control",
-            ]
+    for root, inside, is_v2 in memory_controllers():
+        name = "memory.events" if is_v2 else "memory.oom_control"
+        files += [root / inside / name, root / name]
     return files
