@@ -70,7 +70,7 @@ class Writer:
         found: list[Checkpoint] = []
         with contextlib.suppress(OSError):  # the folder may be gone; a failed write was reported
             found = newest(self._folder)
-        on_disk = max(((retention.lineage_of(each), each.step) for each in found), default=(-1, -1))
+        on_disk = max(((each.lineage, each.step) for each in found), default=(-1, -1))
         for snapshot in self._frames.complete()[:1]:
             if (snapshot.control.lineage, snapshot.version) > on_disk and snapshot.outcome != SnapshotOutcome.FAILED:
                 self.write(snapshot)

@@ -45,19 +45,13 @@ def superfluous(found: Sequence[Checkpoint], retention: Retention) -> list[Check
     """Return which of the valid checkpoints, newest first, need not stay. The newest always stays. So do those from
     before the last row of updates that were skipped for being non-finite. What a later lineage has saved is newer,
     because the run has gone back for it."""
-    found = sorted(found, key=lambda checkpoint: (lineage_of(checkpoint), checkpoint.step), reverse=True)
+    found = sorted(found, key=lambda checkpoint: (checkpoint.lineage, checkpoint.step), reverse=True)
     stay = {checkpoint.step for checkpoint in found[: max(1, retention.keep_last)]}
     stay |= {checkpoint.step for checkpoint in by_metric(found, retention)[: retention.keep_best]}
     stay |= before_nonfinite([checkpoint.step for checkpoint in found], found[0].meta) if found else set()
     if retention.keep_every:
         stay |= {checkpoint.step for checkpoint in found if checkpoint.step % retention.keep_every == 0}
     return [checkpoint for checkpoint in found if checkpoint.step not in stay]
-
-
-def lineage_of(checkpoint: Checkpoint) -> int:
-    """Return the lineage in which a checkpoint was saved, as far as it says."""
-    lineage = checkpoint.meta.get("lineage", 0)
-    return lineage if isinstance(lineage, int) else 0
 
 
 def before_nonfinite(steps: Sequence[int], newest_meta: Mapping[str, Any]) -> set[int]:
