@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from elastic_harness.comm.tree import Span
@@ -11,6 +11,7 @@ from elastic_harness.errors import GenerationChanged, UserCodeError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.attempt import Attempt
 from elastic_harness.train.engine import Engine
+from elastic_harness.train.partials import Contribution, Gradients
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.slots import batch_word, gradients_word
 
@@ -36,15 +37,21 @@ def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[An
         failpoint("lane.finished", partials.step)
         attempt.send_if_finished(span, partials)
     if attempt.canary_due:
-        yield from run_slots(engine, progress, CANARY, canary=True)
-        again, _ = engine.slots.take_gradients()
+        again, _ = yield from compute_again(engine, progress, CANARY)
         attempt.canary, attempt.canary_batch = gradients_word(again), batch_word(engine.slots.canary_batches)
         check_pure(first, attempt.canary, partials.step)
     for audit in attempt.audits:
         if audit.auditor == attempt.rank:
-            yield from run_slots(engine, progress, (audit.lane, audit.lane + 1), canary=True)
-            again, _ = engine.slots.take_gradients()
+            again, _ = yield from compute_again(engine, progress, (audit.lane, audit.lane + 1))
             attempt.audit = gradients_word(again)
+
+
+def compute_again(
+    engine: Engine, progress: Progress, unit: Span
+) -> Generator[Any, None, tuple[Gradients, dict[int, Contribution]]]:
+    """Compute a unit for comparison only, and return what it contributes. Nothing of the step changes."""
+    yield from run_slots(engine, progress, unit, canary=True)
+    return engine.slots.take_gradients()
 
 
 def units(engine: Engine, attempt: Attempt, begun: Span | None) -> list[Span]:
@@ -73,11 +80,14 @@ def impure(what: str) -> UserCodeError:
     )
 
 
-def run_slots(engine: Engine, progress: Progress, unit: Span, *, canary: bool = False) -> Iterator[Any]:
-    """Yield the batches of a unit's slots; between two slots is where an urgent change of generation is noticed."""
+def run_slots(
+    engine: Engine, progress: Progress, unit: Span, *, canary: bool = False, slots: range | None = None
+) -> Iterator[Any]:
+    """Yield the batches of a unit's slots, or of `slots` in their place; between two slots is where an urgent change of
+    generation is noticed."""
     step = progress.version
     assert progress.formed is not None
-    for slot, batch in engine.slots.run(step, unit, canary=canary):
+    for slot, batch in engine.slots.run(step, unit, canary=canary, slots=slots):
         stop_if_void(engine, progress)
         engine.saver.copy_share(step, *progress.formed.on_node)
         with engine.deadlines.measured(Phase.SLOT, step, slot):

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from elastic_harness.config import CheckpointConfig
-from elastic_harness.contract.board import Phase
 from elastic_harness.contract.messages import LogEvent
 from elastic_harness.errors import ConfigError, InfrastructureError
-from elastic_harness.runs.fingerprints import HARDWARE_KEYS, differing
+from elastic_harness.runs.fingerprints import HARDWARE_KEYS, differing, in_words
 from elastic_harness.runs.replayed import SLOT_REPLAYED, ReplayOrder
+from elastic_harness.train.compute import run_slots
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.slots import gradients_word
@@ -38,7 +38,7 @@ def check_program(order: ReplayOrder, own: Mapping[str, Any]) -> None:
     then = order.fingerprint
     others = [name for name in differing(then, own) if name not in HARDWARE_KEYS]
     if then and others:
-        shown = "; ".join(f"{name}: the run has {then.get(name)!r}, now {own.get(name)!r}" for name in others)
+        shown = in_words(others, then, own, "now")
         raise ConfigError(
             f"this program is not the one that {order.run} was trained with: {shown}. Replay it with the script, the "
             "settings and the data of then"
@@ -65,11 +65,9 @@ def slot_alone(engine: Engine, progress: Progress) -> Iterator[Any]:
     step, slot = order.step, order.slot
     samples = engine.slots.sample_ids(step, slot)
     shown: list[str] = []
-    for _, batch in engine.slots.run(step, (slot, slot), canary=True, slots=range(slot, slot + 1)):
+    for batch in run_slots(engine, progress, (slot, slot), canary=True, slots=range(slot, slot + 1)):
         shown = _texts(engine.dataset, samples, batch)
-        with engine.deadlines.measured(Phase.SLOT, step, slot):
-            yield batch
-        engine.watch.check_slot(f"in slot {slot} of step {step}")
+        yield batch
     gradients, contributions = engine.slots.take_gradients()
     told = {
         "step": step,
