@@ -226,7 +226,6 @@ class Applier:
             if here
         ]
         means = torch._foreach_div([view for _, view in chosen], total) if chosen else []
-        self._drop_gradients()
         for (parameter, _), mean in zip(chosen, means, strict=True):
             parameter.grad = mean.to(parameter.dtype)
 

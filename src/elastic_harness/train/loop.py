@@ -59,8 +59,8 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
     headers = finish_exchange(engine, progress, attempt)
     verdict, reason = gate(headers, attempt.reference, engine.watch.compared())
     if not verdict.commit:
-        tell_unfit(engine, formed, verdict, reason)
-        if verdict.states_differ and (not verdict.unfit or not attempt.newcomers.issuperset(verdict.unfit)):
+        tell_unfit(engine, formed, verdict.unfit, reason, verdict.other_samples)
+        if verdict.states_differ and not (verdict.unfit and attempt.newcomers.issuperset(verdict.unfit)):
             # At its last comparison, and when the lineage began with one state for all, this part was equal.
             equal = max(formed.digest.from_step, partials.step - engine.watch.parts)
             tell_doubt(engine, formed, equal, verdict.unfit, reason)

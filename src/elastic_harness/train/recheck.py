@@ -30,14 +30,13 @@ from elastic_harness.train import nonfinite
 from elastic_harness.train.apply import Decided
 from elastic_harness.train.attempt import Attempt
 from elastic_harness.train.audits import audits_due
-from elastic_harness.train.compute import impure, run_slots
+from elastic_harness.train.compute import compute_again, impure
 from elastic_harness.train.engine import Engine
-from elastic_harness.train.gate import GateVerdict
 from elastic_harness.train.header import Header
 from elastic_harness.train.partials import SlotTable
 from elastic_harness.train.progress import Formed, Progress
 from elastic_harness.train.slots import Shape, gradients_word
-from elastic_harness.train.tell import tell_doubt, tell_unfit
+from elastic_harness.train.tell import is_first_fit, tell_doubt, tell_unfit
 
 LANES_MAX = 2
 """So many lanes with bad losses are computed again. If all lanes are bad, two tell as much as all."""
@@ -170,8 +169,7 @@ def _compute_again(engine: Engine, progress: Progress, span: Span) -> Generator[
     """Compute some lanes and their sum, as if for the first time. Nothing of the step changes."""
     again = engine.new_partials(progress.version)
     for lane in range(*span):
-        yield from run_slots(engine, progress, (lane, lane + 1), canary=True)
-        again.add((lane, lane + 1), *engine.slots.take_gradients())
+        again.add((lane, lane + 1), *(yield from compute_again(engine, progress, (lane, lane + 1))))
     return Answer(losses_word(engine.shape, again.table, span), gradients_word(again.spans[span]))
 
 
@@ -182,7 +180,7 @@ def _conclude(engine: Engine, progress: Progress, questions: Sequence[Question],
     found = together([each.judge() for each in questions])
     lanes = ", ".join(f"{lo}" if hi == lo + 1 else f"{lo}-{hi - 1}" for lo, hi in (each.span for each in questions))
     ill = tuple(formed.generation.members[rank] for rank in found.ill)
-    if formed.rank == next((rank for rank in range(formed.world) if rank not in found.ill), 0):
+    if is_first_fit(formed, found.ill):
         engine.link.send(Rechecked(step, lanes, formed.world, found.outcome, ill))
     match found.outcome:
         case "same":
@@ -200,7 +198,7 @@ def _conclude(engine: Engine, progress: Progress, questions: Sequence[Question],
         f"lanes {lanes} of step {step} were computed again on {formed.world} workers, and most have other bits than "
         f"{', '.join(ill)}"
     )
-    tell_unfit(engine, formed, GateVerdict(False, found.ill, 0, False), reason)
+    tell_unfit(engine, formed, found.ill, reason)
     if certified is not None:
         tell_doubt(engine, formed, certified, found.ill, reason)
     raise PeerFailed(reason)

@@ -14,7 +14,6 @@ from elastic_harness import durable_file
 from elastic_harness.contract.messages import Commit, DoubtfulState, HandOver, LogEvent, UnfitPeer, decided
 from elastic_harness.runs.ledger import LedgerLine, StateLine
 from elastic_harness.train.engine import Engine
-from elastic_harness.train.gate import GateVerdict
 from elastic_harness.train.nonfinite import NAMED_MAX
 from elastic_harness.train.progress import Formed, Progress
 from elastic_harness.train.witness import gradient_hash, loss_hashes
@@ -112,13 +111,18 @@ def tell_recovery(
     engine.link.send(LogEvent("recovery", told))
 
 
-def tell_unfit(engine: Engine, formed: Formed, verdict: GateVerdict, reason: str) -> None:
+def is_first_fit(formed: Formed, unfit: Sequence[int]) -> bool:
+    """Whether this member is the first that is fit: what an unfit one says may be lost with it."""
+    return formed.rank == next((rank for rank in range(formed.world) if rank not in unfit), None)
+
+
+def tell_unfit(
+    engine: Engine, formed: Formed, unfit: Sequence[int], reason: str, other_samples: Sequence[int] = ()
+) -> None:
     """Name the members whose samples or arithmetic differ; the lowest rank that fits does it."""
-    fit = [rank for rank in range(formed.world) if rank not in verdict.unfit]
-    if fit and fit[0] == formed.rank:
-        for rank in verdict.unfit:
-            samples = rank in verdict.other_samples
-            engine.link.send(UnfitPeer(formed.generation.members[rank], reason, samples))
+    if is_first_fit(formed, unfit):
+        for rank in unfit:
+            engine.link.send(UnfitPeer(formed.generation.members[rank], reason, rank in other_samples))
 
 
 def tell_doubt(engine: Engine, formed: Formed, version: int, unfit: Sequence[int], reason: str) -> None:
