@@ -67,6 +67,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("planted")
     script = folder / "one_bit.py"
     script.write_text(ONE_BIT.read_text())
+    shutil.copy(SCRIPTS / "features.py", folder)
     options = ("--nproc-per-node", 2)
     ended = launch(folder / "run", script, "--steps", 8, "--every", 100, options=options, PLANTED="slot 3 of step 5")
     assert ended.returncode == 0 and "final-code-ran" in ended.stdout, said(ended)

@@ -10,25 +10,10 @@ import os
 
 import torch
 import torch.nn.functional as F
+from features import Table
 from torch import nn
 
 import elastic_harness
-
-SAMPLES = 60
-
-
-class Table:
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(5)
-        self.inputs = torch.randn(SAMPLES, 8, generator=generator)
-        self.labels = torch.randint(0, 4, (SAMPLES,), generator=generator)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"x": self.inputs[index], "y": self.labels[index]}
-
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--lr", type=float, default=0.1)
@@ -47,7 +32,7 @@ config = elastic_harness.Config.from_dict(
     }
 )
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-run = elastic_harness.start(model, optimizer, Table(), config, scheduler=scheduler)
+run = elastic_harness.start(model, optimizer, Table(60, 8), config, scheduler=scheduler)
 for step in run.steps():
     for batch in step.micro_batches():
         if step.index == given.fail_at:

@@ -9,25 +9,10 @@ import argparse
 
 import torch
 import torch.nn.functional as F
+from features import Table
 from torch import nn
 
 import elastic_harness
-
-SAMPLES = 50
-
-
-class Table:
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(5)
-        self.inputs = torch.randn(SAMPLES, 8, generator=generator)
-        self.labels = torch.randint(0, 4, (SAMPLES,), generator=generator)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"x": self.inputs[index], "y": self.labels[index]}
-
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--run-dir")
@@ -57,7 +42,7 @@ config = elastic_harness.Config.from_dict(
 run = elastic_harness.start(
     model,
     optimizer,
-    Table(),
+    Table(50, 8),
     config,
     scheduler=None if given.no_schedule else torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
     run_dir=given.run_dir,
