@@ -326,3 +326,17 @@ def test_of_the_nodes_that_a_cut_leaves_those_with_all_shards_go_on() -> None:
     )
     decision, _ = chosen(0.0, view, OF_TWO)
     assert decision is not None and decision.members == ("x/a", "x/b")
+
+
+def test_nobody_takes_the_place_of_a_member_that_is_about_to_leave() -> None:
+    """A node that goes stays in an urgent generation beyond the target, for the lanes that it has finished. A newcomer
+    is not let in instead."""
+    rows = in_shards(1, ("w0", "w1", "w2", "w3"), (0, 0, 1, 1), (("w0", "w2"), ("w1", "w3")))
+    view = View(rows, ("w0", "w4", "w2", "w3"), leaving=frozenset(["w3"]), held=dict(rows.shard_of))
+    lost, _ = chosen(0.0, view, Limits(1, 6, 2, shards=2))
+    assert lost is not None and lost.members == ("w0", "w2", "w3")
+    current = Generation(4, ("a", "b", "c"), True, "")
+    broken = frozenset({frozenset(("a", "c")), frozenset(("b", "c"))})
+    view = View(current, ("a", "b", "c", "x"), leaving=frozenset("c"), broken=broken, reform=True)
+    apart, _ = chosen(0.0, view, Limits(1, 3, 2))
+    assert apart is not None and apart.members == ("a", "b"), "its place is not free for another one"

@@ -117,7 +117,7 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
     if urgent and (view.current is None or staying.isdisjoint(view.veterans)):
         needed |= view.leaving & view.veterans
     candidates = [m for m in survivors + newcomers if ending or m not in view.leaving or m in needed]
-    most += 0 if ending else len(needed.intersection(candidates))  # their node wants no workers any more
+    beyond = set[str]() if ending else needed.intersection(candidates)  # their node wants no workers any more
 
     # Nodes that a cut separates do not go on together. A silent node may be the one that everybody else can reach, so
     # the leader first gives it the time to speak; after that it goes on without the node.
@@ -145,7 +145,7 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
     # members as possible are left over. Each column keeps the members that have been in it for longest.
     columns = _columns(sorted(able, key=lambda m: m in view.stateless), view, limits)
     in_turn = [m for each in zip_longest(*columns) for m in each if m is not None]
-    chosen = set(in_turn[:most])
+    chosen = {*[m for m in in_turn if m not in beyond][:most], *beyond.intersection(in_turn)}
     columns = tuple(tuple(m for m in column if m in chosen) for column in columns)
     wanted = [m for m in able if m in chosen]
 
