@@ -75,7 +75,8 @@ def tell_state(
 def tell_recovery(
     engine: Engine, progress: Progress, started_at: float, stages: dict[str, float], planned: bool
 ) -> None:
-    """Tell of a completed recovery or planned change; at a run's start also of what it is made of, for `verify`."""
+    """Tell of a completed recovery or planned change. Until a step of the lineage is committed, also tell of what the
+    run is made of, for `verify`: whoever told it first may have died before its agent could write it down."""
     formed = progress.formed
     assert formed is not None
     source = formed.digest.sources[engine.link.member]
@@ -88,12 +89,12 @@ def tell_recovery(
             "source": source.kind,
         }
         engine.link.send(LogEvent("worker_joined", joined))
-    if source.kind in ("init", "restore"):
+    if not formed.speaks:
+        return
+    if progress.version == formed.digest.from_step:
         durable_file.remove_leftovers(engine.run_dir / "config.yaml")
         durable_file.write(engine.run_dir / "config.yaml", engine.config.to_yaml().encode())
         engine.link.send(LogEvent("run_configured", engine.configured))
-    if not formed.speaks:
-        return
     if progress.record is not None and progress.metrics is not None:
         tell_commit(engine, progress, None)
     told = {
