@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from elastic_harness.errors import EXIT_INFRASTRUCTURE
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.verify import verify
 from integration.preloaded import ONE_THREAD
-from integration.script_tools import SCRIPTS, execute, failing, finals, forked, launch, said
+from integration.script_tools import SCRIPTS, execute, failing, finals, forked, launch, one_message, said
 
 pytestmark = pytest.mark.slow
 SCRIPT = SCRIPTS / "ill.py"
@@ -88,6 +90,24 @@ def test_two_that_stay_with_what_they_say_end_the_job(tmp_path: Path) -> None:
     ended = launch(tmp_path, SCRIPT, "nan", *ALWAYS, options=("--nproc-per-node", 2))
     assert ended.returncode == EXIT_INFRASTRUCTURE, said(ended)
     assert "no majority says who is right" in ended.stdout, said(ended)
+
+
+def test_a_run_without_a_checkpoint_from_before_a_doubt_is_not_begun_again(tmp_path: Path) -> None:
+    """Not at the next launch either: that may cost weeks, and is for people to decide."""
+    options = ("--nproc-per-node", 1)
+    ended = launch(tmp_path, SCRIPT, "none", "--steps", 6, options=options)
+    assert ended.returncode == 0, said(ended)
+    path = tmp_path / "run.json"
+    record = json.loads(path.read_text()) | {"lineage": 1, "from_step": 3, "doubts": [[1, 3]]}
+    path.write_text(json.dumps(record))
+    shutil.rmtree(tmp_path / "checkpoints")
+    for _ in range(2):
+        ended = launch(tmp_path, SCRIPT, "none", options=options)
+        assert ended.returncode == EXIT_INFRASTRUCTURE, said(ended)
+        assert "in doubt since version 3, and no checkpoint from before is left" in one_message(ended)
+    path.write_text(json.dumps(record | {"doubts": [["x", 3]]}))
+    ended = launch(tmp_path, SCRIPT, "none", options=options)
+    assert ended.returncode == EXIT_INFRASTRUCTURE and "run.json is damaged" in one_message(ended)
 
 
 def test_without_an_agent_a_restart_goes_back_as_well(tmp_path: Path, healthy: set[str]) -> None:

@@ -379,15 +379,16 @@ class ElasticRun:
             case protocol.Announce(generation):
                 self._announce(generation)
             case protocol.Publish(digest, reason):
-                if self._rolled_back_to > 0 and any(source.kind == "init" for source in digest.sources.values()):
+                records = self.agent.records
+                begins = any(source.kind == "init" for source in digest.sources.values())
+                if begins and records.from_step > 0 and (records.lineage, records.from_step) in records.doubts:
                     self.agent.fail(
                         EXIT_INFRASTRUCTURE,
-                        f"the run is in doubt since version {self._rolled_back_to}, and no checkpoint from before is "
+                        f"the run is in doubt since version {records.from_step}, and no checkpoint from before is "
                         "left: begin anew with --fresh; to have an older one next time, raise checkpoint.keep_last",
                     )
                     return
                 self._formed = True
-                records = self.agent.records
                 for worker in self.agent.workers.values():
                     if worker.member in self._members and worker.serves_from is None:
                         worker.serves_from = records.farthest

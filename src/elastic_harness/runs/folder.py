@@ -18,6 +18,7 @@ LOCK = "lock"
 HANGS = "hangs"
 _SHAPE: shape.Shape = {
     **dict.fromkeys(("run_id", "cwd", "status", "history", "mode", "control"), str | None),
+    "doubts": list[tuple[int, int]] | None,
     **dict.fromkeys(("lineage", "from_step", "exit_code", "agent_pid", "launcher_pid"), int | None),
     **dict.fromkeys(("options", "fingerprint"), dict[str, Any] | None),
     "argv": list[str] | None,

@@ -35,7 +35,7 @@ class Records:
         self.number = int(counted) if len(counted) == COUNTER_BYTES and counted.strip().isdigit() else 0
         self.lineage: int = record.get("lineage") or 0
         self.from_step: int = record.get("from_step") or 0
-        self.doubts = tuple((int(lineage), int(version)) for lineage, version in record.get("doubts") or ())
+        self.doubts = tuple((lineage, version) for lineage, version in record.get("doubts") or ())
         self.born: bool = record.get("born") or False
         self.history: str = record.get("history") or ""
         self.committed, self.committed_at = -1, 0.0  # the newest step, and when it was told of
