@@ -53,6 +53,7 @@ from elastic_harness.errors import (
     EXIT_TERMINATED,
     EXIT_USER_CODE,
     ConfigError,
+    InfrastructureError,
 )
 from elastic_harness.exits import Exit, read_exit
 from elastic_harness.health.preemption import ON_REQUEST
@@ -473,7 +474,13 @@ class ElasticRun:
         if self._script_stop.asked is not None and self._script_stop.asked.step >= version:
             self._script_stop = script_stop.ScriptStop()  # it may have come from wrong numbers
         doubts = (*records.doubts, (lineage, version))
-        records.remember(lineage=max(lineage, records.lineage), from_step=version, doubts=doubts)
+        try:
+            records.remember(lineage=max(lineage, records.lineage), from_step=version, doubts=doubts)
+        except InfrastructureError as error:
+            raise InfrastructureError(
+                f"{error}. It could not be noted that the run is in doubt since version {version}: before that, move "
+                f"the checkpoints of later versions out of its folder ({reason})"
+            ) from error
         records.event("rollback", to=version, members=list(members), reason=reason)
         self.agent.report.rolled_back(version, reason)
         for member in members:
