@@ -7,14 +7,18 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from elastic_harness.agent.elastic_run import ElasticRun
+from elastic_harness.agent.options import LaunchOptions
 from elastic_harness.agent.reporting import alarms
 from elastic_harness.agent.reporting.records import Records
 from elastic_harness.contract.messages import Commit
 from elastic_harness.contract.wire import Malformed
 from elastic_harness.health.memory import MemoryReading
+from elastic_harness.membership import protocol
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.folder import RunFolder
 
@@ -62,6 +66,29 @@ def test_a_commit_is_written_once_whoever_repeats_it(tmp_path: Path) -> None:
     assert not again.commit(commit(1)) and again.commit(commit(1, lineage=1))
     again.close()
     assert len((tmp_path / "ledger.jsonl").read_text().splitlines()) == 3
+
+
+def test_who_is_rolled_back_is_heard_first(tmp_path: Path) -> None:
+    """A snapshot counts only if the steps before it are in the ledger, so a rollback needs what was told of them."""
+    (tmp_path / "run").mkdir()
+    records, ends = opened(tmp_path / "run"), list[int]()
+    worker = SimpleNamespace(member="w0-1", running=True, release=lambda *_: None, signal=ends.append)
+    options = LaunchOptions(1, 1, 1, 0, None, 60.0, 5.0, quiet=True, command=("true",))
+    known = {"folder": records.folder, "options": options, "records": records, "workers": {"w0-1": worker}}
+    agent: Any = MagicMock(**known, outcome=None)
+    run = ElasticRun(agent)
+    unread = [commit(step) for step in range(3)]
+
+    def hear(which: Any) -> None:
+        while unread:
+            run.on_message(which, unread.pop(0))
+
+    agent.hear = hear
+    run._carry_out(protocol.RollBack(("w0-1",), 1, 2, "planted"))
+    records.close()
+    assert ends == [9] and records.committed == 2 and (records.lineage, records.from_step) == (1, 2)
+    told = [(e["event"], e.get("step"), e["lineage"]) for e in events(tmp_path / "run") if e["event"] != "waiting"]
+    assert told == [*(("step_committed", step, 0) for step in range(3)), ("rollback", None, 1)]
 
 
 def test_what_a_relaunch_has_to_know(tmp_path: Path) -> None:

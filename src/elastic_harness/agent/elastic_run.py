@@ -466,6 +466,9 @@ class ElasticRun:
     def _roll_back(self, members: Sequence[str], lineage: int, version: int, reason: str) -> None:
         """Start the members here again. That the lineage has ended is on disk first. The second time at the same place
         the job stops: what others compute again gives other bits again."""
+        running = [w for w in map(self.agent.workers.get, members) if w and w.running]
+        for worker in running:  # a snapshot counts only if the steps before it are in the ledger
+            self.agent.hear(worker)
         records = self.agent.records
         if version <= self._rolled_back_to:
             self.agent.fail(EXIT_INFRASTRUCTURE, f"{reason}. It happened before, and going back did not help")
@@ -483,12 +486,10 @@ class ElasticRun:
             ) from error
         records.event("rollback", to=version, members=list(members), reason=reason)
         self.agent.report.rolled_back(version, reason)
-        for member in members:
-            worker = self.agent.workers.get(member)
-            if worker and worker.running:
-                worker.release(Why.ROLLED_BACK, f"started again: {reason}")
-                worker.lost = True
-                worker.signal(9)
+        for worker in running:
+            worker.release(Why.ROLLED_BACK, f"started again: {reason}")
+            worker.lost = True
+            worker.signal(9)
 
     def _on_poison(self, at_step: int, slot: int, members: tuple[str, ...], reason: str) -> None:
         known = self._slot_errors.get((at_step, slot), SlotError(at_step, slot, reason))

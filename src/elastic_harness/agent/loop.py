@@ -518,9 +518,10 @@ class Agent:
         if mask & selectors.EVENT_WRITE and not worker.flush():
             self._selector.modify(worker.link, selectors.EVENT_READ, lambda m: self._on_link(worker, m))
         if mask & selectors.EVENT_READ:
-            self._read_link(worker)
+            self.hear(worker)
 
-    def _read_link(self, worker: Worker) -> None:
+    def hear(self, worker: Worker) -> None:
+        """Take what a worker has said until now, unless it is lost: then nothing that it says counts."""
         messages, ended = worker.receive()
         for frame in messages:
             if worker.lost or worker.garbled:
@@ -563,7 +564,7 @@ class Agent:
         worker.detected_at = time.time()
         worker.detected_by = detected_by
         worker.oom_kills = self.report.oom_kills_since()
-        self._read_link(worker)
+        self.hear(worker)
         worker.lost = True
         self.supervisor.on_gone(worker)
         if not worker.released and (worker.hang or worker.exit_code_early()):
