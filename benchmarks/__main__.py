@@ -15,6 +15,7 @@ from benchmarks import (
     drain,
     etcd_clients,
     exactness,
+    hangs,
     index_build,
     loading,
     memory,
@@ -43,6 +44,7 @@ QUICK: dict[str, list[str]] = {
     "checkpoint_stall": ["--rounds=1", "--layers=2"],
     "checkpoint_kills": ["--moments=21", "--agent-kills=2"],
     "corruption": ["--faults=2", "--pairs=1"],
+    "hangs": ["--hangs=4", "--healthy-minutes=1"],
     "etcd_clients": ["--rounds=1", "--operations=100"],
     "scale": ["--sizes=10,100,500", "--repeats=1"],
 }
@@ -53,6 +55,7 @@ BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "drain": drain.main,
     "throughput": throughput.main,
     "exactness": exactness.main,
+    "hangs": hangs.main,
     "agent_start": agent_start.main,
     "memory": memory.main,
     "loading": loading.main,
