@@ -2,9 +2,10 @@
 once.
 
     the receiver  READY tag n ──►
-                              ◄── DATA tag n, n bytes   the sender, once it has the tensor and the receiver is ready
+                              ◄── DATA tag n hash, n bytes   the sender, once it has the tensor and knows of this
 
-So bytes that arrive have a place to go to and are read straight into it. One thread moves all bytes of the transport.
+So bytes that arrive have a place to go to and are read straight into it. They are hashed where they are sent and where
+they arrive, for TCP's own checksum has 16 bits and covers the wire alone. One thread moves all bytes of the transport.
 Only this thread touches the connections, with one exception: any thread may shut them down. That ends all pending work
 within a millisecond, here and at the peers, and leaves nothing behind.
 """
@@ -24,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
+import xxhash
 
 from elastic_harness.comm import mesh
 from elastic_harness.comm.rendezvous import KeyValue
@@ -32,7 +34,7 @@ from elastic_harness.comm.transport import Pending
 from elastic_harness.errors import Inconsistent, PeerFailed
 
 READY, DATA = 1, 2
-_FRAME = struct.Struct("<IIQ")  # kind, tag, bytes of the message
+_FRAME = struct.Struct("<IIQQ")  # kind, tag, bytes of the message, its hash
 _STAGING_BYTES = 16 << 10
 _PIECES_MAX = 16
 _ABORTED = "the transport was aborted"
@@ -71,6 +73,7 @@ class TcpTransport:
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Pending:
         """Start sending a contiguous CPU tensor. It must not change until the work is done."""
         work = Pending(_content(tensor), tensor, rank)
+        work.hash = hash_of(work.raw, tag)
         peer = self._peers[rank]
         with self._changed:
             self._check(peer, "send to")
@@ -85,7 +88,7 @@ class TcpTransport:
         with self._changed:
             self._check(peer, "receive from")
             _put(peer.receives, tag, work)
-            self._push(peer, _FRAME.pack(READY, tag, len(work.raw)), None)
+            self._push(peer, _FRAME.pack(READY, tag, len(work.raw), 0), None)
         return work
 
     def _check(self, peer: _Peer, what: str) -> None:
@@ -99,7 +102,7 @@ class TcpTransport:
         work, nbytes = _take(peer.sends, tag), _take(peer.ready, tag)
         if len(work.raw) != nbytes:
             raise ValueError(f"rank {peer.rank} waits for {nbytes} bytes and is sent {len(work.raw)} (tag {tag})")
-        self._push(peer, _FRAME.pack(DATA, tag, nbytes), work)
+        self._push(peer, _FRAME.pack(DATA, tag, nbytes, work.hash), work)
 
     def _push(self, peer: _Peer, frame: bytes, work: Pending | None) -> None:
         peer.out.append((memoryview(frame), None))
@@ -247,7 +250,7 @@ class TcpTransport:
         """Take apart the staged bytes, which were read from the peer."""
         at = 0
         while peer.into is None and end - at >= _FRAME.size:
-            kind, tag, nbytes = _FRAME.unpack_from(peer.staging, at)
+            kind, tag, nbytes, told = _FRAME.unpack_from(peer.staging, at)
             at += _FRAME.size
             with self._changed:
                 if peer.broken:  # the transport was aborted
@@ -262,16 +265,20 @@ class TcpTransport:
             staged = min(end - at, nbytes)
             work.raw[:staged] = peer.staging[at : at + staged]
             at += staged
-            peer.arriving, peer.into = work, work.raw
+            peer.arriving, peer.into, peer.tag, work.hash = work, work.raw, tag, told
             self._arrived(peer, staged)
         peer.staged = end - at
         peer.staging[: peer.staged] = peer.staging[at:end]
 
     def _arrived(self, peer: _Peer, nbytes: int) -> None:
-        """Note that so many more bytes of the message under way have come."""
+        """Note that so many more bytes of the message under way have come. Raises ConnectionError if they are not what
+        was sent."""
         assert peer.into is not None and peer.arriving is not None
         peer.into = peer.into[nbytes:]
         if not peer.into:
+            work = peer.arriving
+            if hash_of(work.raw, peer.tag) != work.hash:
+                raise ConnectionError(f"a message of {len(work.raw)} bytes was damaged on its way")
             with self._changed:
                 peer.arriving.finished = True
                 peer.arriving = peer.into = None
@@ -295,6 +302,7 @@ class _Peer:
         self.staged = 0
         self.into: memoryview | None = None  # where the rest of the message under way goes
         self.arriving: Pending | None = None
+        self.tag = 0  # of the message under way
 
     def fail(self, reason: str) -> None:
         """Give up all work that is under way."""
@@ -311,6 +319,11 @@ class _Peer:
                 work.error = reason
         for pending in (self.sends, self.ready, self.out):
             pending.clear()
+
+
+def hash_of(content: memoryview, tag: int) -> int:
+    """Return the 64-bit hash of a message."""
+    return xxhash.xxh3_64_intdigest(content, tag)
 
 
 def _put(queues: Queues[Item], tag: int, item: Item) -> None:

@@ -15,7 +15,7 @@ from elastic_harness.errors import PeerFailed
 class Pending:
     """A pending send or receive. `finished`: it is done and its transport has noticed, at the latest when the transport
     has waited for it. `error`: why it will never be done. `raw`: the transport's handle of it, None before it was
-    issued."""
+    issued. `hash`: of the content, for a transport that checks it."""
 
     def __init__(self, raw: Any, tensor: torch.Tensor, rank: int) -> None:
         self.raw = raw
@@ -23,6 +23,7 @@ class Pending:
         self.rank = rank
         self.finished = False
         self.error = ""
+        self.hash = 0
 
     def wait_raw(self, timeout_s: float) -> None:
         """Block up to `timeout_s`. Raises PeerFailed that names the peer's rank."""
