@@ -4,8 +4,9 @@ and what do audits cost?
     python -m benchmarks.corruption                20 faults of each kind, 6 pairs (about 10 minutes)
 
 Faults are planted in the second of three workers, from a random step on: in every gradient (bit), or once in a weight
-(memory), with an audit every 25 steps. No rival runs here: DDP finds neither. The cost is that of a run that audits in
-every step beside one that never does, in turn, divided by 25.
+(memory), with an audit every 25 steps. With the third kind (sum) whoever adds up the gradient does it wrongly. No rival
+runs here: DDP finds none of them. The cost is that of a run that audits in every step beside one that never does, in
+turn, divided by 25.
 """
 
 from __future__ import annotations
@@ -52,20 +53,22 @@ def main(argv: list[str] | None = None) -> int:
     document: dict[str, Any] = {"workers": 3, "steps": STEPS}
     try:
         right = final(launch(scratch / "healthy", 3, SCRIPT, "none", "--steps", STEPS))
-        for kind in ("bit", "memory"):
+        for kind in ("bit", "memory", "sum"):
             found = []
             for number in range(args.faults):
                 at = rng.randint(INTERVAL, STEPS - INTERVAL - 1)
                 options = ("--from-step", at, "--times", 10**6, "--audit-interval", INTERVAL, "--steps", STEPS)
                 folder = scratch / f"{kind}-{number}"
                 outcome = {"at": at, **look(folder, launch(folder, 3, SCRIPT, kind, *options), right, at)}
+                members = events(folder, "generation")[0]["members"]
+                outcome["ill"] = members[-1] if kind == "sum" else "w1-1"  # the last rank owns the only block
                 say(f"{kind}: {outcome}")
                 found.append(outcome)
                 shutil.rmtree(folder)
             document[kind] = {
                 "faults": len(found),
                 "found": sum(f["steps"] is not None for f in found),
-                "right_worker": sum(f["named"] == ["w1-1"] for f in found),
+                "right_worker": sum(f["named"] == [f["ill"]] for f in found),
                 "right_weights": sum(f["exact"] for f in found),
                 "steps_until_found": summary(f["steps"] for f in found),
             }

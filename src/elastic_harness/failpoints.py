@@ -31,6 +31,8 @@ PLACES = (
     "exchange.spread_sent",
     "exchange.finished",
     "recheck.computed",
+    "audit.blocks_sent",
+    "audit.added_up",
     "apply.gradients",
     "apply.optimizer",
     "apply.skipped",

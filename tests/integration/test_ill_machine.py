@@ -86,6 +86,38 @@ def test_what_was_committed_in_doubt_is_done_again(
     assert verdict.ok and verdict.lineage == 2, verdict
 
 
+@pytest.mark.parametrize(
+    ("workers", "options", "back_to"), [(3, (*ALWAYS, "--audit-interval", 5), 4), (2, ("--audit-interval", 1), 6)]
+)
+def test_who_adds_up_wrong_is_named(
+    tmp_path: Path, healthy: set[str], workers: int, options: tuple[object, ...], back_to: int
+) -> None:
+    """All members apply the same wrong sum, so no comparison of states shows it."""
+    ended = launch(tmp_path, SCRIPT, "sum", *options, options=("--nproc-per-node", workers))
+    assert ended.returncode == 0 and set(finals(ended.stdout)) == healthy, said(ended)
+    (recheck,), (rollback,) = events(tmp_path, "recheck"), events(tmp_path, "rollback")
+    assert recheck["what"].startswith("elements 0-") and recheck["outcome"] == "ill", recheck
+    assert evicted(tmp_path) == recheck["ill"] and len(recheck["ill"]) == 1
+    assert rollback["to"] == back_to and verify(tmp_path).ok
+
+
+def test_workers_that_die_in_an_audit_are_replaced(tmp_path: Path, healthy: set[str]) -> None:
+    faults = "audit.blocks_sent member=w0-1 step=4 kill; audit.added_up member=w2-1 step=6 kill"
+    options = ("--nproc-per-node", 3)
+    ended = launch(tmp_path, SCRIPT, "none", "--audit-interval", 1, options=options, **failing(faults))
+    assert ended.returncode == 0 and set(finals(ended.stdout)) == healthy, said(ended)
+    assert [event["member"] for event in events(tmp_path, "failure_detected")] == ["w0-1", "w2-1"]
+    assert not evicted(tmp_path) and not events(tmp_path, "recheck") and verify(tmp_path).ok
+
+
+def test_a_message_that_is_damaged_on_its_way_is_sent_again(tmp_path: Path, healthy: set[str]) -> None:
+    ended = launch(tmp_path, SCRIPT, "wire", options=("--nproc-per-node", 3))
+    assert ended.returncode == 0 and set(finals(ended.stdout)) == healthy, said(ended)
+    assert len(events(tmp_path, "generation")) == 2 and not events(tmp_path, "failure_detected")
+    assert any("damaged on its way" in broke["error"] for broke in events(tmp_path, "exchange_broke"))
+    assert verify(tmp_path).ok
+
+
 def test_two_that_stay_with_what_they_say_end_the_job(tmp_path: Path) -> None:
     ended = launch(tmp_path, SCRIPT, "nan", *ALWAYS, options=("--nproc-per-node", 2))
     assert ended.returncode == EXIT_INFRASTRUCTURE, said(ended)
@@ -130,7 +162,7 @@ def test_a_worker_dies_while_others_compute_again(tmp_path: Path, healthy: set[s
 
 
 @pytest.mark.parametrize(
-    ("fault", "options"), [("nan", ()), ("gradient", ()), ("spike", ()), ("bit", ALWAYS), ("memory", ())]
+    ("fault", "options"), [("nan", ()), ("gradient", ()), ("spike", ()), ("bit", ALWAYS), ("memory", ()), ("sum", ())]
 )
 def test_without_its_detector_a_fault_gets_through(
     tmp_path: Path, healthy: set[str], fault: str, options: tuple[object, ...]

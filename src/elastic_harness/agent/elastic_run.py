@@ -135,7 +135,8 @@ class ElasticRun:
                 report, records = self._within_the_ledger(message), self.agent.records
                 report = worth_telling(report, records.lineage, records.from_step, records.doubts)
                 self.agreement.tell(protocol.Reported(worker.member, report))
-            case LinkTrouble(generation, version, peers, ways):
+            case LinkTrouble(generation, version, peers, ways, error):
+                self.agent.records.event("exchange_broke", member=worker.member, step=version, peers=peers, error=error)
                 self._cuts.tell(ways)
                 self.agreement.tell(protocol.Trouble(worker.member, generation, peers, bool(ways), holds=version >= 0))
             case SetValue(generation, key, value):

@@ -150,10 +150,10 @@ class UnfitPeer:
 
 @dataclass(frozen=True)
 class Rechecked:
-    """Members have computed some lanes of a step again."""
+    """Members have computed a part of a step again."""
 
     step: int
-    lanes: str
+    what: str  # lanes, or elements of the sum
     workers: int
     outcome: str  # same, ill, undecided or random
     ill: tuple[str, ...] = ()  # members that gave other bits than the majority
@@ -165,8 +165,7 @@ class Rechecked:
             found = f"{', '.join(self.ill)} gave other bits than the majority"
         else:
             found = "no majority gave the same bits"
-        what = f"lanes {self.lanes}" if self.lanes else "all lanes"
-        return f"{what} of step {self.step} were computed again on {self.workers} workers: {found}"
+        return f"{self.what} of step {self.step} were computed again on {self.workers} workers: {found}"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Audits: now and then each member computes a lane of another one again, and the headers tell whether the bits are the
-same. Pure.
+"""Audits: now and then each member computes a lane of another one again, and adds up a block of another one's share of
+the sum. The words that they exchange tell whether the bits are the same. Pure.
 
 Pairs and lanes are drawn from the number of the step, so everybody meets everybody, whatever the interval. All members
 audit in the same step, so it is longer by one lane, and nobody waits for another.
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from elastic_harness.comm.placement import Ranges
+from elastic_harness.comm.plan import BLOCK
 
 COST_MAX = 0.005
 """Of a member's computing, with the interval "auto"."""
@@ -31,6 +32,15 @@ class Audit(NamedTuple):
     auditor: int
 
 
+class SumAudit(NamedTuple):
+    """Elements lo:hi of the sum are added up twice. owner, auditor: ranks."""
+
+    owner: int
+    auditor: int
+    lo: int
+    hi: int
+
+
 def audits_due(step: int, interval: int, placed: Sequence[Ranges]) -> tuple[Audit, ...]:
     """Return the audits of a step. interval: in steps, 0: there are none. placed: by rank, the lanes that it computes.
     Which pairs meet depends on the step alone, so members with different intervals do not misunderstand each other."""
@@ -39,11 +49,28 @@ def audits_due(step: int, interval: int, placed: Sequence[Ranges]) -> tuple[Audi
         return ()
     found, drawn = [], zlib.crc32(step.to_bytes(8, "little"))
     for auditor in range(world):
-        owner = (auditor + 1 + drawn % (world - 1)) % world
+        owner = _audited_by(auditor, drawn, world)
         lanes = [lane for lo, hi in placed[owner] for lane in range(lo, hi)]
         if lanes:
             found.append(Audit(lanes[drawn // world % len(lanes)], owner, auditor))
     return tuple(found)
+
+
+def sum_audits_due(step: int, owned: Sequence[tuple[int, int]]) -> tuple[SumAudit, ...]:
+    """Return the audits of a step's sum, if there are any in this step: a block of each owner's elements. owned: by
+    rank, the elements that it adds up. Members draw the same blocks, and in the end all of them."""
+    found, drawn = [], zlib.crc32(step.to_bytes(8, "little"))
+    for auditor in range(len(owned)):
+        owner = _audited_by(auditor, drawn, len(owned))
+        lo, hi = owned[owner]
+        if hi > lo:
+            block = lo + drawn // len(owned) % -(-(hi - lo) // BLOCK) * BLOCK
+            found.append(SumAudit(owner, auditor, block, min(hi, block + BLOCK)))
+    return tuple(found)
+
+
+def _audited_by(auditor: int, drawn: int, world: int) -> int:
+    return (auditor + 1 + drawn % (world - 1)) % world
 
 
 def resolved(interval: int | Literal["auto"], lanes: int, world: int) -> int:

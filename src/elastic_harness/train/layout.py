@@ -55,6 +55,15 @@ class Layout:
             if tensor is None:
                 view.zero_()
 
+    def flatten_part(self, tensors: Sequence[Tensor | None], lo: int, hi: int) -> Tensor:
+        """Return elements lo:hi of the vector that `flatten` would fill."""
+        part = torch.zeros(hi - lo, dtype=self.dtype, device=next((t.device for t in tensors if t is not None), None))
+        for entry, tensor in zip(self.entries, tensors, strict=True):
+            begin, end = max(lo, entry.lo), min(hi, entry.hi)
+            if begin < end and tensor is not None:
+                part[begin - lo : end - lo] = tensor.reshape(-1)[begin - entry.lo : end - entry.lo]
+        return part
+
 
 def make_layout(model: nn.Module, buffers: Mapping[str, Tensor], later: Collection[Tensor] = ()) -> Layout:
     """The layout of a model's trainable parameters, tied ones once, and of its averaged buffers. `later`: parameters

@@ -24,9 +24,10 @@ from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import gate
 from elastic_harness.train.interrupts import interrupts_wait
 from elastic_harness.train.progress import Progress
-from elastic_harness.train.recheck import disputes, doubts, is_doubtful, recheck
+from elastic_harness.train.recheck import disputes, doubts, has_audits, is_doubtful, recheck
 from elastic_harness.train.recovery import recover
 from elastic_harness.train.replay import slot_alone
+from elastic_harness.train.sums import audit_sums
 from elastic_harness.train.tell import tell_doubt, tell_unfit
 
 
@@ -71,6 +72,8 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
     certain = max(header.certain for header in headers)
     if disputed:
         yield from recheck(engine, progress, disputed, certified=certain)
+    if has_audits(headers):
+        audit_sums(engine, progress, attempt, headers, certain)
     progress = replace(progress, certain=record.step if audited else certain)
     before_apply(engine, progress)
     decided = decide(engine, record)

@@ -100,10 +100,15 @@ def doubts(
     return [each for each in questions if each.judge().outcome != "same"]
 
 
+def has_audits(headers: Sequence[Header]) -> bool:
+    """Return whether members audit each other in this step. What counts is what the headers say: members may have
+    different intervals."""
+    return any(header.audited or header.audit for header in headers)
+
+
 def disputes(formed: Formed, attempt: Attempt, headers: Sequence[Header]) -> tuple[list[Question], bool]:
-    """Return the lanes of which an audit gave other bits, and whether every member was audited. What counts is what the
-    headers say: members may have different intervals."""
-    if not any(header.audited or header.audit for header in headers):
+    """Return the lanes of which an audit gave other bits, and whether every member was audited."""
+    if not has_audits(headers):
         return [], False
     found, compared = [], 0
     pairs = audits_due(headers[0].version, 1, [attempt.placed[member] for member in formed.generation.members])
@@ -128,7 +133,10 @@ def recheck(
     if questions:
         for turn in (1, 2) if formed.world == 2 else (1,):  # of two members, one may contradict itself
             questions = yield from _ask(engine, progress, questions, turn)
-    _conclude(engine, progress, questions, certified)
+    lanes = ", ".join(f"{lo}" if hi == lo + 1 else f"{lo}-{hi - 1}" for lo, hi in (each.span for each in questions))
+    found, what = together([each.judge() for each in questions]), f"lanes {lanes}" if questions else "all lanes"
+    if conclude(engine, progress, found, what, certified).outcome == "random":
+        raise impure(f"{what} of step {progress.version} were computed several times, with other gradients each time")
 
 
 def _ask(
@@ -173,29 +181,26 @@ def _compute_again(engine: Engine, progress: Progress, span: Span) -> Generator[
     return Answer(losses_word(engine.shape, again.table, span), gradients_word(again.spans[span]))
 
 
-def _conclude(engine: Engine, progress: Progress, questions: Sequence[Question], certified: int | None) -> None:
-    """Act on the answers: the same everywhere."""
+def conclude(engine: Engine, progress: Progress, found: Judgement, what: str, certified: int | None) -> Judgement:
+    """Act on what was found out about a part of a step that was computed again: the same everywhere. Returns it if
+    nobody in particular is at fault. Raises as `recheck`."""
     formed, step = progress.formed, progress.version
     assert formed is not None
-    found = together([each.judge() for each in questions])
-    lanes = ", ".join(f"{lo}" if hi == lo + 1 else f"{lo}-{hi - 1}" for lo, hi in (each.span for each in questions))
-    ill = tuple(formed.generation.members[rank] for rank in found.ill)
+    members = formed.generation.members
+    ill = tuple(members[rank] for rank in found.ill)
     if is_first_fit(formed, found.ill):
-        engine.link.send(Rechecked(step, lanes, formed.world, found.outcome, ill))
-    match found.outcome:
-        case "same":
-            return
-        case "random":
-            raise impure(f"Lanes {lanes} of step {step} were computed several times and gave other gradients each time")
-        case "undecided":
-            reason = (
-                f"members computed other bits for lanes {lanes} of step {step}, each the same again, and no majority "
-                f"says who is right: {', '.join(formed.generation.members)}. One of their machines computes wrong"
-            )
-            engine.link.send(Undecided(reason))
-            raise InfrastructureError(reason)
+        engine.link.send(Rechecked(step, what, formed.world, found.outcome, ill))
+    if found.outcome == "undecided":
+        reason = (
+            f"members computed other bits for {what} of step {step}, each the same again, and no majority says who is "
+            f"right: {', '.join(members)}. One of their machines computes wrong"
+        )
+        engine.link.send(Undecided(reason))
+        raise InfrastructureError(reason)
+    if found.outcome != "ill":
+        return found
     reason = (
-        f"lanes {lanes} of step {step} were computed again on {formed.world} workers, and most have other bits than "
+        f"{what} of step {step} were computed again on {formed.world} workers, and most have other bits than "
         f"{', '.join(ill)}"
     )
     tell_unfit(engine, formed, found.ill, reason)

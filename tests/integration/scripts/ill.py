@@ -3,8 +3,9 @@
     python ill.py FAULT [--run-dir DIR] [--from-step S] [--times N] [--steps N] [--audit-interval K] [--blind]
 
 nan: losses are NaN. gradient: gradients are infinite. spike: losses are 1000 times as large. bit: one bit of a gradient
-is flipped. memory: one bit of a weight is flipped between two steps, once. The others happen in that worker's next N
-micro-batches after step S began. `--blind`: nobody compares anything.
+is flipped. memory: one bit of a weight is flipped between two steps, once. sum: one bit of what the first owner of the
+only block adds up is flipped. wire: one bit of a long message that the worker sends is flipped, once. The others happen
+in that worker's next N micro-batches, or sums, after step S began. `--blind`: nobody compares anything.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from features import Table, let_the_others_begin, print_final_state
 from torch import Tensor, nn
 
 import elastic_harness
+from elastic_harness.comm import tcp
+from elastic_harness.comm.exchange import Exchange
 from elastic_harness.contract import variables
 from elastic_harness.runs.origin import versions_in
 from elastic_harness.train import loop
@@ -43,7 +46,7 @@ def without_states(headers: Sequence[Header], *more: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("fault", choices=("none", "nan", "gradient", "spike", "bit", "memory"))
+    parser.add_argument("fault", choices=("none", "nan", "gradient", "spike", "bit", "memory", "sum", "wire"))
     parser.add_argument("--run-dir")
     parser.add_argument("--from-step", type=int, default=7)
     parser.add_argument("--times", type=int, default=1)
@@ -65,7 +68,8 @@ def main() -> None:
             "checkpoint": {"checkpoint_interval": FIRST_SAVED, "keep_last": 50},
         }
     )
-    ill, left, now = os.environ.get(variables.MEMBER) == ILL, arguments.times, False
+    member = os.environ.get(variables.MEMBER, "")
+    ill, first_life, left, now = member == ILL, member in ("w0-1", "w1-1", "w2-1"), arguments.times, False
     if arguments.first_life_only:
         ill = os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
@@ -75,10 +79,30 @@ def main() -> None:
             flip(gradient)
         return gradient * float("inf") if now and arguments.fault == "gradient" else gradient
 
+    def reduce(exchange: Exchange, *more: Any) -> None:
+        nonlocal left
+        add_up(exchange, *more)
+        if first_life and exchange._step >= arguments.from_step and left > 0:
+            left -= 1
+            flip(exchange.result)
+
+    def flip_on_the_way(content: memoryview, tag: int) -> int:
+        """Without the hash of what is sent nobody can tell: the receiver's bytes and the sender's differ by a bit."""
+        nonlocal left
+        if now and left > 0 and len(content) > 1000:
+            left -= 1
+            return hash_of(content, tag) ^ 1
+        return hash_of(content, tag)
+
     model[0].weight.register_hook(changed)
+    if arguments.fault == "sum":
+        add_up, Exchange._reduce = Exchange._reduce, reduce
+    if arguments.fault == "wire":
+        hash_of, tcp.hash_of = tcp.hash_of, flip_on_the_way
     if arguments.blind:
         loop.is_doubtful = lambda *decided: False
         loop.gate = without_states
+        loop.audit_sums = lambda *more: None
     run = elastic_harness.start(model, optimizer, Table(48, 12), config, run_dir=arguments.run_dir)
     for step in run.steps():
         give_up_at = time.monotonic() + WAIT_S
@@ -88,7 +112,7 @@ def main() -> None:
             flip(model[-1].weight.data)
         for batch in step.micro_batches():
             now = ill and step.index >= arguments.from_step and left > 0
-            left -= now
+            left -= now and arguments.fault not in ("sum", "wire")
             loss = F.cross_entropy(model(batch["x"]), batch["y"])
             if now and arguments.fault in ("nan", "spike"):
                 loss = loss * (float("nan") if arguments.fault == "nan" else 1000.0)
