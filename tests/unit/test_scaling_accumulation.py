@@ -154,6 +154,8 @@ def test_rounding_says_by_how_much_the_batch_is_off(world: int, steps: int, off:
     assert (accumulation.off_by, str(accumulation)) == (off, says)
     assert accumulation.global_batch_size == 256 + off
     assert accumulation.loss_weight == pytest.approx(1 / steps, rel=1e-15)
+    assert [accumulation.should_step() for _ in range(steps)][-1]
+    assert accumulation.state_dict()["position"] == 256 + off
 
 
 @given(Sizes)
@@ -219,9 +221,10 @@ def test_a_state_of_a_step_that_is_half_done_is_that_of_its_beginning() -> None:
     for _ in range(8 + 3):
         accumulation.should_step()
     state = json.loads(json.dumps(accumulation.state_dict()))
-    resumed = GradientAccumulationManager(config())
-    resumed.load_state_dict(state)
-    assert resumed.micro_batches[0] == range(256, 264) and not resumed.should_step()
+    for resumed in (GradientAccumulationManager(config()), accumulation):
+        resumed.load_state_dict(state)
+        assert resumed.micro_batches[0] == range(256, 264)
+        assert [resumed.should_step() for _ in range(8)] == [False] * 7 + [True]
 
 
 @pytest.mark.parametrize("before", [False, True])
