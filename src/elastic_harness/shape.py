@@ -12,6 +12,7 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from functools import cache
 from typing import Any, Literal, TypeVar
 
@@ -157,5 +158,9 @@ def described(hint: Any) -> str:
     if origin in (dict, Mapping):
         keys = "whole numbers" if arguments[0] is int else "names"
         return f"a mapping of {keys} to {described(arguments[1])}"
+    if origin is Callable:
+        return "a function"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return " or ".join(map(str, hint))
     word = _WORDS.get(None if hint is type(None) else hint)
     return word if word is not None else getattr(hint, "__name__", str(hint))

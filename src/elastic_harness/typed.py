@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import types
 import typing
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from elastic_harness import own_loop, shape
@@ -102,6 +103,8 @@ def fit(value: Any, hint: Any) -> tuple[bool, Any]:
         fitted = {key: fit(v, args[1]) for key, v in value.items()}
         all_fit = all(isinstance(k, int | str) and ok for k, (ok, _) in fitted.items())
         return all_fit, {str(k): v for k, (_, v) in fitted.items()}
+    if origin is Callable:
+        return callable(value), value
     if hint is float:
         return _fit_float(value)
     if hint is int:

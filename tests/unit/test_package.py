@@ -15,7 +15,7 @@ import grimp
 import pytest
 
 import elastic_harness
-from elastic_harness import checkpoint, health
+from elastic_harness import checkpoint, health, scaling
 from elastic_harness.errors import ConfigError
 
 LOOKED_FOR = {
@@ -27,13 +27,14 @@ def test_looking_at_the_package_loads_nothing_heavy() -> None:
     program = (
         "import sys, json, elastic_harness; names = dir(elastic_harness); light = elastic_harness.launch;"
         "from elastic_harness.health import ConsistencyReport, DetectedFault, FaultDetectorConfig;"
+        "from elastic_harness.scaling import GradAccumulationConfig, ScalingConfig, ScalingRule;"
         "print(json.dumps([names, [m for m in ('torch', 'numpy', 'yaml') if m in sys.modules]]))"
     )
     names, heavy = json.loads(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
     assert set(names) >= LOOKED_FOR and heavy == []
 
 
-@pytest.mark.parametrize("package", [elastic_harness, checkpoint, health], ids=lambda package: package.__name__)
+@pytest.mark.parametrize("package", [elastic_harness, checkpoint, health, scaling], ids=lambda each: each.__name__)
 def test_every_name_is_there_and_documented(package: Any) -> None:
     offered = set(package.__all__)
     assert offered <= set(dir(package)) and offered - {"__version__"} == set(package._HOMES)
