@@ -19,6 +19,7 @@ COMMANDS = {
     "resume": ("commands.manage", "resume", "launch a run again as it was launched before"),
     "scale": ("commands.manage", "scale", "change the number of workers of a live run"),
     "drain": ("commands.manage", "drain", "let a node of a live run go at a step boundary"),
+    "audit": ("commands.manage", "audit", "compare all workers of a live run now, to the bit"),
     "kill": ("commands.manage", "kill", "kill a worker of a live run, to see it recover"),
     "rm": ("commands.rm", "main", "remove runs that ended, after asking"),
     "verify": ("runs.verify", "main", "prove that every sample was used exactly once"),

@@ -57,6 +57,10 @@ def _wrong_arithmetic() -> None:
         slots.SlotComputer.take_gradients = off  # type: ignore[method-assign]
 
 
+def none() -> None:
+    """No defect."""
+
+
 def wrong_arithmetic() -> None:
     _wrong_arithmetic()
 
@@ -150,6 +154,7 @@ DEFECTS: dict[str, Callable[[], None]] = {
     for defect in (
         order_of_additions_depends_on_the_number_of_workers,
         two_threads,
+        none,
         wrong_arithmetic,
         wrong_arithmetic_and_no_gate,
         torn_update,

@@ -3,14 +3,17 @@ fails."""
 
 from __future__ import annotations
 
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from elastic_harness.errors import EXIT_OTHER_BITS
 from elastic_harness.runs.verify import verify
 from integration.harness import TrainingJob
-from integration.launch_tools import run
+from integration.launch_tools import command, environment, run
 
 pytestmark = pytest.mark.slow
 Start = Callable[..., TrainingJob]
@@ -64,8 +67,28 @@ def test_wrong_arithmetic_is_refused(broken: Start, undisturbed: Weights) -> Non
     job.allow(1 << 30)
     assert job.wait() == 0, job.output
     assert job.events("run_finished")[-1]["weights_sha256"] == undisturbed(STEPS)
-    incident, = job.events("incident")
+    (incident,) = job.events("incident")
     assert "canary" in incident["what"] + " ".join(incident["evidence"]), incident
+
+
+@pytest.mark.parametrize("defect", ["wrong_arithmetic_and_no_gate", "none"])
+def test_an_audit_on_request_finds_who_differs(broken: Start, undisturbed: Weights, defect: str) -> None:
+    """Without it the run would end with other weights, as the next test shows."""
+    job = broken(defect, 3)
+    job.fill()
+    with subprocess.Popen(
+        command("audit", job.run_dir), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as audit:
+        while audit.poll() is None:
+            job.allow(min(job.committed() + 1, STEPS - 2))  # so that the run does not end before the answer
+            time.sleep(0.05)
+        said, _ = audit.communicate(timeout=60)
+    assert audit.returncode == (EXIT_OTHER_BITS if defect != "none" else 0), said
+    assert ("workers agree in all bits" in said) and ("differed: lanes" in said) == (defect != "none"), said
+    job.allow(1 << 30)
+    assert job.wait() == 0, job.output
+    assert job.events("run_finished")[-1]["weights_sha256"] == undisturbed(STEPS)
+    assert bool(job.events("rollback")) == (defect != "none")
 
 
 def test_without_the_gate_wrong_arithmetic_gives_other_weights(broken: Start, undisturbed: Weights) -> None:

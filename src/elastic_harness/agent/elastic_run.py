@@ -21,6 +21,7 @@ from elastic_harness.contract.board import Phase
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
 from elastic_harness.contract.messages import (
     AllDone,
+    AuditAsked,
     Commit,
     DoubtfulState,
     EndAsked,
@@ -115,6 +116,7 @@ class ElasticRun:
         self._done = False
         self._told_to_save = False
         self._script_stop = script_stop.ScriptStop()
+        self._audit_asked, self._last_audit = 0, dict[str, Any]()
         self._max_steps: int | None = None  # so many steps the workers here are to do
 
     # ---- what the agent reports
@@ -159,6 +161,8 @@ class ElasticRun:
                 self.agent.records.event(event, **fields)
                 if event == "recovery":
                     self._last_recovery = fields
+                if event == "audited":
+                    self._last_audit = fields
             case CheckpointEvent(event, fields):
                 self.agent.on_checkpoint(event, fields)
             case SlotError(step, slot, error):
@@ -335,6 +339,15 @@ class ElasticRun:
         self._refill()
         self._spawn_due()
 
+    def audit(self, number: int) -> None:
+        exactness = (self.agent.folder.record.get("fingerprint") or {}).get("exactness")
+        if exactness == "relaxed":
+            raise ConfigError("the run has elastic.exactness=relaxed, so its workers need not hold the same bits")
+        self._audit_asked = number
+        for worker in self.agent.workers.values():
+            if worker.hello:
+                self._tell(worker.member, AuditAsked(number))
+
     def members(self, generation: int) -> tuple[str, ...]:
         return self._members if self._generation is not None and self._generation.number == generation else ()
 
@@ -353,6 +366,7 @@ class ElasticRun:
             "waiting": self._waiting,
             "last_commit": self._last_commit,
             "last_recovery": self._last_recovery,
+            "last_audit": self._last_audit,
             "finished": as_fields(finished) if finished is not None and self._done else None,
             **self.agreement.status(),
         }
@@ -565,6 +579,8 @@ class ElasticRun:
         self._max_steps = hello.max_steps
         if self._script_stop.asked is not None:
             self._tell(worker.member, self._script_stop.asked)
+        if self._audit_asked > self._last_audit.get("number", 0):
+            self._tell(worker.member, AuditAsked(self._audit_asked))
         self._admission.ask(worker, hello)
         self._admit()
 

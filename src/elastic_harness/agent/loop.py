@@ -97,6 +97,9 @@ class Supervisor(Protocol):
 
     def close(self) -> None: ...
     def scale(self, target: int) -> None: ...
+    def audit(self, number: int) -> None:
+        """Have all members compared in the next step. Raises ConfigError if that cannot be."""
+
     def members(self, generation: int) -> tuple[str, ...]:
         """Return the members of a generation in rank order; none if it is not the newest."""
 

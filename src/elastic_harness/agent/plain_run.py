@@ -132,6 +132,9 @@ class PlainRun:
     def close(self) -> None:
         pass
 
+    def audit(self, number: int) -> None:
+        raise ConfigError("no worker has called elastic_harness.start() yet: there is nothing that could be compared")
+
     def scale(self, target: int) -> None:
         raise ConfigError(
             "no worker has called elastic_harness.start() yet, and before that the number of workers cannot change. If "

@@ -1,5 +1,5 @@
-"""Run management: `ls`, `status`, `logs`, `stop`, `resume`, `scale`, `drain`, `kill`. RUN is a folder or an id under
-runs/."""
+"""Run management: `ls`, `status`, `logs`, `stop`, `resume`, `scale`, `drain`, `audit`, `kill`. RUN is a folder or an id
+under runs/."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from elastic_harness import own_loop
 from elastic_harness.agent.control.server import request
 from elastic_harness.agent.decisions import store_view
-from elastic_harness.contract.commands import DrainNode, GetStatus, KillWorker, ScaleRun, StopRun
-from elastic_harness.errors import EXIT_CONFIG, EXIT_SUCCESS, ConfigError, InfrastructureError
+from elastic_harness.contract.commands import AuditRun, DrainNode, GetStatus, KillWorker, ScaleRun, StopRun
+from elastic_harness.errors import EXIT_CONFIG, EXIT_OTHER_BITS, EXIT_SUCCESS, ConfigError, InfrastructureError
 from elastic_harness.names import TRAINER
 from elastic_harness.runs import folder as folders
 from elastic_harness.runs.events import EVENTS, newest_events, passed_over
@@ -196,6 +197,37 @@ def drain(argv: Sequence[str]) -> int:
         time.sleep(0.05)
     print(f"drained {node or 'this node'}")
     return EXIT_SUCCESS
+
+
+def audit(argv: Sequence[str]) -> int:
+    """Have all workers of a live run compared, and tell what was found."""
+    parser = _parser(
+        "audit",
+        "Compare all workers of a live run, within one step: their whole state; every micro-batch, which another "
+        "worker computes again; a block of each sum. It takes about as long as a step. A worker that differs is sent "
+        f"away, as at any other time; the exit code is {EXIT_OTHER_BITS} then.",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run folder on this machine")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="how long to wait for the answer")
+    given = parser.parse_args(list(argv))
+    path, began_at, number = folders.resolve(given.run), time.time(), time.time_ns() // 1000
+    request(_control(path), AuditRun(number))
+    end = time.monotonic() + given.timeout
+    while (found := request(_control(path), GetStatus()).get("last_audit") or {}).get("number", 0) < number:
+        if time.monotonic() > end:
+            raise InfrastructureError(
+                f"no step with the audit was committed within {given.timeout:g} s; see: elastic-harness status {path}"
+            )
+        time.sleep(0.05)
+    since = takewhile(lambda event: event["t"] >= began_at, newest_events(path / EVENTS, lambda damage: None))
+    differed = [event["reason"] for event in since if event["event"] == "rollback"]
+    for reason in differed:
+        print(f"differed: {reason}; the run went back to before that")
+    print(
+        f"version {found['version']}: {found['workers']} workers agree in all bits of their state ({found['state']}), "
+        f"their micro-batches and sums ({found['took_s']:.1f} s)"
+    )
+    return EXIT_OTHER_BITS if differed else EXIT_SUCCESS
 
 
 def _nodes(path: Path) -> dict[str, Any]:

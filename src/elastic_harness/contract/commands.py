@@ -33,6 +33,14 @@ class DrainNode:
 
 
 @dataclass(frozen=True)
+class AuditRun:
+    """Compare all members, state and computing, in the next step. number: of this request, greater than of earlier
+    ones."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class KillWorker:
     """Kill a worker, as a test of recovery."""
 
@@ -40,5 +48,13 @@ class KillWorker:
 
 
 COMMANDS = Codec(
-    {"status": GetStatus, "stop": StopRun, "scale": ScaleRun, "drain": DrainNode, "kill": KillWorker}, tag="command"
+    {
+        "status": GetStatus,
+        "stop": StopRun,
+        "scale": ScaleRun,
+        "drain": DrainNode,
+        "audit": AuditRun,
+        "kill": KillWorker,
+    },
+    tag="command",
 )

@@ -300,6 +300,13 @@ class Leave:
 
 
 @dataclass(frozen=True)
+class AuditAsked:
+    """Compare all members in the next step. number: of the request."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class AllDone:
     """All members have finished."""
 
@@ -321,6 +328,7 @@ TO_WORKER = Codec(
         "kv": Value,
         "stop": Leave,
         "stop_asked": EndAsked,
+        "audit": AuditAsked,
         "done": AllDone,
         "refuse": Refusal,
     }

@@ -136,6 +136,7 @@ def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> lis
         audited=attempt.audited,
         audit=attempt.audit,
         certain=progress.certain,
+        asked=engine.link.audit_asked if engine.link.audit_asked > progress.audited else 0,
     )
 
     def adder(packed: list[Tensor]) -> Add:

@@ -59,19 +59,26 @@ def gate(headers: Sequence[Signals], reference: int | None, compared: str = "sta
         if other_samples:
             reason += f": ranks {other_samples} read other samples under the same numbers"
         return GateVerdict(False, unfit, 0, False, other_samples), reason
-    states = [h.state for h in headers]
+    found = compare_states([h.state for h in headers], reference, compared)
+    if found is not None:
+        return found
+    switch = min(h.switch for h in headers)
+    stop = all(h.stop for h in headers)
+    return GateVerdict(True, (), switch if switch > first.generation else 0, stop), "all contributions agree"
+
+
+def compare_states(states: Sequence[int], reference: int | None, compared: str) -> tuple[GateVerdict, str] | None:
+    """Decide over the words of everybody's state, or of a part of it; None: they are equal. As `gate`."""
     unfit, expected = odd(states, None)
     if unfit and 2 * states.count(expected) <= len(states):
         if reference is None:
             reason = f"the {compared} differs, and no majority agrees"
             return GateVerdict(False, (), 0, False, states_differ=True), reason
         unfit, expected = odd(states, reference)
-    if unfit:
-        reason = f"the {compared} of ranks {unfit} differs from {expected:#x}"
-        return GateVerdict(False, unfit, 0, False, states_differ=True), reason
-    switch = min(h.switch for h in headers)
-    stop = all(h.stop for h in headers)
-    return GateVerdict(True, (), switch if switch > first.generation else 0, stop), "all contributions agree"
+    if not unfit:
+        return None
+    reason = f"the {compared} of ranks {unfit} differs from {expected:#x}"
+    return GateVerdict(False, unfit, 0, False, states_differ=True), reason
 
 
 def odd(words: Sequence[int], reference: int | None) -> tuple[tuple[int, ...], int]:

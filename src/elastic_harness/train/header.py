@@ -12,7 +12,7 @@ import torch
 from elastic_harness.train.gate import Signals
 from elastic_harness.train.partials import SlotTable, Words
 
-FIXED_WORDS = 11
+FIXED_WORDS = 12
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,18 @@ class Header(Signals):
     """ends: whether this member knows that the script asked for this step to be the run's last one. audited: 63 bits of
     the hash of the gradients of its lane that another member audits. audit: of the lane that it audits itself. 0: there
     is none. certain: the newest version of which this member knows that an audit of everybody has confirmed it; -1:
-    none."""
+    none. asked: the number of the newest request to compare all members that was not met yet; 0: none."""
 
     table: SlotTable
     ends: bool = False
     audited: int = 0
     audit: int = 0
     certain: int = -1
+    asked: int = 0
 
     def pack(self) -> torch.Tensor:
         signals = [self.generation, self.version, self.switch, self.stop, self.canary, self.canary_batch, self.state]
-        fixed = np.array([*signals, self.ends, self.audited, self.audit, self.certain], np.int64)
+        fixed = np.array([*signals, self.ends, self.audited, self.audit, self.certain, self.asked], np.int64)
         return torch.from_numpy(np.concatenate([fixed, self.table.words]))
 
     @staticmethod

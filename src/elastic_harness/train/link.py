@@ -23,6 +23,7 @@ from elastic_harness.contract.messages import (
     TO_AGENT,
     TO_WORKER,
     AllDone,
+    AuditAsked,
     EndAsked,
     GetValue,
     Hello,
@@ -55,6 +56,7 @@ class Link(Protocol):
     wake: Callable[[], None]  # breaks the transport: whoever waits in it hears the news; set by `recovery._meet`
     leave_asked: Leave | None  # by whoever runs the job
     end_asked: EndAsked | None  # by the script, here or elsewhere
+    audit_asked: int  # the number of the newest request to compare all members; 0: none
 
     def hello(self, fingerprint: dict[str, Any], max_steps: int, deadline_max_s: float) -> None: ...
     def next_generation(self, after: int, *, boundary: bool, formed: bool) -> Generation: ...
@@ -78,6 +80,7 @@ class AgentLink:
         self.wake: Callable[[], None] = lambda: None
         self.leave_asked: Leave | None = None
         self.end_asked: EndAsked | None = None
+        self.audit_asked = 0
         self._sock = socket.socket(fileno=descriptor)
         os.set_inheritable(descriptor, False)
         self._channel = wire.Channel(self._sock)
@@ -128,6 +131,8 @@ class AgentLink:
                 self.leave_asked = message
             case EndAsked():
                 self.end_asked = message.or_earlier(self.end_asked)
+            case AuditAsked(number):
+                self.audit_asked = number
             case AllDone():
                 self._done = True
             case Refusal(reason):

@@ -14,7 +14,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
-from elastic_harness.errors import PeerFailed, Recoverable
+from elastic_harness.errors import Recoverable
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.apply import Decided, Record
 from elastic_harness.train.attempt import Attempt, finish_exchange, place, record_of
@@ -28,7 +28,8 @@ from elastic_harness.train.recheck import disputes, doubts, has_audits, is_doubt
 from elastic_harness.train.recovery import recover
 from elastic_harness.train.replay import slot_alone
 from elastic_harness.train.sums import audit_sums
-from elastic_harness.train.tell import tell_doubt, tell_unfit
+from elastic_harness.train.tell import refuse
+from elastic_harness.train.whole_audit import audit_all
 
 
 def commit_step(engine: Engine, progress: Progress) -> Generator[Any, None, Progress]:
@@ -60,12 +61,7 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
     headers = finish_exchange(engine, progress, attempt)
     verdict, reason = gate(headers, attempt.reference, engine.watch.compared())
     if not verdict.commit:
-        tell_unfit(engine, formed, verdict.unfit, reason, verdict.other_samples)
-        if verdict.states_differ and not (verdict.unfit and attempt.newcomers.issuperset(verdict.unfit)):
-            # At its last comparison, and when the lineage began with one state for all, this part was equal.
-            equal = max(formed.digest.from_step, partials.step - engine.watch.parts)
-            tell_doubt(engine, formed, equal, verdict.unfit, reason)
-        raise PeerFailed(reason)
+        refuse(engine, formed, verdict, reason, attempt.newcomers)
     record = record_of(engine, formed, attempt, headers)
     failpoint("exchange.finished", record.step)
     disputed, audited = disputes(formed, attempt, headers)
@@ -75,6 +71,8 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
     if has_audits(headers):
         audit_sums(engine, progress, attempt, headers, certain)
     progress = replace(progress, certain=record.step if audited else certain)
+    if any(header.asked for header in headers):
+        progress = yield from audit_all(engine, progress, attempt, headers)
     before_apply(engine, progress)
     decided = decide(engine, record)
     if is_doubtful(engine, decided):

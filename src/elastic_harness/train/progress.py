@@ -71,6 +71,7 @@ class Progress:
     serving: threading.Thread | None = None  # sends state that must not change: to be joined before the next commit
     verdict: GateVerdict | None = None  # of the last commit, as long as it was not settled
     certain: int = -1  # the newest version that an audit of everybody has confirmed, as far as this member knows
+    audited: int = 0  # the number of the newest request to compare all members that was met
     announced: int = 0  # newest generation number this worker has reacted to
     committed_at: float = 0.0
 

@@ -51,6 +51,7 @@ class StandaloneLink:
         self.wake: Callable[[], None] = lambda: None
         self.leave_asked: Leave | None = None
         self.end_asked: EndAsked | None = None
+        self.audit_asked = 0
         self._run_dir = run_dir
         self._rank = rank
         self._store = store

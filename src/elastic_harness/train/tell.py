@@ -8,12 +8,15 @@ ledger takes each step of a lineage once.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NoReturn
 
 from elastic_harness import durable_file
 from elastic_harness.contract.messages import Commit, DoubtfulState, HandOver, LogEvent, UnfitPeer, decided
+from elastic_harness.errors import PeerFailed
 from elastic_harness.runs.ledger import LedgerLine, StateLine
 from elastic_harness.train.engine import Engine
+from elastic_harness.train.gate import GateVerdict
 from elastic_harness.train.nonfinite import NAMED_MAX
 from elastic_harness.train.progress import Formed, Progress
 from elastic_harness.train.witness import gradient_hash, loss_hashes
@@ -132,3 +135,13 @@ def tell_doubt(engine: Engine, formed: Formed, version: int, unfit: Sequence[int
     members = tuple(formed.generation.members[rank] for rank in unfit)
     version = max(engine.schedule.first_step, version)
     engine.link.send(DoubtfulState(formed.digest.lineage, version, reason, members))
+
+
+def refuse(engine: Engine, formed: Formed, verdict: GateVerdict, reason: str, newcomers: Collection[int]) -> NoReturn:
+    """Tell why a step is not committed, and raise PeerFailed. newcomers: ranks of which nothing was committed yet."""
+    tell_unfit(engine, formed, verdict.unfit, reason, verdict.other_samples)
+    if verdict.states_differ and not (verdict.unfit and set(newcomers).issuperset(verdict.unfit)):
+        # At its last comparison, and when the lineage began with one state for all, this part was equal.
+        equal = max(formed.digest.from_step, engine.watch.version - engine.watch.parts)
+        tell_doubt(engine, formed, equal, verdict.unfit, reason)
+    raise PeerFailed(reason)

@@ -9,7 +9,7 @@ for any reason are told from one another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class StateWatch:
         self._quiet_versions = [t._version for t in self._quiet.values()]
         self._settings = self._settings_now()
         self._state = self._optimizer.state, [id(of) for of in self._optimizer.state.values()]
-        self._expected = dict(self._part())
+        self._expected = dict(self._part(version))
 
     def run_before_step(self, step: int, act: Callable[[int], None]) -> None:
         """Have `act` set requires_grad and the modules' modes for this step, and take these as it leaves them."""
@@ -166,7 +166,7 @@ class StateWatch:
         """Check that nothing was changed since the last commit, which raises UserCodeError, and return 63 bits of the
         hash over this step's part of the state, for the header."""
         self.check_step(where)
-        now = dict(self._part())
+        now = dict(self._part(self.version))
         if now != self._expected:
             name = next((n for n in now if now[n] != self._expected.get(n)), "a tensor")
             raise UserCodeError(
@@ -174,9 +174,16 @@ class StateWatch:
                 f"{READ_ONLY}: do what shall follow every update in optimizer.register_step_post_hook(), which runs "
                 "inside the commit on every worker. If your code does nothing of the kind, check this machine's memory."
             )
+        return self._word(now.items())
+
+    def whole_word(self) -> int:
+        """Return 63 bits of the hash over all parts of the state, never 0. Reads all of it."""
+        return self._word(piece for number in range(self.parts) for piece in self._part(number))
+
+    def _word(self, pieces: Iterable[tuple[str, int]]) -> int:
         digest = xxhash.xxh3_64(bytes(self._requires_grad))
         digest.update(f"{self._policies.word()}\n".encode())
-        for name, value in now.items():
+        for name, value in pieces:
             digest.update(f"{name} {value}\n".encode())
         return digest.intdigest() >> 1 | 1
 
@@ -211,9 +218,9 @@ class StateWatch:
         }
         return settings | {f"{path} (times written to)": tensor._version for path, tensor in tensors.items()}
 
-    def _part(self) -> Iterator[tuple[str, int]]:
+    def _part(self, version: int) -> Iterator[tuple[str, int]]:
         """Every piece of the state that is looked at with this version, and its hash."""
-        for name, tensor, lo, hi in self._pieces[self.version % self.parts]:
+        for name, tensor, lo, hi in self._pieces[version % self.parts]:
             yield name, _hash(tensor, lo, hi)
             state = self._optimizer.state.get(tensor, {})
             for key in sorted(state, key=str):

@@ -1,4 +1,4 @@
-"""The commands of the control socket: status, stop, scale, drain, kill."""
+"""The commands of the control socket: status, stop, scale, drain, audit, kill."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from elastic_harness.agent.loop import Agent
 from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.contract import wire
-from elastic_harness.contract.commands import DrainNode, GetStatus, KillWorker, ScaleRun, StopRun
+from elastic_harness.contract.commands import AuditRun, DrainNode, GetStatus, KillWorker, ScaleRun, StopRun
 from elastic_harness.errors import EXIT_TERMINATED, ConfigError
 from elastic_harness.health.preemption import ON_REQUEST
 
@@ -34,6 +34,11 @@ def answer(agent: Agent, command: object) -> wire.Message:
             else:
                 agent.supervisor.drain_other(node)
             return {"draining": True}
+        case AuditRun(number):
+            if agent.outcome is not None:
+                raise ConfigError("the run is ending; it cannot be audited any more")
+            agent.supervisor.audit(number)
+            return {"asked": True}
         case KillWorker(worker):
             return _kill(agent, worker)
         case _:
