@@ -16,8 +16,9 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import yaml
 
+from elastic_harness import omissions
 from elastic_harness.config_file import apply_override, build, check_keys, read_yaml
-from elastic_harness.typed import Section, nearest_multiple, plain
+from elastic_harness.typed import Section, nearest_multiple, plain, setting_error
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
@@ -33,6 +34,7 @@ class TrainingConfig(Section):
     micro_batch_samples: int = 1  # samples in one slot
     clip_norm: float | None = 1.0  # of the global gradient; null: no clipping
     nonfinite_steps_max: int = 10  # so many updates in a row are skipped for being non-finite before the job stops
+    omit: str = ""  # steps and slots that are not computed: "7" a step, "7/2" its slot 2, "90-109" a range
     lanes: int | None = None  # leaves of the gradient tree; null: min(slots, 8 * elastic.max_workers)
     threads: int = 1  # compute threads per worker: part of what exactness depends on
     backend: Literal["tcp", "nccl"] = "tcp"  # of the exchange; nccl needs a GPU for each worker
@@ -54,6 +56,16 @@ class TrainingConfig(Section):
             f"must be at most the number of slots, {slots} (global_batch_samples / micro_batch_samples)",
             "leave it out to have it chosen",
         )
+        self._check_omissions(slots)
+
+    def _check_omissions(self, slots: int) -> None:
+        """Raise ConfigError if the steps and slots to be omitted cannot be."""
+        try:
+            found = omissions.parse(self.omit)
+        except ValueError as error:
+            raise setting_error("training.omit", self.omit, f"{error}", 'write for example "7, 9/2, 90-109"') from None
+        beyond = max((slot for each in found for slot in each.slots), default=0)
+        self._require(beyond < slots, "omit", f"a step has the slots 0 … {slots - 1}")
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,31 @@ def test_slots_are_left_out_alike_whoever_dies(tmp_path: Path) -> None:
         assert verdict.ok and (verdict.skipped, verdict.left_out) == (0, 3), verdict
         told = {e["step"]: e for e in events(folder, "step_committed") if "decisions" in e}
         assert list(told) == [1, 7, 9] and all("17" in str(e["bad_samples"]) for e in told.values())
+    named = "1/2, 7/4, 9/1"
+    listed = forked(SCRIPT, "sample", "--omit", named, "--run-dir", tmp_path / "omitted")
+    assert set(finals(listed.stdout)) == set(finals(alone.stdout)), "to leave out at once is to omit from the start"
+    verdict = verify(tmp_path / "omitted")
+    assert verdict.ok and (verdict.left_out, verdict.omitted) == (0, 3), verdict
+    again = forked(SCRIPT, "sample", "--omit", "2", "--run-dir", tmp_path / "omitted", "--steps", 12)
+    assert f"run.omit: the run has '{named}', this process '2'" in one_message(again)
     other = forked(SCRIPT, "sample", "--run-dir", tmp_path / "alone", "--steps", 12)
     assert "health.on_nonfinite: the run has 'skip_slot'" in one_message(other)
+
+
+def test_steps_are_omitted_alike_whoever_dies(tmp_path: Path) -> None:
+    """Nobody computes a slot of them, also with a GradScaler, and in the first step."""
+    arguments = ("scaled", "--omit", "0, 1/2, 3-4, 7/4, 9/1")
+    alone = forked(SCRIPT, *arguments, "--run-dir", tmp_path / "alone")
+    assert alone.returncode == 0, said(alone)
+    run_dir = tmp_path / "launched"
+    faults = "apply.skipped member=w0-1 step=3 kill; apply.finished member=w1-1 step=4 kill"
+    options = ("--nproc-per-node", 2, "--spares", 1)
+    ended = launch(run_dir, SCRIPT, *arguments, options=options, **failing(faults))
+    assert ended.returncode == 0 and set(finals(ended.stdout)) == set(finals(alone.stdout)), said(ended)
+    for folder in (run_dir, tmp_path / "alone"):
+        verdict = verify(folder)
+        assert verdict.ok and (verdict.skipped, verdict.omitted) == (3, 21), verdict
+        assert skipped(folder) == [0, 3, 4]
 
 
 def test_the_first_update_that_is_not_finite_may_end_the_run(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from elastic_harness import omissions
 from elastic_harness.comm import nccl, tcp
 from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.rendezvous import KeyValue
@@ -469,6 +470,7 @@ def start(
             **data,
         },
         tokens_per_sample=int(getattr(source, "seq_length", 1)),
+        omissions=omissions.parse(training.omit) + (replay.omissions if replay is not None else ()),
         before_step=before_step,
         replay=replay,
     )
@@ -477,6 +479,8 @@ def start(
         own = fingerprint(config, model, optimizer, data["dataset"], layout, shape) | policy_settings(policies)
         if health.on_nonfinite != "skip_step":
             own["health.on_nonfinite"] = health.on_nonfinite
+        if training.omit:
+            own["run.omit"] = omissions.in_words(sorted(omissions.parse(training.omit)))
         if origin is not None:
             own["run.origin"] = origin.identity
         if replay is not None:

@@ -94,7 +94,9 @@ def tell_recovery(
     if progress.version == formed.digest.from_step:
         durable_file.remove_leftovers(engine.run_dir / "config.yaml")
         durable_file.write(engine.run_dir / "config.yaml", engine.config.to_yaml().encode())
-        engine.link.send(LogEvent("run_configured", engine.configured))
+        omissions = (*engine.omissions, *formed.digest.omissions)
+        configured = engine.configured | ({"omissions": omissions} if omissions else {})
+        engine.link.send(LogEvent("run_configured", configured))
     if progress.record is not None and progress.metrics is not None:
         tell_commit(engine, progress, None)
     told = {

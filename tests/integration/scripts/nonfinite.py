@@ -1,6 +1,7 @@
 """Training in which something is not finite. Prints the hash of the whole training state at the end.
 
     python nonfinite.py KIND [--run-dir DIR] [--steps N] [--rejoin-at STEP] [--max-in-a-row N] [--answer A]
+        [--omit LIST]
 
 sample: the inputs of one sample are NaN, so the loss of its slot is, and the statistics that forward makes of it.
 gradient: at one step a gradient is NaN though its loss is finite; without clipping. scaled: as sample, with a
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--rejoin-at", type=int)
     parser.add_argument("--max-in-a-row", type=int, default=10)
     parser.add_argument("--answer", default="skip_step")
+    parser.add_argument("--omit", default="", help="training.omit")
     arguments = parser.parse_args()
     let_the_others_begin()
     kind = arguments.kind
@@ -62,6 +64,7 @@ def main() -> None:
         "micro_batch_samples": 2,
         "clip_norm": None if kind == "gradient" else 1.0,
         "nonfinite_steps_max": arguments.max_in_a_row,
+        "omit": arguments.omit,
     }
     config = elastic_harness.Config.from_dict(
         {
