@@ -18,6 +18,7 @@ import yaml
 
 from elastic_harness import omissions
 from elastic_harness.config_file import apply_override, build, check_keys, read_yaml
+from elastic_harness.errors import ConfigError
 from elastic_harness.typed import Section, nearest_multiple, plain, setting_error
 
 ConfigT = TypeVar("ConfigT", bound="Config")
@@ -111,8 +112,11 @@ class HealthConfig(Section):
 
     section: ClassVar[str] = "health"
 
-    on_nonfinite: Literal["skip_step", "skip_slot", "fail"] = "skip_step"  # a loss, or else the gradient, is not finite
-    on_spike: Literal["off", "warn", "skip_step"] = "off"  # a loss or a norm far above that of the steps before
+    # What is done if a loss, or else the gradient, is not finite, and if a loss or a norm is far above those before:
+    on_nonfinite: Literal["skip_step", "skip_slot", "rollback", "fail"] = "skip_step"
+    on_spike: Literal["off", "warn", "skip_step", "rollback"] = "off"
+    rollback_steps: int = 10  # a rollback goes back at least so many steps before its cause …
+    omit_steps: int = 20  # … and omits so many steps of data from there on
     spike_sigmas: float = 6.0  # of the loss: so many robust deviations above the median of the window
     spike_norm_sigmas: float | None = 12.0  # of the logarithm of the gradient's norm; null: the norm does not count
     spike_window: int = 128  # steps; half of them must be there before anything stands out
@@ -123,6 +127,13 @@ class HealthConfig(Section):
         self._require(value == "auto" or value >= 0, "audit_interval", 'must be "auto" or at least 0')
         self._positive("spike_sigmas", "spike_norm_sigmas")
         self._at_least(4, "spike_window")
+        self._at_least(0, "rollback_steps")
+        self._require(
+            self.omit_steps > self.rollback_steps,
+            "omit_steps",
+            f"must be greater than health.rollback_steps={self.rollback_steps}",
+            "or the step that was the cause would be done again",
+        )
 
 
 @dataclass(frozen=True)
@@ -197,6 +208,16 @@ class Config(Section):
 
     def check(self) -> None:
         self._require(0 <= self.seed < 2**63, "seed", "must lie in 0 … 2^63 - 1")
+        health, kept = self.health, self.checkpoint
+        goes_back = "rollback" in (health.on_nonfinite, health.on_spike)
+        if goes_back and isinstance(kept.checkpoint_interval, int):
+            reach = (kept.keep_last - 1) * kept.checkpoint_interval
+            if reach < health.rollback_steps and kept.checkpoint_interval > 0:
+                raise ConfigError(
+                    f"checkpoint.keep_last is {kept.keep_last} and checkpoint.checkpoint_interval "
+                    f"{kept.checkpoint_interval}, so the oldest checkpoint that is kept may be only {reach} steps old, "
+                    f"but health.rollback_steps={health.rollback_steps} needs an older one; raise checkpoint.keep_last."
+                )
 
     @property
     def slots(self) -> int:

@@ -31,6 +31,7 @@ PLACES = (
     "exchange.spread_sent",
     "exchange.finished",
     "recheck.computed",
+    "rollback.decided",
     "apply.gradients",
     "apply.optimizer",
     "apply.skipped",

@@ -7,13 +7,14 @@ to it. All members have the same list, so the result depends on nothing else.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import starmap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 NAME = "omissions"  # in ledger and events
 
+STRETCH_MAX = 3  # so many rollbacks because of steps side by side are no longer tried
 Entry = tuple[int, int, tuple[int, ...], str, int]
 """An `Omission` as it travels."""
 _ITEM = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?(?:/(\d{1,18})(?:-(\d{1,18}))?)?")
@@ -60,7 +61,7 @@ def parse(text: str) -> tuple[Omission, ...]:
     return tuple(found)
 
 
-def in_words(entries: Iterable[Entry]) -> str:
+def listed(entries: Iterable[Entry]) -> str:
     """Return omissions as `training.omit` has them."""
     return ", ".join(map(str, starmap(Omission, entries)))
 
@@ -70,6 +71,42 @@ def omitted(entries: Iterable[Entry], step: int, slots: int) -> Omitted:
     fitting = [each for each in starmap(Omission, entries) if each.first <= step < each.end]
     found = {slot for each in fitting for slot in (each.slots or range(slots))}
     return Omitted(tuple(sorted(found)), "; ".join(dict.fromkeys(each.reason for each in fitting)))
+
+
+def as_omissions(entries: Iterable[Sequence[Any]]) -> tuple[Omission, ...]:
+    """Return omissions that come as JSON, in order, each once."""
+    return tuple(sorted({Omission(first, end, tuple(slots), *rest) for first, end, slots, *rest in entries}))
+
+
+def since(entries: Iterable[Entry], lineage: int) -> tuple[Omission, ...]:
+    """Return omissions as those of the lineage that begins with them."""
+    return tuple(each._replace(lineage=lineage) for each in starmap(Omission, entries))
+
+
+def no_help(known: Sequence[Entry], more: Sequence[Entry]) -> str:
+    """Return why a rollback that adds these omissions would not help; empty if it may. Known ones that no rollback has
+    added do not count."""
+    if not more:
+        return ""
+    new = Omission(*more[0])
+    earlier = [each for each in starmap(Omission, known) if each.lineage > 0]
+    if any(each.first <= new.first and new.end <= each.end and _slots_in(new, each) for each in earlier):
+        return f"It happened before, and the run omits {new} already: going back did not help"
+    first, end, count = new.first, new.end, 1
+    while touching := [each for each in earlier if each.first <= end and first <= each.end]:
+        first, end = min(first, *(each.first for each in touching)), max(end, *(each.end for each in touching))
+        count += len(touching)
+        earlier = [each for each in earlier if each not in touching]
+    if count < STRETCH_MAX:
+        return ""
+    return (
+        f"It would be rollback {count} in a row, because of the steps {first} … {end - 1}: going back does not help. "
+        "Look at the data and the learning rate, or begin anew with other settings"
+    )
+
+
+def _slots_in(new: Omission, known: Omission) -> bool:
+    return not known.slots or (bool(new.slots) and set(new.slots) <= set(known.slots))
 
 
 def _range(first: int, last: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_harness.checkpoint.disk.manifest import newest
-from elastic_harness.errors import EXIT_USER_CODE
+from elastic_harness.errors import EXIT_INFRASTRUCTURE, EXIT_USER_CODE
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.verify import verify
 from integration.script_tools import SCRIPTS, failing, finals, forked, launch, one_message, said
@@ -125,6 +125,56 @@ def test_steps_are_omitted_alike_whoever_dies(tmp_path: Path) -> None:
         verdict = verify(folder)
         assert verdict.ok and (verdict.skipped, verdict.omitted) == (3, 21), verdict
         assert skipped(folder) == [0, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("kind", "omitted", "rollbacks", "workers", "faults"),
+    [
+        ("sample", "1/2, 7/4, 9/1", [(1, "1/2"), (7, "7/4"), (9, "9/1")], 2, ""),
+        ("spike", "6-9", [(6, "6-9")], 1, "rollback.decided member=w0-1 kill"),
+        ("spike", "6-9", [(6, "6-9")], 3, "rollback.decided member=w0-1 kill; recovery.reconciled member=w3-1 kill"),
+    ],
+)
+def test_a_run_that_goes_back_ends_as_one_that_omits_the_same_from_the_start(
+    tmp_path: Path, kind: str, omitted: str, rollbacks: list[tuple[int, str]], workers: int, faults: str
+) -> None:
+    """On any number of workers, also if one dies when it has decided that and has told nobody, and another one on the
+    way back. A worker that is alone comes to the same when it does the step again."""
+    fresh = forked(SCRIPT, kind, "--omit", omitted, "--run-dir", tmp_path / "fresh")
+    assert fresh.returncode == 0, said(fresh)
+    run_dir = tmp_path / "launched"
+    options = ("--nproc-per-node", workers)
+    ended = launch(run_dir, SCRIPT, kind, "--answer", "rollback", options=options, **failing(faults))
+    assert ended.returncode == 0 and set(finals(ended.stdout)) == set(finals(fresh.stdout)), said(ended)
+    told = events(run_dir, "rollback")
+    assert [(event["to"], event["omitted"]) for event in told] == rollbacks
+    assert told[-1]["omitted_in_all"] == omitted
+    assert {e["step"] for e in events(run_dir, "rollback_decided")} <= ({8} if kind == "spike" else {1, 7, 9})
+    if workers == 1:  # of several, the agent may have let go of it before it dies
+        assert len(events(run_dir, "failure_detected")) == 1
+    verdict, same = verify(run_dir), verify(tmp_path / "fresh")
+    assert verdict.ok and same.ok, verdict
+    assert (verdict.omitted, verdict.skipped) == (same.omitted, same.skipped) and verdict.lineage > 0
+
+
+def test_rollbacks_that_do_not_help_end_the_job(tmp_path: Path) -> None:
+    """Every loss is infinite from a step on, whatever is omitted."""
+    ended = launch(tmp_path, SCRIPT, "ever", "--answer", "rollback", "--steps", 30, options=("--nproc-per-node", 2))
+    assert ended.returncode == EXIT_USER_CODE, said(ended)
+    assert "It would be rollback 3 in a row, because of the steps 3 … 10" in one_message(ended)
+    assert [event["omitted"] for event in events(tmp_path, "rollback")] == ["3-6", "5-8"]
+
+
+def test_without_an_agent_the_next_start_goes_back(tmp_path: Path) -> None:
+    arguments = ("spike", "--answer", "rollback", "--run-dir", tmp_path / "run")
+    ended = forked(SCRIPT, *arguments)
+    assert ended.returncode == EXIT_INFRASTRUCTURE, said(ended)
+    assert "error: going back to version 6: in step 8 the loss is" in one_message(ended)
+    assert "6-9 is omitted from now on. This process ends; started again, it goes on from there" in ended.stderr
+    again = forked(SCRIPT, *arguments)
+    fresh = forked(SCRIPT, "spike", "--omit", "6-9", "--run-dir", tmp_path / "fresh")
+    assert again.returncode == 0 and finals(again.stdout) == finals(fresh.stdout), said(again)
+    assert verify(tmp_path / "run").omitted == 24
 
 
 def test_the_first_update_that_is_not_finite_may_end_the_run(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from elastic_harness.commands.health import committed, stand_out
 from elastic_harness.config import Config
 from elastic_harness.errors import EXIT_CONFIG, ConfigError
 from elastic_harness.health.spikes import SpikePolicy
-from elastic_harness.policies import Apply, Skip, State, StepFacts, Verdict
+from elastic_harness.policies import Apply, GoBack, Skip, State, StepFacts, Verdict
 from elastic_harness.train.policies import Policies
 from unit.made_up_run import ledger_line, write_lines
 
@@ -53,6 +53,18 @@ def test_a_spike_is_named_with_its_slots_and_the_steps_around_it_are_not() -> No
     assert skipped.evidence == {"window": 128, "highest_slots": {"1": 6.0, "0": 5.0}}
     _, warned = decided(SpikePolicy("warn"), losses)
     assert warned[150] == Apply(reason=skipped.reason, evidence=skipped.evidence)
+
+
+def test_a_rollback_goes_back_before_the_spike_and_omits_the_steps_around_it() -> None:
+    losses = noisy(200)
+    losses[150] = 5.0
+    _, verdicts = decided(SpikePolicy("rollback", rollback_steps=7, omit_steps=30), losses)
+    assert [step for step, verdict in enumerate(verdicts) if verdict != Apply()] == [150]
+    found = verdicts[150]
+    assert isinstance(found, GoBack) and (found.to, found.steps, found.slots) == (143, range(143, 173), ())
+    assert found.reason.startswith("the loss is 5, ") and "highest_slots" in found.evidence
+    early = GoBack.around(3, "a spike", {}, back=7, omit=30)
+    assert (early.to, early.steps) == (0, range(30)), "it cannot go back further"
 
 
 def test_the_norm_counts_like_the_loss() -> None:
@@ -155,9 +167,20 @@ def test_the_backtest_follows_the_last_lineage(tmp_path: Path, capsys: pytest.Ca
 
 def test_settings_that_cannot_be() -> None:
     for values, said in (
-        ({"on_spike": "rollback"}, "health.on_spike is 'rollback', but must be one of off, warn, skip_step"),
+        ({"on_spike": "go back"}, "health.on_spike is 'go back', but must be one of off, warn, skip_step, rollback"),
+        ({"rollback_steps": 20}, "health.omit_steps is 20, but must be greater than health.rollback_steps=20; or the"),
+        ({"rollback_steps": -1}, "health.rollback_steps is -1"),
         ({"spike_window": 3}, "health.spike_window is 3, but must be at least 4"),
         ({"spike_sigmas": 0}, "health.spike_sigmas is 0"),
     ):
         with pytest.raises(ConfigError, match=said):
             Config.from_dict({"health": values})
+
+
+@pytest.mark.parametrize("setting", ["on_spike", "on_nonfinite"])
+def test_a_rollback_needs_checkpoints_that_are_old_enough(setting: str) -> None:
+    values = {"health": {setting: "rollback"}, "checkpoint": {"checkpoint_interval": 4, "keep_last": 3}}
+    with pytest.raises(ConfigError, match=r"may be only 8 steps old, but .*=10 needs an older one"):
+        Config.from_dict(values)
+    for fitting in ({"keep_last": 4}, {"checkpoint_interval": 5}, {"checkpoint_interval": 0}):
+        Config.from_dict({**values, "checkpoint": {**values["checkpoint"], **fitting}})

@@ -13,7 +13,7 @@ from torch import nn
 
 from elastic_harness.contract import messages
 from elastic_harness.errors import ConfigError, HarnessError, UserCodeError
-from elastic_harness.policies import Apply, Halt, Skip, State, StepFacts, Verdict
+from elastic_harness.policies import Apply, GoBack, Halt, Skip, State, StepFacts, Verdict
 from elastic_harness.train.apply import Applier, Record
 from elastic_harness.train.layout import make_layout
 from elastic_harness.train.partials import SlotTable
@@ -47,17 +47,19 @@ def decide(policies: Policies) -> Decision:
 
 def test_scales_are_multiplied_and_who_skips_is_the_last_to_be_asked() -> None:
     half, third = Apply(0.5, "too large"), Apply(0.25, "much", {"times": 4})
-    skip, halt = Skip("no"), Halt("never")
+    skip, halt, back = Skip("no"), Halt("never"), GoBack("no", 2, range(3, 5))
     for answers, scale, verdicts in [
         ((Apply(), Apply()), 1.0, []),
         ((half, Apply(), third), 0.125, ["scale", "scale"]),
         ((half, skip, third), 0.0, ["scale", "skip"]),
         ((halt, skip), 0.0, ["halt"]),
+        ((half, back, skip), 0.0, ["scale", "rollback"]),
     ]:
         policies = Policies([Counting(answer, f"p{place}") for place, answer in enumerate(answers)])
         decision = decide(policies)
         assert (decision.scale, [each.verdict for each in decision.verdicts]) == (scale, verdicts)
-        ended = next((i for i, a in enumerate(answers) if isinstance(a, Skip | Halt)), len(answers))
+        ended = next((i for i, a in enumerate(answers) if isinstance(a, Skip | Halt | GoBack)), len(answers))
+        assert decision.rollback == next((a for a in answers if a is back), None)
         asked = [policies.states[f"p{place}"].value["asked"] for place in range(len(answers))]
         assert asked == [int(place <= ended) for place in range(len(answers))]
     assert policies.states["p1"].value["steps"] == (1, [2.0, None]), "values keep their types"
@@ -218,3 +220,21 @@ def test_states_of_policies_are_compared_between_replicas() -> None:
     assert watch.checked_word("here") == before
     decide(policies)
     assert watch.checked_word("here") != before
+
+
+@pytest.mark.parametrize(
+    ("to", "steps", "slots", "said"),
+    [
+        (0, range(4, 6), (), "the first step must be 3 or before"),  # the step would come again as it is
+        (2, range(2, 4), (2,), r"the slots lie in 0 … 1"),
+        (4, range(3, 5), (), "give at least one step, and a version from 0 to the first of them"),
+        (-1, range(3, 5), (), "give at least one step"),
+        (2, range(3, 3), (), "give at least one step"),
+        (2, range(3, 9, 2), (), "give at least one step"),
+    ],
+)
+def test_a_rollback_after_which_the_same_would_happen_again(
+    to: int, steps: range, slots: tuple[int, ...], said: str
+) -> None:
+    with pytest.raises(UserCodeError, match=said):
+        Policies([Counting(GoBack("no", to, steps, slots))]).decide(FACTS)

@@ -10,8 +10,9 @@ from elastic_harness.contract.checkpoint_event import CheckpointEvent
 from elastic_harness.contract.codec import Codec
 from elastic_harness.contract.wire import as_fields
 from elastic_harness.membership.types import Digest, Generation, Report
+from elastic_harness.omissions import Entry
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 # ---- worker → agent
@@ -60,7 +61,7 @@ class PolicyDecision:
     """An update policy changed or refused a step's update, or had something to say about it."""
 
     policy: str
-    verdict: Literal["warn", "scale", "skip", "halt"]
+    verdict: Literal["warn", "scale", "skip", "halt", "rollback"]
     reason: str
     scale: float  # the factor of the gradient; 0: nothing was applied
     evidence: dict[str, Any] = field(default_factory=dict)
@@ -171,13 +172,14 @@ class Rechecked:
 
 @dataclass(frozen=True)
 class DoubtfulState:
-    """What the run has done since a version may hold wrong bits. It goes on from a checkpoint of that version or
-    before. Every member that knows says so."""
+    """What the run has done since a version may hold wrong bits, or a policy wants to go back. The run goes on from a
+    checkpoint of that version or before. Every member that knows says so."""
 
     lineage: int
     version: int
     reason: str
     unfit: tuple[str, ...] = ()  # members of which is known that they compute wrong
+    omissions: tuple[Entry, ...] = ()  # of a policy: what the run omits from then on
 
 
 @dataclass(frozen=True)

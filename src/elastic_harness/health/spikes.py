@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, ClassVar, Literal
 
-from elastic_harness.policies import Apply, Skip, State, StepFacts, Verdict
+from elastic_harness.policies import Apply, GoBack, Skip, State, StepFacts, Verdict
 
 NAME = "spikes"
 MAD_TO_SIGMA = 1.4826
@@ -43,10 +43,12 @@ class SpikePolicy:
     """Its state is the window: losses and norms of the last steps, as the hexadecimal text of their bits. A step that
     was skipped is in the window too, so that after a lasting change of the data training goes on."""
 
-    answer: Literal["warn", "skip_step"] = "warn"
+    answer: Literal["warn", "skip_step", "rollback"] = "warn"
     sigmas: float = 6.0  # of the loss
     norm_sigmas: float | None = 12.0  # of the logarithm of the gradient's norm; None: the norm does not count
     window: int = 128  # steps; it decides once half of them are there
+    rollback_steps: int = 10  # a rollback goes back so many steps before the spike …
+    omit_steps: int = 20  # … and omits so many from there on
     name: ClassVar[str] = NAME
 
     @property
@@ -67,6 +69,8 @@ class SpikePolicy:
         reason, evidence = " and ".join(map(str, found)), self._evidence(facts)
         if self.answer == "skip_step":
             return state, Skip(reason, evidence)
+        if self.answer == "rollback":
+            return state, GoBack.around(facts.step, reason, evidence, back=self.rollback_steps, omit=self.omit_steps)
         return state, Apply(reason=reason, evidence=evidence)
 
     def _spikes_of_loss(self, before: Sequence[float], loss: float) -> Iterator[Spike]:

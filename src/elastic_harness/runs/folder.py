@@ -25,7 +25,7 @@ _SHAPE: shape.Shape = {
     **dict.fromkeys(("options", "fingerprint"), dict[str, Any] | None),
     "argv": list[str] | None,
     "created": float | None,
-    "born": bool | None,
+    **dict.fromkeys(("born", "saved"), bool | None),
 }
 
 

@@ -23,7 +23,7 @@ from elastic_harness.data.mixture import order_of
 from elastic_harness.data.order import EpochOrder, Order, SamplePlaces, ids_of
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError, HarnessError
-from elastic_harness.omissions import Omission, Omitted, omitted
+from elastic_harness.omissions import Omission, Omitted, as_omissions, omitted
 from elastic_harness.runs import origin as origins
 from elastic_harness.runs.events import EVENTS, passed_over, read_events
 from elastic_harness.runs.ledger import (
@@ -440,10 +440,10 @@ def _identity(run: str, events: list[Mapping[str, Any]]) -> tuple[RunIdentity, l
     return identities[0], changed[:1]
 
 
-def _omissions(events: Iterable[Mapping[str, Any]]) -> list[Omission]:
+def _omissions(events: Iterable[Mapping[str, Any]]) -> tuple[Omission, ...]:
     """Return what the run omits, as it has told with its lineages."""
-    told = [each for event in events if event.get("event") == "run_configured" for each in event.get("omissions", ())]
-    return sorted({Omission(first, end, tuple(slots), *rest) for first, end, slots, *rest in told})
+    configured = (event for event in events if event.get("event") == "run_configured")
+    return as_omissions(each for event in configured for each in event.get("omissions", ()))
 
 
 def _order(numbers: Mapping[str, int], description: Mapping[str, Any] | None) -> Order:

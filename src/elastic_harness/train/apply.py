@@ -186,6 +186,7 @@ class Applier:
         """Turn state of version `record.step` into version `record.step + 1`. Local; cannot be interrupted. `decided`:
         what `decide` has just returned of this record, if it was asked before."""
         decided = decided or self.decide(record)
+        assert decided.decision.rollback is None, "a step that makes the run go back is committed by nobody"
         self._applying = True
         try:
             lr = self._change(record, decided)

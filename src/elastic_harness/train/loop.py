@@ -27,7 +27,7 @@ from elastic_harness.train.progress import Progress
 from elastic_harness.train.recheck import disputes, doubts, is_doubtful, recheck
 from elastic_harness.train.recovery import recover
 from elastic_harness.train.replay import slot_alone
-from elastic_harness.train.tell import tell_doubt, tell_unfit
+from elastic_harness.train.tell import tell_doubt, tell_rollback, tell_unfit
 
 
 def commit_step(engine: Engine, progress: Progress) -> Generator[Any, None, Progress]:
@@ -81,6 +81,10 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
         yield from recheck(engine, progress, doubtful)
         before_apply(engine, progress)
         decided = decide(engine, record)
+    if decided.decision.rollback is not None:
+        engine.applier.forget()
+        failpoint("rollback.decided", record.step)
+        raise PeerFailed(tell_rollback(engine, formed, decided))
     with interrupts_wait():
         metrics = engine.applier.apply(record, decided)
         if record.step == 0:

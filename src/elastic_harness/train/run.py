@@ -378,10 +378,11 @@ def start(
         )
     schedule = Schedule(order.n_samples, training.global_batch_samples, *first)
     health = config.health
+    stretch = health.rollback_steps, health.omit_steps
     if health.on_spike != "off":
         thresholds = health.spike_sigmas, health.spike_norm_sigmas
-        policies = (SpikePolicy(health.on_spike, *thresholds, health.spike_window), *policies)
-    deciding = Policies([SkipNonfinite(training.nonfinite_steps_max, health.on_nonfinite), *policies])
+        policies = (SpikePolicy(health.on_spike, *thresholds, health.spike_window, *stretch), *policies)
+    deciding = Policies([SkipNonfinite(training.nonfinite_steps_max, health.on_nonfinite, *stretch), *policies])
     given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
     check_names({"policies": [policy.name for policy in policies], "extra": extra or {}}, given)
     check_extra(extra or {}, config.elastic.exactness)
@@ -479,8 +480,10 @@ def start(
         own = fingerprint(config, model, optimizer, data["dataset"], layout, shape) | policy_settings(policies)
         if health.on_nonfinite != "skip_step":
             own["health.on_nonfinite"] = health.on_nonfinite
+        if health.on_nonfinite == "rollback":
+            own["health.rollback_steps"], own["health.omit_steps"] = stretch
         if training.omit:
-            own["run.omit"] = omissions.in_words(sorted(omissions.parse(training.omit)))
+            own["run.omit"] = omissions.listed(sorted(omissions.parse(training.omit)))
         if origin is not None:
             own["run.origin"] = origin.identity
         if replay is not None:

@@ -137,6 +137,18 @@ def policy_decision(commit: Commit, decision: PolicyDecision, ledger: str) -> In
     )
 
 
+def policy_rollback(version: int, reason: str, omitted: str, in_all: str, ledger: str) -> Incident:
+    """Return the block for a run that goes back because a policy wants that."""
+    return Incident(
+        f"the run goes back to version {version} or before",
+        "all members alike: a policy decides it from the summed gradient and the losses",
+        (reason,),
+        f"all workers are started again from the newest checkpoint that fits, and omit {omitted} (STEPS/SLOTS)",
+        f"look at the data of these steps; a run with training.omit={in_all!r} from the start ends with the same bits",
+        ledger,
+    )
+
+
 def rollback(version: int, reason: str, ledger: str) -> Incident:
     """Return the block for a run that goes back because what it did is in doubt."""
     return Incident(

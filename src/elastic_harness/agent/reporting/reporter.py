@@ -107,9 +107,15 @@ class Reporter:
                 self._show(incident.policy_decision(commit, decision, ledger))
             self._decided[decision.policy] = commit.step
 
-    def rolled_back(self, version: int, reason: str) -> None:
-        """Tell that what was committed since a version is done again."""
-        self._show(incident.rollback(version, reason, str(self._records.folder.path / LEDGER)))
+    def rolled_back(self, version: int, reason: str, omitted: str = "", in_all: str = "") -> None:
+        """Tell that what was committed since a version is done again. omitted: what a policy omits from now on. in_all:
+        with what it has omitted before."""
+        ledger = str(self._records.folder.path / LEDGER)
+        self._show(
+            incident.policy_rollback(version, reason, omitted, in_all, ledger)
+            if omitted
+            else incident.rollback(version, reason, ledger)
+        )
 
     def _show(self, block: Incident) -> None:
         self._records.event("incident", **asdict(block))
