@@ -114,12 +114,14 @@ class HealthConfig(Section):
 
     # What is done if a loss, or else the gradient, is not finite, and if a loss or a norm is far above those before:
     on_nonfinite: Literal["skip_step", "skip_slot", "rollback", "fail"] = "skip_step"
-    on_spike: Literal["off", "warn", "skip_step", "rollback"] = "off"
+    on_spike: Literal["off", "warn", "skip_step", "lower_lr", "rollback"] = "off"
     rollback_steps: int = 10  # a rollback goes back at least so many steps before its cause …
     omit_steps: int = 20  # … and omits so many steps of data from there on
     spike_sigmas: float = 6.0  # of the loss: so many robust deviations above the median of the window
     spike_norm_sigmas: float | None = 12.0  # of the logarithm of the gradient's norm; null: the norm does not count
     spike_window: int = 128  # steps; half of them must be there before anything stands out
+    spike_lr_scale: float = 0.1  # lower_lr: the factor of the learning rate in the step that stands out …
+    spike_lr_steps: int = 32  # … from which it comes back in a straight line
     audit_interval: int | Literal["auto"] = "auto"  # steps after which workers compute lanes of others again; 0: never
 
     def check(self) -> None:
@@ -128,6 +130,8 @@ class HealthConfig(Section):
         self._positive("spike_sigmas", "spike_norm_sigmas")
         self._at_least(4, "spike_window")
         self._at_least(0, "rollback_steps")
+        self._at_least(1, "spike_lr_steps")
+        self._require(0 < self.spike_lr_scale < 1, "spike_lr_scale", "must lie between 0 and 1")
         self._require(
             self.omit_steps > self.rollback_steps,
             "omit_steps",

@@ -68,17 +68,20 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class Apply:
-    """Apply the update, with its gradient multiplied by `scale` before it is clipped. A reason without a scale is a
-    warning: the run's events, ledger and output have it."""
+    """Apply the update, with its gradient multiplied by `scale` before it is clipped, and with each learning rate
+    multiplied by `lr_scale` for this step alone. A reason without either is a warning: the run's events, ledger and
+    output have it."""
 
     scale: float = 1.0
-    reason: str = ""  # needed if scale is not 1
+    reason: str = ""  # needed if a scale is not 1
     evidence: Mapping[str, Any] = field(default_factory=dict)  # for the event, beside the reason
+    lr_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.scale) and self.scale > 0):
-            raise UserCodeError(f"Apply({self.scale}): the scale must be finite and above 0; to apply nothing, Skip")
-        if self.scale != 1.0:
+        for name, scale in (("", self.scale), ("lr_scale=", self.lr_scale)):
+            if not (math.isfinite(scale) and scale > 0):
+                raise UserCodeError(f"Apply({name}{scale}): must be finite and above 0; to apply nothing, Skip")
+        if (self.scale, self.lr_scale) != (1.0, 1.0):
             _need_reason(self, self.reason)
 
 

@@ -157,6 +157,22 @@ def test_a_run_that_goes_back_ends_as_one_that_omits_the_same_from_the_start(
     assert (verdict.omitted, verdict.skipped) == (same.omitted, same.skipped) and verdict.lineage > 0
 
 
+def test_a_lower_learning_rate_is_alike_whoever_dies(tmp_path: Path) -> None:
+    """Also of who replays such a step, and of who joins in the middle. Steps are as many, and so is the schedule."""
+    answer = ("spike", "--answer", "lower_lr")
+    alone = forked(SCRIPT, *answer, "--run-dir", tmp_path / "alone")
+    assert alone.returncode == 0, said(alone)
+    faults = failing("apply.finished member=w0-1 step=8 kill")
+    ended = launch(tmp_path / "launched", SCRIPT, *answer, options=("--nproc-per-node", 2), **faults)
+    assert ended.returncode == 0 and set(finals(ended.stdout)) == set(finals(alone.stdout)), said(ended)
+    committed = {event["step"]: event for event in events(tmp_path / "launched", "step_committed")}
+    lowered = {step: event["decisions"][0] for step, event in committed.items() if "decisions" in event}
+    assert list(lowered) == [8, 9] and lowered[8]["lr_scale"] == 0.1
+    assert committed[8]["lr"] < committed[9]["lr"] < committed[7]["lr"], "though the schedule is still rising"
+    verdict = verify(tmp_path / "launched")
+    assert verdict.ok and verdict.scaled == 2, verdict
+
+
 def test_rollbacks_that_do_not_help_end_the_job(tmp_path: Path) -> None:
     """Every loss is infinite from a step on, whatever is omitted."""
     ended = launch(tmp_path, SCRIPT, "ever", "--answer", "rollback", "--steps", 30, options=("--nproc-per-node", 2))

@@ -11,6 +11,7 @@ from elastic_harness.contract.codec import Codec
 from elastic_harness.contract.wire import as_fields
 from elastic_harness.membership.types import Digest, Generation, Report
 from elastic_harness.omissions import Entry
+from elastic_harness.shape import UNTOLD
 
 PROTOCOL = 6
 
@@ -65,10 +66,13 @@ class PolicyDecision:
     reason: str
     scale: float  # the factor of the gradient; 0: nothing was applied
     evidence: dict[str, Any] = field(default_factory=dict)
+    lr_scale: float = field(default=1.0, metadata=UNTOLD)  # the factor of the learning rates in this step
 
     def in_words(self, step: int) -> str:
         """Return the decision as one line."""
         done = {"warn": "applied", "scale": f"scaled by {self.scale:g}"}.get(self.verdict, "skipped")
+        if self.lr_scale != 1.0:
+            done = f"{'applied' if self.scale == 1.0 else done} with {self.lr_scale:g} times the learning rate"
         return f"the update of step {step} was {done}: {self.reason}"
 
 

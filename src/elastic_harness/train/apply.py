@@ -222,13 +222,13 @@ class Applier:
         if applies:
             self._set_buffers(decided.buffers)
             failpoint("apply.gradients", record.step)
-            self._optimize(self._scale_gradients(decided.norm, decided.decision.scale))
+            self._optimize(self._scale_gradients(decided.norm, decided.decision.scale), decided.decision.lr_scale)
             failpoint("apply.optimizer", record.step)
         else:
             failpoint("apply.skipped", record.step)
             if self._has_scaler and not decided.nothing:
                 self._scaler.update()  # its answer to what it has seen
-        lr = float(self._optimizer.param_groups[0]["lr"])
+        lr = decided.facts.lr * decided.decision.lr_scale
         self._schedule(expected=applies)
         if applies and self._ema is not None:
             self._ema.update_parameters(self._model)
@@ -313,15 +313,24 @@ class Applier:
             bad_buffers=tuple(bad_buffers),
         )
 
-    def _optimize(self, norm: Tensor) -> None:
-        """Clip by the global norm, step."""
+    def _optimize(self, norm: Tensor, lr_scale: float) -> None:
+        """Clip by the global norm, step. The learning rates are scaled for this step, and then they are the very
+        objects again that they were: a scheduler goes on from these."""
         if self._clip_norm is not None:
             clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        if lr_scale != 1.0:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate * lr_scale
         if self._has_scaler:
             self._scaler.step(self._optimizer)
             self._scaler.update()
         else:
             self._optimizer.step()
+        if lr_scale != 1.0:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
     def _schedule(self, *, expected: bool) -> None:
         """The learning rate goes on with the steps. `expected`: the optimizer has stepped; torch would warn of a first

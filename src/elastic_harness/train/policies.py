@@ -30,6 +30,7 @@ class Decision:
     scale: float  # what the gradient is multiplied with; 0: the update is skipped
     verdicts: tuple[PolicyDecision, ...]  # of the policies that did not simply apply it
     states: Mapping[str, str]  # of those that were asked, after the step
+    lr_scale: float = 1.0  # what learning rates are multiplied with, for this step
     rollback: GoBack | None = None  # the step is not committed
 
 
@@ -80,21 +81,23 @@ class Policies:
     def decide(self, facts: StepFacts) -> Decision:
         """Ask the policies about a step's update. Nothing changes before `accept`. Raises UserCodeError for a policy
         that is not a pure function."""
-        scale, verdicts, states, rollback = 1.0, list[PolicyDecision](), dict[str, str](), None
+        scale, lr_scale, rollback = 1.0, 1.0, None
+        verdicts, states = list[PolicyDecision](), dict[str, str]()
         for policy in self._policies:
             states[policy.name], told, verdict = _ask(policy, self.states[policy.name], facts)
-            if told.verdict != "scale" or told.scale != 1.0:
+            if told.verdict != "scale" or (told.scale, told.lr_scale) != (1.0, 1.0):
                 verdicts.append(told)
             if not isinstance(verdict, Apply):
                 scale, rollback = 0.0, verdict if isinstance(verdict, GoBack) else None
                 break
             scale = max(scale * told.scale, LEAST_SCALE)
+            lr_scale *= told.lr_scale
         if math.isfinite(facts.grad_norm) and not facts.grad_norm * scale <= LARGEST_NORM:
             raise UserCodeError(
                 f"Policies scale the gradient of step {facts.step}, whose norm is {facts.grad_norm:g}, by {scale:g}: "
                 "the update would not be finite."
             )
-        return Decision(scale, tuple(verdicts), states, rollback)
+        return Decision(scale, tuple(verdicts), states, lr_scale, rollback)
 
     def accept(self, decision: Decision) -> None:
         """Move the policies' states on: the step that they have decided about is being applied."""
@@ -164,7 +167,8 @@ def _answer(policy: UpdatePolicy, state: PolicyState, facts: StepFacts) -> tuple
             f"hold: {error}. Give a dict of numbers, texts, lists and dicts; of an array or a tensor take float(x)."
         ) from None
     scale = float(verdict.scale) if isinstance(verdict, Apply) else 0.0
-    told = PolicyDecision(policy.name, _kind(verdict), verdict.reason, scale, evidence)
+    lr_scale = float(verdict.lr_scale) if isinstance(verdict, Apply) else 1.0
+    told = PolicyDecision(policy.name, _kind(verdict), verdict.reason, scale, evidence, lr_scale)
     return state.frozen(answer[0]), told, verdict
 
 
@@ -186,4 +190,4 @@ def _kind(verdict: Verdict) -> Literal["warn", "scale", "skip", "halt", "rollbac
             return "halt"
         case GoBack():
             return "rollback"
-    return "warn" if verdict.scale == 1.0 and verdict.reason else "scale"
+    return "warn" if verdict.scale == verdict.lr_scale == 1.0 and verdict.reason else "scale"

@@ -381,7 +381,8 @@ def start(
     stretch = health.rollback_steps, health.omit_steps
     if health.on_spike != "off":
         thresholds = health.spike_sigmas, health.spike_norm_sigmas
-        policies = (SpikePolicy(health.on_spike, *thresholds, health.spike_window, *stretch), *policies)
+        lowered = health.spike_lr_scale, health.spike_lr_steps
+        policies = (SpikePolicy(health.on_spike, *thresholds, health.spike_window, *stretch, *lowered), *policies)
     deciding = Policies([SkipNonfinite(training.nonfinite_steps_max, health.on_nonfinite, *stretch), *policies])
     given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
     check_names({"policies": [policy.name for policy in policies], "extra": extra or {}}, given)

@@ -123,7 +123,8 @@ def policy_decision(commit: Commit, decision: PolicyDecision, ledger: str) -> In
     evidence += [f"  slot {slot} read the samples {samples}" for slot, samples in commit.bad_samples.items()]
     done = {
         "warn": "the update was applied as it is",
-        "scale": f"the gradient was multiplied by {decision.scale:g} before it was clipped",
+        "scale": f"the gradient was multiplied by {decision.scale:g} before it was clipped, and the learning rate by "
+        f"{decision.lr_scale:g} for this step",
         "skip": "weights, optimizer, buffers and moving average stay as they were; data and learning rate go on",
         "halt": "weights, optimizer, buffers and moving average stay as they were; the job stops",
     }
