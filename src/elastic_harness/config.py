@@ -16,8 +16,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import yaml
 
+from elastic_harness import omissions
 from elastic_harness.config_file import apply_override, build, check_keys, read_yaml
-from elastic_harness.typed import Section, nearest_multiple, plain
+from elastic_harness.errors import ConfigError
+from elastic_harness.typed import Section, nearest_multiple, plain, setting_error
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
@@ -33,6 +35,7 @@ class TrainingConfig(Section):
     micro_batch_samples: int = 1  # samples in one slot
     clip_norm: float | None = 1.0  # of the global gradient; null: no clipping
     nonfinite_steps_max: int = 10  # so many updates in a row are skipped for being non-finite before the job stops
+    omit: str = ""  # steps and slots that are not computed: "7" a step, "7/2" its slot 2, "90-109" a range
     lanes: int | None = None  # leaves of the gradient tree; null: min(slots, 8 * elastic.max_workers)
     threads: int = 1  # compute threads per worker: part of what exactness depends on
     backend: Literal["tcp", "nccl"] = "tcp"  # of the exchange; nccl needs a GPU for each worker
@@ -54,6 +57,16 @@ class TrainingConfig(Section):
             f"must be at most the number of slots, {slots} (global_batch_samples / micro_batch_samples)",
             "leave it out to have it chosen",
         )
+        self._check_omissions(slots)
+
+    def _check_omissions(self, slots: int) -> None:
+        """Raise ConfigError if the steps and slots to be omitted cannot be."""
+        try:
+            found = omissions.parse(self.omit)
+        except ValueError as error:
+            raise setting_error("training.omit", self.omit, f"{error}", 'write for example "7, 9/2, 90-109"') from None
+        beyond = max((slot for each in found for slot in each.slots), default=0)
+        self._require(beyond < slots, "omit", f"a step has the slots 0 … {slots - 1}")
 
 
 @dataclass(frozen=True)
@@ -99,11 +112,16 @@ class HealthConfig(Section):
 
     section: ClassVar[str] = "health"
 
-    on_nonfinite: Literal["skip_step", "skip_slot", "fail"] = "skip_step"  # a loss, or else the gradient, is not finite
-    on_spike: Literal["off", "warn", "skip_step"] = "off"  # a loss or a norm far above that of the steps before
+    # What is done if a loss, or else the gradient, is not finite, and if a loss or a norm is far above those before:
+    on_nonfinite: Literal["skip_step", "skip_slot", "rollback", "fail"] = "skip_step"
+    on_spike: Literal["off", "warn", "skip_step", "lower_lr", "rollback"] = "off"
+    rollback_steps: int = 10  # a rollback goes back at least so many steps before its cause …
+    omit_steps: int = 20  # … and omits so many steps of data from there on
     spike_sigmas: float = 6.0  # of the loss: so many robust deviations above the median of the window
     spike_norm_sigmas: float | None = 12.0  # of the logarithm of the gradient's norm; null: the norm does not count
     spike_window: int = 128  # steps; half of them must be there before anything stands out
+    spike_lr_scale: float = 0.1  # lower_lr: the factor of the learning rate in the step that stands out …
+    spike_lr_steps: int = 32  # … from which it comes back in a straight line
     audit_interval: int | Literal["auto"] = "auto"  # steps after which workers compute lanes of others again; 0: never
 
     def check(self) -> None:
@@ -111,6 +129,15 @@ class HealthConfig(Section):
         self._require(value == "auto" or value >= 0, "audit_interval", 'must be "auto" or at least 0')
         self._positive("spike_sigmas", "spike_norm_sigmas")
         self._at_least(4, "spike_window")
+        self._at_least(0, "rollback_steps")
+        self._at_least(1, "spike_lr_steps")
+        self._require(0 < self.spike_lr_scale < 1, "spike_lr_scale", "must lie between 0 and 1")
+        self._require(
+            self.omit_steps > self.rollback_steps,
+            "omit_steps",
+            f"must be greater than health.rollback_steps={self.rollback_steps}",
+            "or the step that was the cause would be done again",
+        )
 
 
 @dataclass(frozen=True)
@@ -185,6 +212,16 @@ class Config(Section):
 
     def check(self) -> None:
         self._require(0 <= self.seed < 2**63, "seed", "must lie in 0 … 2^63 - 1")
+        health, kept = self.health, self.checkpoint
+        goes_back = "rollback" in (health.on_nonfinite, health.on_spike)
+        if goes_back and isinstance(kept.checkpoint_interval, int):
+            reach = (kept.keep_last - 1) * kept.checkpoint_interval
+            if reach < health.rollback_steps and kept.checkpoint_interval > 0:
+                raise ConfigError(
+                    f"checkpoint.keep_last is {kept.keep_last} and checkpoint.checkpoint_interval "
+                    f"{kept.checkpoint_interval}, so the oldest checkpoint that is kept may be only {reach} steps old, "
+                    f"but health.rollback_steps={health.rollback_steps} needs an older one; raise checkpoint.keep_last."
+                )
 
     @property
     def slots(self) -> int:

@@ -33,6 +33,7 @@ PLACES = (
     "recheck.computed",
     "audit.blocks_sent",
     "audit.added_up",
+    "rollback.decided",
     "apply.gradients",
     "apply.optimizer",
     "apply.skipped",

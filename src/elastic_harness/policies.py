@@ -1,9 +1,10 @@
 """Decisions about a run that are yours: whether and how a step's update is applied.
 
 An update policy sees the facts of a step before its update is applied. They are the same on all workers. The policy
-says what to do: apply the update, apply it scaled, skip it, or end the run. A policy is a pure function of its own
-state and these facts. So all workers decide the same, also a worker that replays the step after a failure. The harness
-keeps the policy's state as a part of the training state, so checkpoints hold it and workers that join receive it.
+says what to do: apply the update, apply it scaled, skip it, go back, or end the run. A policy is a pure function of its
+own state and these facts. So all workers decide the same, also a worker that replays the step after a failure. The
+harness keeps the policy's state as a part of the training state, so checkpoints hold it and workers that join receive
+it.
 
     @dataclass(frozen=True)
     class HalveSpikes:
@@ -67,17 +68,20 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class Apply:
-    """Apply the update, with its gradient multiplied by `scale` before it is clipped. A reason without a scale is a
-    warning: the run's events, ledger and output have it."""
+    """Apply the update, with its gradient multiplied by `scale` before it is clipped, and with each learning rate
+    multiplied by `lr_scale` for this step alone. A reason without either is a warning: the run's events, ledger and
+    output have it."""
 
     scale: float = 1.0
-    reason: str = ""  # needed if scale is not 1
+    reason: str = ""  # needed if a scale is not 1
     evidence: Mapping[str, Any] = field(default_factory=dict)  # for the event, beside the reason
+    lr_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.scale) and self.scale > 0):
-            raise UserCodeError(f"Apply({self.scale}): the scale must be finite and above 0; to apply nothing, Skip")
-        if self.scale != 1.0:
+        for name, scale in (("", self.scale), ("lr_scale=", self.lr_scale)):
+            if not (math.isfinite(scale) and scale > 0):
+                raise UserCodeError(f"Apply({name}{scale}): must be finite and above 0; to apply nothing, Skip")
+        if (self.scale, self.lr_scale) != (1.0, 1.0):
             _need_reason(self, self.reason)
 
 
@@ -104,13 +108,39 @@ class Halt:
         _need_reason(self, self.reason)
 
 
-Verdict = Apply | Skip | Halt
+@dataclass(frozen=True)
+class GoBack:
+    """Go back: the job goes on from the newest checkpoint or snapshot of at most version `to`, in a new lineage. From
+    then on it omits `steps`, or only these `slots` of them: without that the same would happen again."""
+
+    reason: str
+    to: int
+    steps: range
+    slots: tuple[int, ...] = ()
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _need_reason(self, self.reason)
+        if not (0 <= self.to <= self.steps.start < self.steps.stop and self.steps.step == 1):
+            raise UserCodeError(
+                f"GoBack(to={self.to}, steps={self.steps}): give at least one step, and a version from 0 to the "
+                "first of them, so that it is done again"
+            )
+
+    @staticmethod
+    def around(step: int, reason: str, evidence: Mapping[str, Any], *, back: int, omit: int) -> GoBack:
+        """Go back to `back` steps before this one, and omit `omit` steps from there on."""
+        start = max(0, step - back)
+        return GoBack(reason, start, range(start, start + omit), evidence=evidence)
+
+
+Verdict = Apply | Skip | Halt | GoBack
 
 
 class UpdatePolicy(Protocol):
     """A frozen dataclass whose fields are its settings. Give your policies to `start(policies=[…])`, the same on all
     workers. The harness asks its own policy (`nonfinite`) first, then yours in the given order. The first policy that
-    skips or halts decides, and the others are not asked about that step. Scales are multiplied."""
+    skips, goes back or halts decides, and the others are not asked about that step. Scales are multiplied."""
 
     @property
     def name(self) -> str:

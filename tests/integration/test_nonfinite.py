@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_harness.checkpoint.disk.manifest import newest
-from elastic_harness.errors import EXIT_USER_CODE
+from elastic_harness.errors import EXIT_INFRASTRUCTURE, EXIT_USER_CODE
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.verify import verify
 from integration.script_tools import SCRIPTS, failing, finals, forked, launch, one_message, said
@@ -100,8 +100,97 @@ def test_slots_are_left_out_alike_whoever_dies(tmp_path: Path) -> None:
         assert verdict.ok and (verdict.skipped, verdict.left_out) == (0, 3), verdict
         told = {e["step"]: e for e in events(folder, "step_committed") if "decisions" in e}
         assert list(told) == [1, 7, 9] and all("17" in str(e["bad_samples"]) for e in told.values())
+    named = "1/2, 7/4, 9/1"
+    listed = forked(SCRIPT, "sample", "--omit", named, "--run-dir", tmp_path / "omitted")
+    assert set(finals(listed.stdout)) == set(finals(alone.stdout)), "to leave out at once is to omit from the start"
+    verdict = verify(tmp_path / "omitted")
+    assert verdict.ok and (verdict.left_out, verdict.omitted) == (0, 3), verdict
+    again = forked(SCRIPT, "sample", "--omit", "2", "--run-dir", tmp_path / "omitted", "--steps", 12)
+    assert f"run.omit: the run has '{named}', this process '2'" in one_message(again)
     other = forked(SCRIPT, "sample", "--run-dir", tmp_path / "alone", "--steps", 12)
     assert "health.on_nonfinite: the run has 'skip_slot'" in one_message(other)
+
+
+def test_steps_are_omitted_alike_whoever_dies(tmp_path: Path) -> None:
+    """Nobody computes a slot of them, also with a GradScaler, and in the first step."""
+    arguments = ("scaled", "--omit", "0, 1/2, 3-4, 7/4, 9/1")
+    alone = forked(SCRIPT, *arguments, "--run-dir", tmp_path / "alone")
+    assert alone.returncode == 0, said(alone)
+    run_dir = tmp_path / "launched"
+    faults = "apply.skipped member=w0-1 step=3 kill; apply.finished member=w1-1 step=4 kill"
+    options = ("--nproc-per-node", 2, "--spares", 1)
+    ended = launch(run_dir, SCRIPT, *arguments, options=options, **failing(faults))
+    assert ended.returncode == 0 and set(finals(ended.stdout)) == set(finals(alone.stdout)), said(ended)
+    for folder in (run_dir, tmp_path / "alone"):
+        verdict = verify(folder)
+        assert verdict.ok and (verdict.skipped, verdict.omitted) == (3, 21), verdict
+        assert skipped(folder) == [0, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("kind", "omitted", "rollbacks", "workers", "faults"),
+    [
+        ("sample", "1/2, 7/4, 9/1", [(1, "1/2"), (7, "7/4"), (9, "9/1")], 2, ""),
+        ("spike", "6-9", [(6, "6-9")], 1, "rollback.decided member=w0-1 kill"),
+        ("spike", "6-9", [(6, "6-9")], 3, "rollback.decided member=w0-1 kill; recovery.reconciled member=w3-1 kill"),
+    ],
+)
+def test_a_run_that_goes_back_ends_as_one_that_omits_the_same_from_the_start(
+    tmp_path: Path, kind: str, omitted: str, rollbacks: list[tuple[int, str]], workers: int, faults: str
+) -> None:
+    """On any number of workers, also if one dies when it has decided that and has told nobody, and another one on the
+    way back. A worker that is alone comes to the same when it does the step again."""
+    fresh = forked(SCRIPT, kind, "--omit", omitted, "--run-dir", tmp_path / "fresh")
+    assert fresh.returncode == 0, said(fresh)
+    run_dir = tmp_path / "launched"
+    options = ("--nproc-per-node", workers)
+    ended = launch(run_dir, SCRIPT, kind, "--answer", "rollback", options=options, **failing(faults))
+    assert ended.returncode == 0 and set(finals(ended.stdout)) == set(finals(fresh.stdout)), said(ended)
+    told = events(run_dir, "rollback")
+    assert [(event["to"], event["omitted"]) for event in told] == rollbacks
+    assert told[-1]["omitted_in_all"] == omitted
+    assert {e["step"] for e in events(run_dir, "rollback_decided")} <= ({8} if kind == "spike" else {1, 7, 9})
+    if workers == 1:  # of several, the agent may have let go of it before it dies
+        assert len(events(run_dir, "failure_detected")) == 1
+    verdict, same = verify(run_dir), verify(tmp_path / "fresh")
+    assert verdict.ok and same.ok, verdict
+    assert (verdict.omitted, verdict.skipped) == (same.omitted, same.skipped) and verdict.lineage > 0
+
+
+def test_a_lower_learning_rate_is_alike_whoever_dies(tmp_path: Path) -> None:
+    """Also of who replays such a step, and of who joins in the middle. Steps are as many, and so is the schedule."""
+    answer = ("spike", "--answer", "lower_lr")
+    alone = forked(SCRIPT, *answer, "--run-dir", tmp_path / "alone")
+    assert alone.returncode == 0, said(alone)
+    faults = failing("apply.finished member=w0-1 step=8 kill")
+    ended = launch(tmp_path / "launched", SCRIPT, *answer, options=("--nproc-per-node", 2), **faults)
+    assert ended.returncode == 0 and set(finals(ended.stdout)) == set(finals(alone.stdout)), said(ended)
+    committed = {event["step"]: event for event in events(tmp_path / "launched", "step_committed")}
+    lowered = {step: event["decisions"][0] for step, event in committed.items() if "decisions" in event}
+    assert list(lowered) == [8, 9] and lowered[8]["lr_scale"] == 0.1
+    assert committed[8]["lr"] < committed[9]["lr"] < committed[7]["lr"], "though the schedule is still rising"
+    verdict = verify(tmp_path / "launched")
+    assert verdict.ok and verdict.scaled == 2, verdict
+
+
+def test_rollbacks_that_do_not_help_end_the_job(tmp_path: Path) -> None:
+    """Every loss is infinite from a step on, whatever is omitted."""
+    ended = launch(tmp_path, SCRIPT, "ever", "--answer", "rollback", "--steps", 30, options=("--nproc-per-node", 2))
+    assert ended.returncode == EXIT_USER_CODE, said(ended)
+    assert "It would be rollback 3 in a row, because of the steps 3 … 10" in one_message(ended)
+    assert [event["omitted"] for event in events(tmp_path, "rollback")] == ["3-6", "5-8"]
+
+
+def test_without_an_agent_the_next_start_goes_back(tmp_path: Path) -> None:
+    arguments = ("spike", "--answer", "rollback", "--run-dir", tmp_path / "run")
+    ended = forked(SCRIPT, *arguments)
+    assert ended.returncode == EXIT_INFRASTRUCTURE, said(ended)
+    assert "error: going back to version 6: in step 8 the loss is" in one_message(ended)
+    assert "6-9 is omitted from now on. This process ends; started again, it goes on from there" in ended.stderr
+    again = forked(SCRIPT, *arguments)
+    fresh = forked(SCRIPT, "spike", "--omit", "6-9", "--run-dir", tmp_path / "fresh")
+    assert again.returncode == 0 and finals(again.stdout) == finals(fresh.stdout), said(again)
+    assert verify(tmp_path / "run").omitted == 24
 
 
 def test_the_first_update_that_is_not_finite_may_end_the_run(tmp_path: Path) -> None:

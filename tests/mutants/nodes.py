@@ -24,8 +24,14 @@ class Planted(Patch):
 PATCHES = [
     Planted(
         "checkpoints in doubt are restored",
-        "lineage=begun, from_step=version, doubts=doubts)",
-        "lineage=begun, from_step=1 << 30)",
+        "lineage=begun, from_step=version, doubts=doubts, omissions=every)",
+        "lineage=begun, from_step=1 << 30, omissions=every)",
+        shape=with_faults("doubt", "kill worker"),
+    ),
+    Planted(
+        "a digest lacks what a rollback omits",
+        "overdue=overdue, omissions=state.omissions)",
+        "overdue=overdue)",
         shape=with_faults("doubt", "kill worker"),
     ),
     Planted(

@@ -17,7 +17,7 @@ from elastic_harness.commands.health import committed, stand_out
 from elastic_harness.config import Config
 from elastic_harness.errors import EXIT_CONFIG, ConfigError
 from elastic_harness.health.spikes import SpikePolicy
-from elastic_harness.policies import Apply, Skip, State, StepFacts, Verdict
+from elastic_harness.policies import Apply, GoBack, Skip, State, StepFacts, Verdict
 from elastic_harness.train.policies import Policies
 from unit.made_up_run import ledger_line, write_lines
 
@@ -53,6 +53,53 @@ def test_a_spike_is_named_with_its_slots_and_the_steps_around_it_are_not() -> No
     assert skipped.evidence == {"window": 128, "highest_slots": {"1": 6.0, "0": 5.0}}
     _, warned = decided(SpikePolicy("warn"), losses)
     assert warned[150] == Apply(reason=skipped.reason, evidence=skipped.evidence)
+
+
+def test_a_rollback_goes_back_before_the_spike_and_omits_the_steps_around_it() -> None:
+    losses = noisy(200)
+    losses[150] = 5.0
+    _, verdicts = decided(SpikePolicy("rollback", rollback_steps=7, omit_steps=30), losses)
+    assert [step for step, verdict in enumerate(verdicts) if verdict != Apply()] == [150]
+    found = verdicts[150]
+    assert isinstance(found, GoBack) and (found.to, found.steps, found.slots) == (143, range(143, 173), ())
+    assert found.reason.startswith("the loss is 5, ") and "highest_slots" in found.evidence
+    early = GoBack.around(3, "a spike", {}, back=7, omit=30)
+    assert (early.to, early.steps) == (0, range(30)), "it cannot go back further"
+
+
+def test_a_lower_learning_rate_comes_back_in_a_straight_line() -> None:
+    """A further spike begins it anew; the window is that of the other answers."""
+    losses = noisy(200)
+    losses[150] = losses[152] = 5.0
+    policy = SpikePolicy("lower_lr", lr_scale=0.2, lr_steps=4)
+    state, verdicts = decided(policy, losses)
+    scales = {step: v.lr_scale for step, v in enumerate(verdicts) if isinstance(v, Apply) and v.lr_scale != 1.0}
+    assert list(scales) == [150, 151, 152, 153, 154, 155]
+    assert list(scales.values()) == pytest.approx([0.2, 0.4, 0.2, 0.4, 0.6, 0.8])
+    assert verdicts[150].reason.startswith("the loss is 5, ") and verdicts[153].reason == "a spike 1 steps before"
+    warned, _ = decided(SpikePolicy("warn"), losses)
+    assert state == {**warned, "lowered": 0}
+
+
+@given(st.lists(values, max_size=40), st.floats(0.01, 0.99), st.integers(1, 9))
+def test_a_learning_rate_is_never_raised(losses: list[float], scale: float, steps: int) -> None:
+    policy = SpikePolicy("lower_lr", window=4, lr_scale=scale, lr_steps=steps)
+    state, verdicts = decided(policy, [*losses, *[0.0] * 20])
+    for verdict in verdicts:
+        assert isinstance(verdict, Apply) and scale <= verdict.lr_scale <= 1.0
+        assert bool(verdict.reason) == (verdict.lr_scale < 1.0)
+    assert json.loads(json.dumps(state)) == state
+
+
+def test_what_the_backtest_says_of_each_answer() -> None:
+    losses = noisy(200)
+    losses[150], losses[155], losses[190] = 9.0, 9.0, 9.0
+    steps = [facts(step, loss) for step, loss in enumerate(losses)]
+    lowered = stand_out(steps, SpikePolicy("lower_lr"))
+    assert list(lowered) == [150, 155, 190] and "; learning rate times 0.1, back after 32 steps" in lowered[150]
+    gone_back = stand_out(steps, SpikePolicy("rollback"))
+    assert list(gone_back) == [150, 190], "step 155 is omitted"
+    assert gone_back[190].endswith("; it would go back to version 180, and omit the steps 180-199")
 
 
 def test_the_norm_counts_like_the_loss() -> None:
@@ -155,9 +202,22 @@ def test_the_backtest_follows_the_last_lineage(tmp_path: Path, capsys: pytest.Ca
 
 def test_settings_that_cannot_be() -> None:
     for values, said in (
-        ({"on_spike": "rollback"}, "health.on_spike is 'rollback', but must be one of off, warn, skip_step"),
+        ({"on_spike": "go back"}, "health.on_spike is 'go back', but must be one of off, warn, skip_step, lower_lr"),
+        ({"rollback_steps": 20}, "health.omit_steps is 20, but must be greater than health.rollback_steps=20; or the"),
+        ({"spike_lr_scale": 1.0}, "health.spike_lr_scale is 1.0, but must lie between 0 and 1"),
+        ({"spike_lr_steps": 0}, "health.spike_lr_steps is 0"),
+        ({"rollback_steps": -1}, "health.rollback_steps is -1"),
         ({"spike_window": 3}, "health.spike_window is 3, but must be at least 4"),
         ({"spike_sigmas": 0}, "health.spike_sigmas is 0"),
     ):
         with pytest.raises(ConfigError, match=said):
             Config.from_dict({"health": values})
+
+
+@pytest.mark.parametrize("setting", ["on_spike", "on_nonfinite"])
+def test_a_rollback_needs_checkpoints_that_are_old_enough(setting: str) -> None:
+    values = {"health": {setting: "rollback"}, "checkpoint": {"checkpoint_interval": 4, "keep_last": 3}}
+    with pytest.raises(ConfigError, match=r"may be only 8 steps old, but .*=10 needs an older one"):
+        Config.from_dict(values)
+    for fitting in ({"keep_last": 4}, {"checkpoint_interval": 5}, {"checkpoint_interval": 0}):
+        Config.from_dict({**values, "checkpoint": {**values["checkpoint"], **fitting}})

@@ -80,6 +80,20 @@ def test_exact_run_over_two_epochs_with_a_short_tail_passes(tmp_path: Path) -> N
     assert verdict.finished and verdict.weights_sha256 == "f00d"
 
 
+def test_what_a_run_omits_must_not_count(tmp_path: Path) -> None:
+    """A step of a lineage before the omission was decided on is none of its business."""
+    lines = [ledger_line(step) for step in range(6)]
+    lines[1]["slot_weight"][2] = 0.0
+    lines[4]["slot_weight"] = [0.0] * SLOTS
+    told = [[1, 2, [2], "training.omit", 0], [4, 5, [], "a spike", 0], [2, 3, [1], "decided later", 3]]
+    verdict = verification.verify(write_run(tmp_path / "right", lines, version=6, omissions=told))
+    assert verdict.ok and (verdict.omitted, verdict.left_out) == (1 + SLOTS, 0), verdict.violations
+    assert f"{1 + SLOTS} slots of them were omitted" in str(verdict)
+    lines[4]["slot_weight"][1] = 1.0
+    verdict = verification.verify(write_run(tmp_path / "wrong", lines, version=6, omissions=told))
+    assert verdict.violations == ("step 4: slot 1 counts, although the run omits it (a spike)",)
+
+
 def test_skipped_updates_are_counted_and_a_loss_that_is_nan_is_no_contradiction(tmp_path: Path) -> None:
     lines = [ledger_line(step) for step in range(6)]
     for step in (2, 4):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from elastic_harness.exits import read_exit
 from elastic_harness.membership import poison, protocol
+from elastic_harness.membership.codec import decode, encode
 from elastic_harness.membership.protocol import (
     Action,
     Announce,
@@ -21,6 +22,7 @@ from elastic_harness.membership.protocol import (
     Event,
     Evict,
     Finished,
+    GiveUp,
     Lost,
     Overdue,
     Pause,
@@ -37,7 +39,9 @@ from elastic_harness.membership.protocol import (
     Trouble,
     Unfit,
 )
+from elastic_harness.membership.records import Known
 from elastic_harness.membership.types import Generation, Limits, Report, node_of
+from elastic_harness.omissions import Omission
 
 members = st.sampled_from(["a/w0", "a/w1", "b/w2", "c/w3", "c/w4"])
 numbers = st.integers(0, 6)
@@ -55,6 +59,10 @@ events: st.SearchStrategy[Event] = st.one_of(
     st.builds(Overdue, members, st.integers(0, 2), st.floats(0, 9)),
     st.builds(Unfit, members, st.just("a canary")),
     st.builds(Doubted, st.integers(0, 3), st.integers(0, 3), st.just("other bits"), st.lists(members).map(tuple)),
+    st.builds(
+        lambda lineage, at: Doubted(lineage, at, "a spike", (), (Omission(at, at + 2),)),
+        st.integers(0, 3), st.integers(0, 3),
+    ),
     st.builds(Scaled, st.integers(0, 9)),
     st.just(Tick()),
 )
@@ -286,6 +294,38 @@ def test_doubt_counts_if_a_later_lineage_began_with_what_is_in_doubt() -> None:
     state, actions = run(state, Ready("w0"), Doubted(3, 90, "other bits"))
     assert any(isinstance(a, RollBack) and (a.lineage, a.version) == (5, 90) for a in actions)
     assert run(state, Doubted(3, 90, "other bits"))[1] == [], "told again"
+
+
+def test_a_rollback_by_a_policy_says_what_is_omitted_from_then_on() -> None:
+    """All members say it, and one word is enough. The digests of the new lineage have it, and those after it."""
+    spike = Doubted(0, 5, "a spike", (), (Omission(5, 9, (), "a spike"),))
+    listed = (Omission(5, 9, (), "a spike", lineage=1),)
+    state, actions = run(formed(2), Committed(8), spike, spike)
+    assert actions[0] == RollBack(("w0", "w1"), 1, 5, "a spike", listed)
+    assert [type(a) for a in actions[1:]] == [Pause], "and nobody is left"
+    assert decode(encode(state)) == state and Known.of(state).omissions == listed
+    for member in ("w2", "w3"):
+        report = Report(state.number + 1, -1, checkpoints=(6, 4), lineages=(0, 0))
+        state, actions = run(state, Ready(member), Reported(member, report))
+        (digest,) = [a.digest for a in actions if isinstance(a, Publish)]
+        assert (digest.version, digest.omissions) == (4, listed)
+        state, _ = run(state, Lost(member))
+    assert Known.of(state).and_also(Known(omissions=(Omission(1, 2),))).omissions == (Omission(1, 2), *listed)
+
+
+def test_rollbacks_that_do_not_help_end_the_job() -> None:
+    """The third because of steps side by side, and one that omits nothing new. Nothing is begun again after that."""
+    state, _ = run(formed(2), Committed(40))
+    for lineage, at in enumerate((5, 30, 8)):
+        state, actions = run(state, Ready("w0"), Doubted(lineage, at, "a spike", (), (Omission(at, at + 3),)))
+        assert any(isinstance(a, RollBack) for a in actions)
+    _, actions = run(state, Ready("w0"), Doubted(3, 31, "a spike", (), (Omission(31, 33, (2,)),)))
+    (end,) = actions[-1:]
+    assert isinstance(end, GiveUp) and end.reason.startswith("a spike. It happened before, and the run omits 31-32/2")
+    after, actions = run(state, Ready("w0"), Doubted(3, 11, "a spike", (), (Omission(11, 14),)))
+    (end,) = actions[-1:]
+    assert isinstance(end, GiveUp) and "It would be rollback 3 in a row, because of the steps 5 … 13" in end.reason
+    assert run(after, Ready("w9"), Tick())[1] == []
 
 
 def test_what_was_in_doubt_once_never_counts() -> None:

@@ -221,7 +221,7 @@ def test_a_run_is_forgotten_unless_nodes_are_there(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="knows no run 'job'"):
             store_view.status(address, "job")
         store = store_view.store_of(address, "job")
-        known = '{"number":0,"born":false,"lineage":0,"from_step":0,"saved":false,"doubts":[]}'
+        known = '{"number":0,"born":false,"lineage":0,"from_step":0,"saved":false,"doubts":[],"omissions":[]}'
         record = f'{{"about":{{}},"places":2,"members":[],"known":{known},"events":[],"values":{{}}}}'
         store.txn({}, [Put(node.DECISION, "{}"), Put(node.STATE, "{}"), Put(f"{node.NODES}a-1.0", record)])
         assert "1 nodes are in the run" in store_view.forget(options)

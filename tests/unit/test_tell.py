@@ -23,7 +23,9 @@ def told(folder: Path, member: str, kind: SourceKind, version: int, from_step: i
     digest = Digest(2, version, 0, from_step, sources)
     formed = Formed(Generation(2, MEMBERS, True, "1 lost"), digest, MEMBERS.index(member), None)
     link = SimpleNamespace(member=member, send=sent.append)
-    engine: Any = SimpleNamespace(link=link, config=Config(), run_dir=folder, configured={"seed": 1})
+    engine: Any = SimpleNamespace(
+        link=link, config=Config(), run_dir=folder, configured={"seed": 1}, omissions=()
+    )
     tell_recovery(engine, Progress(version, formed=formed), 0.0, {}, planned=False)
     return [message.event for message in sent if isinstance(message, LogEvent)]
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_harness.contract.messages import decided
-from elastic_harness.policies import Apply, Halt, Skip, State, StepFacts, Verdict
+from elastic_harness.policies import Apply, GoBack, Halt, Skip, State, StepFacts, Verdict
 from elastic_harness.train.apply import Applier, Metrics, Record
 from elastic_harness.train.layout import averaged_buffers, make_layout
 from elastic_harness.train.nonfinite import BEGIN, NAME, SkipNonfinite
@@ -194,3 +194,20 @@ def test_a_buffer_that_was_infinite_before_may_stay_so() -> None:
     with torch.no_grad():
         bench.model[1].running_mean[0] = -INF  # type: ignore[index,union-attr]
     assert bench.apply(entry="1.running_mean", value=-INF).decisions == ()
+
+
+@pytest.mark.parametrize(
+    ("facts", "to", "steps", "slots"),
+    [
+        (facts_of(17, 4, (1, 3), NAN, False), 17, range(17, 18), (1, 3)),  # other slots say: the weights are fine
+        (facts_of(17, 4, (0, 1, 2, 3), NAN, False), 7, range(7, 27), ()),  # perhaps they are not
+        (facts_of(17, 4, (), INF, False), 7, range(7, 27), ()),
+        (facts_of(17, 4, (), 1.0, True, False, ("bn.mean",)), 7, range(7, 27), ()),
+    ],
+)
+def test_how_far_the_run_goes_back(facts: StepFacts, to: int, steps: range, slots: tuple[int, ...]) -> None:
+    policy = SkipNonfinite(10, "rollback")
+    state, verdict = policy.before_apply(BEGIN, facts)
+    assert isinstance(verdict, GoBack) and state == BEGIN
+    assert (verdict.to, verdict.steps, verdict.slots) == (to, steps, slots)
+    assert policy.before_apply(BEGIN, facts_of()) == (BEGIN, Apply()), "and what is finite is applied"

@@ -13,7 +13,7 @@ from torch import nn
 
 from elastic_harness.contract import messages
 from elastic_harness.errors import ConfigError, HarnessError, UserCodeError
-from elastic_harness.policies import Apply, Halt, Skip, State, StepFacts, Verdict
+from elastic_harness.policies import Apply, GoBack, Halt, Skip, State, StepFacts, Verdict
 from elastic_harness.train.apply import Applier, Record
 from elastic_harness.train.layout import make_layout
 from elastic_harness.train.partials import SlotTable
@@ -47,17 +47,19 @@ def decide(policies: Policies) -> Decision:
 
 def test_scales_are_multiplied_and_who_skips_is_the_last_to_be_asked() -> None:
     half, third = Apply(0.5, "too large"), Apply(0.25, "much", {"times": 4})
-    skip, halt = Skip("no"), Halt("never")
+    skip, halt, back = Skip("no"), Halt("never"), GoBack("no", 2, range(3, 5))
     for answers, scale, verdicts in [
         ((Apply(), Apply()), 1.0, []),
         ((half, Apply(), third), 0.125, ["scale", "scale"]),
         ((half, skip, third), 0.0, ["scale", "skip"]),
         ((halt, skip), 0.0, ["halt"]),
+        ((half, back, skip), 0.0, ["scale", "rollback"]),
     ]:
         policies = Policies([Counting(answer, f"p{place}") for place, answer in enumerate(answers)])
         decision = decide(policies)
         assert (decision.scale, [each.verdict for each in decision.verdicts]) == (scale, verdicts)
-        ended = next((i for i, a in enumerate(answers) if isinstance(a, Skip | Halt)), len(answers))
+        ended = next((i for i, a in enumerate(answers) if isinstance(a, Skip | Halt | GoBack)), len(answers))
+        assert decision.rollback == next((a for a in answers if a is back), None)
         asked = [policies.states[f"p{place}"].value["asked"] for place in range(len(answers))]
         assert asked == [int(place <= ended) for place in range(len(answers))]
     assert policies.states["p1"].value["steps"] == (1, [2.0, None]), "values keep their types"
@@ -218,3 +220,68 @@ def test_states_of_policies_are_compared_between_replicas() -> None:
     assert watch.checked_word("here") == before
     decide(policies)
     assert watch.checked_word("here") != before
+
+
+@pytest.mark.parametrize(
+    ("to", "steps", "slots", "said"),
+    [
+        (0, range(4, 6), (), "the first step must be 3 or before"),  # the step would come again as it is
+        (2, range(2, 4), (2,), r"the slots lie in 0 … 1"),
+        (4, range(3, 5), (), "give at least one step, and a version from 0 to the first of them"),
+        (-1, range(3, 5), (), "give at least one step"),
+        (2, range(3, 3), (), "give at least one step"),
+        (2, range(3, 9, 2), (), "give at least one step"),
+    ],
+)
+def test_a_rollback_after_which_the_same_would_happen_again(
+    to: int, steps: range, slots: tuple[int, ...], said: str
+) -> None:
+    with pytest.raises(UserCodeError, match=said):
+        Policies([Counting(GoBack("no", to, steps, slots))]).decide(FACTS)
+
+
+@pytest.mark.parametrize("scaler", [False, True])
+def test_a_lower_learning_rate_is_for_one_step_and_nobody_else_sees_it(scaler: bool) -> None:
+    """The step is that of an optimizer with these rates, to the bit, in each group; then the rates are the same objects
+    again, and the schedule goes on as if nothing had been. A tensor may be a rate."""
+
+    def trained(factor: float, *policies: Counting) -> tuple[torch.Tensor, Any, Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+        layout = make_layout(model, {})
+        groups: Any = [
+            {"params": model[0].parameters(), "lr": 0.5 * factor},
+            {"params": model[1].parameters(), "lr": torch.tensor(0.25) * factor},
+        ]
+        optimizer = torch.optim.AdamW(groups, foreach=False)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        scaling = torch.amp.GradScaler("cpu", init_scale=4.0) if scaler else None
+        more = {"scheduler": scheduler, "scaler": scaling}
+        applier = Applier(
+            model, optimizer, layout, {}, seed=1, clip_norm=1.0, policies=Policies(policies), **more
+        )  # fmt: skip
+        table = SlotTable.empty(1, 1, len(layout.entries))
+        table.weight_N[:], table.loss_N[:] = 1.0, 1.0
+        table.presence[:] = (1 << len(layout.entries)) - 1
+        rates = [group["lr"] for group in optimizer.param_groups]
+        metrics = applier.apply(Record(0, 1, torch.full((layout.elements,), 2.0), table, ()))
+        after = [group["lr"] for group in optimizer.param_groups]
+        flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        return flat, metrics, list(zip(rates, after, strict=True)), scheduler.state_dict()
+
+    lowered, metrics, rates, schedule = trained(1.0, Counting(Apply(lr_scale=0.25, reason="a spike")))
+    assert torch.equal(lowered, trained(0.25)[0]) and not torch.equal(lowered, trained(1.0)[0])
+    assert all(before is after or before == after for before, after in rates) and rates[1][0] is rates[1][1]
+    assert metrics.lr == 0.125 and metrics.decisions[0].lr_scale == 0.25
+    assert metrics.decisions[0].in_words(7).endswith("7 was applied with 0.25 times the learning rate: a spike")
+    assert str(schedule) == str(trained(1.0)[3])
+    both = trained(1.0, Counting(Apply(lr_scale=0.5, reason="a"), "p0"), Counting(Apply(0.5, "b", lr_scale=0.5), "p1"))
+    assert both[1].lr == 0.125 and [each.verdict for each in both[1].decisions] == ["scale", "scale"]
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_learning_rate_that_cannot_be(scale: float) -> None:
+    with pytest.raises(UserCodeError, match=r"lr_scale=.*must be finite and above 0"):
+        Apply(lr_scale=scale, reason="a spike")
+    with pytest.raises(UserCodeError, match="say in words why"):
+        Apply(lr_scale=0.5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +62,7 @@ from elastic_harness.membership.poison import evidence
 from elastic_harness.membership.reconcile import worth_telling
 from elastic_harness.membership.records import Known, Values
 from elastic_harness.membership.types import Generation, Limits, Report, node_of
+from elastic_harness.omissions import as_omissions, listed
 from elastic_harness.runs.origin import versions_in
 
 TICK_S = 0.05
@@ -92,8 +92,9 @@ class ElasticRun:
             options.join_timeout_s,
             min_nodes=options.min_nodes,
         )
-        saved = bool(versions_in(agent.folder.path))
-        known = Known(records.number, records.born, records.lineage, records.from_step, saved, records.doubts)
+        saved = records.saved or bool(versions_in(agent.folder.path))
+        lineage, doubts, omissions = (records.lineage, records.from_step), records.doubts, records.omissions
+        known = Known(records.number, records.born, *lineage, saved, doubts, omissions)
         self.agreement = _agreement(agent, self._limits, known, self._carry_out, self._deliver)
         self._cuts = Cuts(agent, self.agreement.node)
         self._generation: Generation | None = None
@@ -173,8 +174,8 @@ class ElasticRun:
                 worker.error = error
             case UnfitPeer(member, reason, samples):
                 self.agreement.tell(protocol.Unfit(member, reason, samples))
-            case DoubtfulState(lineage, version, reason, unfit):
-                self.agreement.tell(protocol.Doubted(lineage, version, reason, unfit))
+            case DoubtfulState(lineage, version, reason, unfit, omissions):
+                self.agreement.tell(protocol.Doubted(lineage, version, reason, unfit, omissions))
             case Rechecked():
                 self.agent.records.event("recheck", **as_fields(message))
                 self._notice(message.in_words())
@@ -269,6 +270,8 @@ class ElasticRun:
         self._check_hopeless()
 
     def on_saved(self, step: int) -> None:
+        if not self.agent.records.saved:
+            self.agent.records.remember(saved=True)
         self.agreement.tell(protocol.Saved(step))
 
     def on_tick(self, now: float) -> None:
@@ -397,13 +400,16 @@ class ElasticRun:
             case protocol.Publish(digest, reason):
                 records = self.agent.records
                 begins = any(source.kind == "init" for source in digest.sources.values())
-                if begins and records.from_step > 0 and (records.lineage, records.from_step) in records.doubts:
+                in_doubt = (records.lineage, records.from_step) in records.doubts
+                if begins and in_doubt and records.from_step > 0 and self.agreement.saved:
                     self.agent.fail(
                         EXIT_INFRASTRUCTURE,
                         f"the run is in doubt since version {records.from_step}, and no checkpoint from before is "
                         "left: begin anew with --fresh; to have an older one next time, raise checkpoint.keep_last",
                     )
                     return
+                if digest.omissions != records.omissions:  # decided before this node came
+                    records.remember(omissions=digest.omissions)
                 self._formed = True
                 for worker in self.agent.workers.values():
                     if worker.member in self._members and worker.serves_from is None:
@@ -422,8 +428,10 @@ class ElasticRun:
                             self._tell(worker.member, Paused(reason))
             case protocol.Evict(member, reason, samples):
                 self._evict(member, "other_samples" if samples else "unfit", reason)
-            case protocol.RollBack(members, lineage, version, reason):
-                self._roll_back(members, lineage, version, reason)
+            case protocol.RollBack():
+                self._roll_back(action)
+            case protocol.GiveUp(reason):
+                self.agent.fail(EXIT_USER_CODE, reason)
             case protocol.Poison(at_step, slot, members, reason):
                 self._on_poison(at_step, slot, members, reason)
             case protocol.Done(version):
@@ -478,29 +486,34 @@ class ElasticRun:
             worker.lost = True
             self.agent.after(2.0, lambda: worker.signal(9))
 
-    def _roll_back(self, members: Sequence[str], lineage: int, version: int, reason: str) -> None:
+    def _roll_back(self, decided: protocol.RollBack) -> None:
         """Start the members here again. That the lineage has ended is on disk first. The second time at the same place
-        the job stops: what others compute again gives other bits again."""
+        the job stops, unless a policy omits something: what others compute again gives other bits again."""
+        members, lineage, version, reason = decided.members, decided.lineage, decided.version, decided.reason
         running = [w for w in map(self.agent.workers.get, members) if w and w.running]
         for worker in running:  # a snapshot counts only if the steps before it are in the ledger
             self.agent.hear(worker)
         records = self.agent.records
-        if version <= self._rolled_back_to:
+        if version <= self._rolled_back_to and not decided.omissions:
             self.agent.fail(EXIT_INFRASTRUCTURE, f"{reason}. It happened before, and going back did not help")
             return
-        self._rolled_back_to, self._in_doubt_until = version, records.committed
+        if not decided.omissions:
+            self._rolled_back_to, self._in_doubt_until = version, records.committed
         if self._script_stop.asked is not None and self._script_stop.asked.step >= version:
             self._script_stop = script_stop.ScriptStop()  # it may have come from wrong numbers
-        doubts = (*records.doubts, (lineage, version))
+        doubts, omissions = (*records.doubts, (lineage, version)), (*records.omissions, *decided.omissions)
+        newest = max(lineage, records.lineage)
         try:
-            records.remember(lineage=max(lineage, records.lineage), from_step=version, doubts=doubts)
+            records.remember(lineage=newest, from_step=version, doubts=doubts, omissions=as_omissions(omissions))
         except InfrastructureError as error:
             raise InfrastructureError(
                 f"{error}. It could not be noted that the run is in doubt since version {version}: before that, move "
                 f"the checkpoints of later versions out of its folder ({reason})"
             ) from error
-        records.event("rollback", to=version, members=list(members), reason=reason)
-        self.agent.report.rolled_back(version, reason)
+        omits = {"omitted": listed(decided.omissions), "omitted_in_all": listed(records.omissions)}
+        fields = {"to": version, "members": list(members), "reason": reason}
+        records.event("rollback", **fields, **(omits if decided.omissions else {}))
+        self.agent.report.rolled_back(version, reason, *(omits.values() if decided.omissions else ()))
         for worker in running:
             worker.release(Why.ROLLED_BACK, f"started again: {reason}")
             worker.lost = True

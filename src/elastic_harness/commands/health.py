@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError
 from elastic_harness.health.spikes import SpikePolicy
-from elastic_harness.policies import StepFacts
+from elastic_harness.policies import Apply, GoBack, State, StepFacts
 from elastic_harness.runs import named
 from elastic_harness.runs.events import EVENTS, read_events
 from elastic_harness.runs.ledger import LEDGER, read_ledger
@@ -38,6 +40,12 @@ def main(argv: Sequence[str]) -> int:
         "--norm-factor", type=float, default=2.0, help="times these: the thresholds of the norm (default: 2)"
     )
     backtest.add_argument("--window", type=int, default=128, help="steps that say what is usual (default: 128)")
+    backtest.add_argument(
+        "--on-spike",
+        choices=get_args(get_type_hints(SpikePolicy)["answer"]),
+        default="warn",
+        help="what would have been done about these steps (default: warn)",
+    )
     backtest.add_argument("--json", action="store_true", help="as one JSON object")
     given = parser.parse_args(list(argv))
     for name, least, values in (
@@ -45,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     ):  # fmt: skip
         if min(values) < least:
             raise ConfigError(f"{name} is {min(values):g}; it must be at least {least:g}")
-    rules = [SpikePolicy("warn", each, each * given.norm_factor, given.window) for each in sorted(given.sigmas)]
+    rules = [SpikePolicy(given.on_spike, each, each * given.norm_factor, given.window) for each in sorted(given.sigmas)]
     return _backtest(given.run, rules, given.window, as_json=given.json)
 
 
@@ -87,10 +95,23 @@ def committed(folders: Sequence[Path]) -> list[StepFacts]:
 
 
 def stand_out(steps: Iterable[StepFacts], policy: SpikePolicy) -> dict[int, str]:
-    """Return the steps that the rule for spikes names, and what it says about each."""
-    state, found = policy.begin(), dict[int, str]()
+    """Return the steps that the rule for spikes names, and what it says about each. Of steps that it would have omitted
+    it is not asked, and its window is that of before."""
+    state, found, next_asked = policy.begin(), dict[int, str](), 0
+    recent = deque[State](maxlen=policy.rollback_steps + 1)  # before this step, and before those that are given up
     for facts in steps:
+        if facts.step < next_asked:
+            continue
+        recent.append(state)
         state, verdict = policy.before_apply(state, facts)
-        if verdict.reason:
-            found[facts.step] = verdict.reason
+        if not verdict.evidence:  # it stands out only where there is some
+            continue
+        found[facts.step] = verdict.reason
+        if isinstance(verdict, GoBack):
+            first, last = verdict.steps.start, verdict.steps.stop - 1
+            found[facts.step] += f"; it would go back to version {verdict.to}, and omit the steps {first}-{last}"
+            state, next_asked = recent[0], verdict.steps.stop
+            recent.clear()
+        elif isinstance(verdict, Apply) and verdict.lr_scale != 1.0:
+            found[facts.step] += f"; learning rate times {verdict.lr_scale:g}, back after {policy.lr_steps} steps"
     return found

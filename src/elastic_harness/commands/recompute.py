@@ -97,7 +97,7 @@ def recompute(
                 shutil.copyfile(run.path / name, folder / name)
         fingerprint = dict(run.record.get("fingerprint") or {})
         (folder / OUTPUT).parent.mkdir()
-        ReplayOrder(str(run.path), first, step, slot, fingerprint).write(folder)
+        ReplayOrder(str(run.path), first, step, slot, fingerprint, run.omissions).write(folder)
         began = time.monotonic()
         steps = range(first, step + 1)
         lines = _launched(run, folder, options, steps, lambda: progress(steps, checkpoint is None))

@@ -10,6 +10,7 @@ from typing import Any
 from elastic_harness.checkpoint.disk.manifest import Checkpoint, newest
 from elastic_harness.commands.manage import recorded_argv
 from elastic_harness.errors import ConfigError
+from elastic_harness.omissions import Entry
 from elastic_harness.runs import folder as folders
 from elastic_harness.runs import named
 from elastic_harness.runs import origin as origins
@@ -28,6 +29,11 @@ class Recorded:
     @property
     def path(self) -> Path:
         return self.folders[0]
+
+    @property
+    def omissions(self) -> tuple[Entry, ...]:
+        """The steps and slots that rollbacks have made it omit."""
+        return tuple(self.record.get("omissions") or ())
 
     def line(self, step: int) -> LedgerLine:
         """Return what is recorded of a step. Raises ConfigError if that is nothing."""

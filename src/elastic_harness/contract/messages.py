@@ -10,8 +10,10 @@ from elastic_harness.contract.checkpoint_event import CheckpointEvent
 from elastic_harness.contract.codec import Codec
 from elastic_harness.contract.wire import as_fields
 from elastic_harness.membership.types import Digest, Generation, Report
+from elastic_harness.omissions import Entry
+from elastic_harness.shape import UNTOLD
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 # ---- worker → agent
@@ -60,14 +62,17 @@ class PolicyDecision:
     """An update policy changed or refused a step's update, or had something to say about it."""
 
     policy: str
-    verdict: Literal["warn", "scale", "skip", "halt"]
+    verdict: Literal["warn", "scale", "skip", "halt", "rollback"]
     reason: str
     scale: float  # the factor of the gradient; 0: nothing was applied
     evidence: dict[str, Any] = field(default_factory=dict)
+    lr_scale: float = field(default=1.0, metadata=UNTOLD)  # the factor of the learning rates in this step
 
     def in_words(self, step: int) -> str:
         """Return the decision as one line."""
         done = {"warn": "applied", "scale": f"scaled by {self.scale:g}"}.get(self.verdict, "skipped")
+        if self.lr_scale != 1.0:
+            done = f"{'applied' if self.scale == 1.0 else done} with {self.lr_scale:g} times the learning rate"
         return f"the update of step {step} was {done}: {self.reason}"
 
 
@@ -170,13 +175,14 @@ class Rechecked:
 
 @dataclass(frozen=True)
 class DoubtfulState:
-    """What the run has done since a version may hold wrong bits. It goes on from a checkpoint of that version or
-    before. Every member that knows says so."""
+    """What the run has done since a version may hold wrong bits, or a policy wants to go back. The run goes on from a
+    checkpoint of that version or before. Every member that knows says so."""
 
     lineage: int
     version: int
     reason: str
     unfit: tuple[str, ...] = ()  # members of which is known that they compute wrong
+    omissions: tuple[Entry, ...] = ()  # of a policy: what the run omits from then on
 
 
 @dataclass(frozen=True)

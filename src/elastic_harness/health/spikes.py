@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, ClassVar, Literal
 
-from elastic_harness.policies import Apply, Skip, State, StepFacts, Verdict
+from elastic_harness.policies import Apply, GoBack, Skip, State, StepFacts, Verdict
 
 NAME = "spikes"
 MAD_TO_SIGMA = 1.4826
@@ -41,12 +41,17 @@ class Spike:
 @dataclass(frozen=True)
 class SpikePolicy:
     """Its state is the window: losses and norms of the last steps, as the hexadecimal text of their bits. A step that
-    was skipped is in the window too, so that after a lasting change of the data training goes on."""
+    was skipped is in the window too, so that after a lasting change of the data training goes on. With lower_lr it also
+    has how many steps with a lower learning rate are still to come (`lowered`)."""
 
-    answer: Literal["warn", "skip_step"] = "warn"
+    answer: Literal["warn", "skip_step", "lower_lr", "rollback"] = "warn"
     sigmas: float = 6.0  # of the loss
     norm_sigmas: float | None = 12.0  # of the logarithm of the gradient's norm; None: the norm does not count
     window: int = 128  # steps; it decides once half of them are there
+    rollback_steps: int = 10  # a rollback goes back so many steps before the spike …
+    omit_steps: int = 20  # … and omits so many from there on
+    lr_scale: float = 0.1  # the factor of the learning rate in the step that stands out …
+    lr_steps: int = 32  # … from which it comes back in a straight line
     name: ClassVar[str] = NAME
 
     @property
@@ -55,19 +60,38 @@ class SpikePolicy:
         return max(2, self.window // 2)
 
     def begin(self) -> State:
-        return {"losses": "", "norms": ""}
+        return {"losses": "", "norms": "", **({"lowered": 0} if self.answer == "lower_lr" else {})}
 
     def before_apply(self, state: State, facts: StepFacts) -> tuple[State, Verdict]:
         """Decide over a step's update."""
         losses, norms = _unpacked(state["losses"]), _unpacked(state["norms"])
         found = [*self._spikes_of_loss(losses, facts.loss), *self._spikes_of_norm(norms, facts.grad_norm)]
-        state = {"losses": self._packed(losses, facts.loss), "norms": self._packed(norms, facts.grad_norm)}
+        before, state = state, {
+            "losses": self._packed(losses, facts.loss),
+            "norms": self._packed(norms, facts.grad_norm),
+        }
+        if self.answer == "lower_lr":
+            return self._lowered(before["lowered"], state, found, facts)
         if not found:
             return state, Apply()
         reason, evidence = " and ".join(map(str, found)), self._evidence(facts)
         if self.answer == "skip_step":
             return state, Skip(reason, evidence)
+        if self.answer == "rollback":
+            return state, GoBack.around(facts.step, reason, evidence, back=self.rollback_steps, omit=self.omit_steps)
         return state, Apply(reason=reason, evidence=evidence)
+
+    def _lowered(
+        self, lowered: int, state: State, found: Sequence[Spike], facts: StepFacts
+    ) -> tuple[State, Verdict]:
+        """Lower the learning rate in a step that stands out, and less in each of those after it."""
+        left = self.lr_steps if found else lowered
+        if not left:
+            return {**state, "lowered": 0}, Apply()
+        scale = self.lr_scale + (1 - self.lr_scale) * (self.lr_steps - left) / self.lr_steps
+        reason = " and ".join(map(str, found)) or f"a spike {self.lr_steps - left} steps before"
+        evidence = self._evidence(facts) if found else {}
+        return {**state, "lowered": left - 1}, Apply(reason=reason, evidence=evidence, lr_scale=scale)
 
     def _spikes_of_loss(self, before: Sequence[float], loss: float) -> Iterator[Spike]:
         if self._can_judge(before, loss):

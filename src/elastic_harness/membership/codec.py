@@ -23,7 +23,7 @@ _CLASSES: dict[str, type[Any]] = {
         protocol.Finished, protocol.SlotFailed, protocol.Overdue, protocol.Unfit, protocol.Doubted, protocol.Scaled,
         protocol.Leaving, protocol.DrainAsked, protocol.StopAsked,
         protocol.Announce, protocol.Publish, protocol.Pause, protocol.Evict, protocol.RollBack,
-        protocol.Poison, protocol.Done, protocol.Stop, protocol.Drain,
+        protocol.GiveUp, protocol.Poison, protocol.Done, protocol.Stop, protocol.Drain,
     )
 }  # fmt: skip
 PACKED_FROM = 2048  # characters; a shorter text stays readable in the store

@@ -21,6 +21,7 @@ from elastic_harness.membership.decide import Pause as Pause
 from elastic_harness.membership.poison import Failure, How, blame
 from elastic_harness.membership.reconcile import reconcile, scattered
 from elastic_harness.membership.types import Digest, Generation, Limits, Report, node_of
+from elastic_harness.omissions import Entry, no_help, since
 from elastic_harness.shape import UNTOLD
 
 TROUBLE_PATIENCE = 2  # a pair of members is separated when so many generations broke on the link between them …
@@ -120,12 +121,14 @@ class Unfit:
 
 @dataclass(frozen=True)
 class Doubted:
-    """What the run has done since a version is in doubt, because a machine computed wrong and was found out later."""
+    """What the run has done since a version is in doubt, because a machine computed wrong and was found out later, or
+    because a policy wants to go back."""
 
     lineage: int  # to which the doubt applies
     version: int  # the newest one that nobody doubts
     reason: str
     unfit: tuple[str, ...] = ()  # members of which is known that they compute wrong
+    omissions: tuple[Entry, ...] = ()  # of a policy: what the run omits from now on
 
 
 @dataclass(frozen=True)
@@ -215,6 +218,14 @@ class RollBack:
     lineage: int
     version: int
     reason: str
+    omissions: tuple[Entry, ...] = ()  # what is omitted from now on, besides what was
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Stop the job: going back once more would not help."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -248,7 +259,7 @@ class Drain:
     node: str
 
 
-Action = Announce | Publish | Pause | Evict | RollBack | Poison | Done | Stop | Drain
+Action = Announce | Publish | Pause | Evict | RollBack | GiveUp | Poison | Done | Stop | Drain
 
 # ---- state
 
@@ -264,6 +275,7 @@ class State:
     lineage: int = 0  # the newest one, …
     from_step: int = 0  # … and the step at which it began
     doubts: tuple[tuple[int, int], ...] = ()  # what lineages before this one did beyond this version never counts
+    omissions: tuple[Entry, ...] = ()  # of all rollbacks by a policy
     ready: tuple[str, ...] = ()  # living, admitted members, oldest first
     first_ready_at: float = 0.0  # when a member became ready while no other was
     generation: Generation | None = None  # the newest one
@@ -304,7 +316,7 @@ def steps(state: State, events: Iterable[Event], now: float) -> tuple[State, tup
     for event in events:
         more = _apply(draft, event, now)
         actions += more
-        if any(isinstance(a, Poison | Stop) for a in more):
+        if any(isinstance(a, Poison | GiveUp | Stop) for a in more):
             return replace(draft.result(), done=True), actions
     state, more = _advance(draft.result(), now)
     return state, actions + more
@@ -384,19 +396,23 @@ def _apply(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
             if member in draft.ready:
                 draft.remove(member)
                 return (Evict(member, reason, samples),)
-        case Doubted(lineage, version, reason, unfit):
+        case Doubted(lineage, version, reason, unfit, omissions):
             known = any(before > lineage and reached <= version for before, reached in state.doubts)
             if lineage <= state.lineage and not known and (lineage == state.lineage or state.from_step > version):
+                if why := no_help(state.omissions, omissions):
+                    return (GiveUp(f"{reason}. {why}"),)
                 # State of an older lineage does not count, so this holds whatever becomes of the members.
                 begun = state.lineage + 1
                 doubts = (*state.doubts, (begun, version))
-                draft.state = replace(state, lineage=begun, from_step=version, doubts=doubts)
+                added = since(omissions, begun)
+                every = tuple(sorted({*state.omissions, *added}))
+                draft.state = replace(state, lineage=begun, from_step=version, doubts=doubts, omissions=every)
                 involved = tuple(m for m in draft.ready if _may_have_state(state, m))
                 for member in involved:
                     draft.remove(member)
                 evicted = tuple(Evict(m, reason) for m in involved if m in unfit)
                 again = tuple(m for m in involved if m not in unfit)
-                return (*evicted, RollBack(again, begun, version, reason))
+                return (*evicted, RollBack(again, begun, version, reason, added))
         case Reported(member, report):
             if _current(draft, member, report.generation) and not state.formed:
                 draft.reports.pop(member, None)
@@ -621,7 +637,8 @@ def _form(state: State, generation: Generation, now: float) -> tuple[State, tupl
         stateless = tuple(dict.fromkeys((*state.stateless, *generation.members)))
         return _propose(replace(state, stateless=stateless, stateless_at=stateless_at), now, True)
     # Steps that the run has passed are not done again, so their deadlines no longer matter.
-    digest = replace(digest, overdue=tuple(pair for pair in state.overdue if pair[0] >= digest.version))
+    overdue = tuple(pair for pair in state.overdue if pair[0] >= digest.version)
+    digest = replace(digest, overdue=overdue, omissions=state.omissions)
     state = replace(
         state,
         formed=True,

@@ -14,6 +14,7 @@ from typing import Any
 from elastic_harness import shape
 from elastic_harness.membership import protocol
 from elastic_harness.membership.codec import decode, from_text
+from elastic_harness.omissions import Entry, as_omissions
 
 
 @dataclass(frozen=True)
@@ -26,20 +27,25 @@ class Known:
     from_step: int = 0  # … and the step at which it began
     saved: bool = False  # a checkpoint was saved at some time
     doubts: tuple[tuple[int, int], ...] = ()  # what lineages before this one did beyond this version never counts
+    omissions: tuple[Entry, ...] = ()  # of all rollbacks by a policy
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "doubts", tuple(sorted((lineage, version) for lineage, version in self.doubts)))
+        object.__setattr__(self, "omissions", as_omissions(self.omissions))
 
     @staticmethod
     def of(state: protocol.State) -> Known:
-        return Known(state.number, state.born, state.lineage, state.from_step, state.saved, state.doubts)
+        return Known(
+            state.number, state.born, state.lineage, state.from_step, state.saved, state.doubts, state.omissions
+        )
 
     def and_also(self, other: Known) -> Known:
         """Return what both together know."""
         newest = max(self, other, key=lambda known: (known.lineage, known.from_step))
         number, born, saved = max(self.number, other.number), self.born or other.born, self.saved or other.saved
         doubts = tuple({*self.doubts, *other.doubts})
-        return Known(number, born, newest.lineage, newest.from_step, saved, doubts)
+        omissions = tuple({*self.omissions, *other.omissions})
+        return Known(number, born, newest.lineage, newest.from_step, saved, doubts, omissions)
 
 
 Values = Mapping[int, Mapping[str, str]]

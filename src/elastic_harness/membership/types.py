@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from elastic_harness.omissions import Entry
 from elastic_harness.shape import UNTOLD
 
 LaneRanges = tuple[tuple[int, int], ...]
@@ -96,7 +97,8 @@ class Source:
 class Digest:
     """The leader's answer to all reports of a generation: the version to resume at, where each member's state comes
     from, which lanes of the running step each member has finished, and whose canary is due. `overdue` lists steps that
-    are still to be done, and in which a member was ended because it did not finish its work within so many seconds."""
+    are still to be done, and in which a member was ended because it did not finish its work within so many seconds.
+    `omissions`: steps and slots that nobody computes."""
 
     generation: int
     version: int
@@ -106,6 +108,7 @@ class Digest:
     lanes: dict[str, LaneRanges] = field(default_factory=dict)
     unverified: tuple[str, ...] = ()
     overdue: tuple[tuple[int, float], ...] = ()
+    omissions: tuple[Entry, ...] = field(default=(), metadata=UNTOLD)  # of the rollbacks so far
 
 
 @dataclass(frozen=True)

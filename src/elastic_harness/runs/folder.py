@@ -11,6 +11,7 @@ from typing import Any
 
 from elastic_harness import durable_file, file_lock, shape
 from elastic_harness.errors import ConfigError, InfrastructureError
+from elastic_harness.omissions import Entry
 from elastic_harness.runs import named
 
 RECORD = "run.json"
@@ -19,11 +20,12 @@ HANGS = "hangs"
 _SHAPE: shape.Shape = {
     **dict.fromkeys(("run_id", "cwd", "status", "history", "mode", "control"), str | None),
     "doubts": list[tuple[int, int]] | None,
+    "omissions": list[Entry] | None,
     **dict.fromkeys(("lineage", "from_step", "exit_code", "agent_pid", "launcher_pid"), int | None),
     **dict.fromkeys(("options", "fingerprint"), dict[str, Any] | None),
     "argv": list[str] | None,
     "created": float | None,
-    "born": bool | None,
+    **dict.fromkeys(("born", "saved"), bool | None),
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from elastic_harness import durable_file, shape
 from elastic_harness.errors import InfrastructureError
+from elastic_harness.omissions import Entry
 from elastic_harness.runs.ledger import LedgerLine
 
 FILE = "replay.json"
@@ -29,6 +30,7 @@ class ReplayOrder:
     step: int  # the last step
     slot: int | None  # of that step, computed once more by itself
     fingerprint: dict[str, Any]  # of the recorded run
+    omissions: tuple[Entry, ...] = ()  # of its rollbacks
 
     def write(self, folder: Path) -> None:
         durable_file.write(folder / FILE, json.dumps(asdict(self), indent=1).encode() + b"\n")

@@ -23,6 +23,7 @@ from elastic_harness.data.mixture import order_of
 from elastic_harness.data.order import EpochOrder, Order, SamplePlaces, ids_of
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError, HarnessError
+from elastic_harness.omissions import Omission, Omitted, as_omissions, omitted
 from elastic_harness.runs import origin as origins
 from elastic_harness.runs.events import EVENTS, passed_over, read_events
 from elastic_harness.runs.ledger import (
@@ -83,6 +84,7 @@ class Verdict:
     skipped: int = 0  # steps whose update a policy has skipped
     scaled: int = 0  # steps whose update a policy has scaled
     left_out: int = 0  # slots whose samples were read, and count for nothing
+    omitted: int = 0  # slots that the run omits: their samples were not read
     damaged: tuple[str, ...] = ()
     finished: bool = False
     weights_sha256: str | None = None
@@ -119,6 +121,8 @@ class Verdict:
             lines.append(f"  {self.skipped} of them had an update that a policy has skipped; the ledger says why")
         if self.left_out:
             lines.append(f"  {self.left_out} slots of them were read and left out, with weight 0")
+        if self.omitted:
+            lines.append(f"  {self.omitted} slots of them were omitted, as the run's list of omissions says")
         if self.scaled:
             lines.append(f"  {self.scaled} of them had an update that a policy has scaled; the ledger says why")
         if self.superseded:
@@ -202,7 +206,7 @@ def judge(
     identity, violations = _identity(run, everywhere)
     violations += _told_twice(ledger)
     lines = ledger.followed()
-    replay = _Replay(identity, lines)
+    replay = _Replay(identity, lines, _omissions(everywhere))
     samples, skipped, scaled, members = 0, 0, 0, set[str]()
     for step, line in lines.items():
         if len(violations) >= max_violations:
@@ -240,6 +244,7 @@ def judge(
         skipped=skipped,
         scaled=scaled,
         left_out=replay.left_out,
+        omitted=replay.omitted,
         damaged=ledger.damaged,
         finished=finished is not None or until is not None,
         weights_sha256=None if finished is None else finished.get("weights_sha256"),
@@ -250,12 +255,16 @@ def judge(
 class _Replay:
     """Recomputes, step by step, what the ledger must say, and counts the use of every sample."""
 
-    def __init__(self, identity: RunIdentity, lines: Mapping[int, LedgerLine]) -> None:
+    def __init__(
+        self, identity: RunIdentity, lines: Mapping[int, LedgerLine], omissions: Sequence[Omission] = ()
+    ) -> None:
         self.identity = identity
+        self.omissions = omissions
         self.lines = lines
         self.schedule = identity.schedule
         self.epochs_complete = 0
         self.left_out = 0  # slots that were read and given no weight
+        self.omitted = 0  # slots that were to be omitted, and were
         self._used: dict[tuple[int, int], np.ndarray] = {}  # of a source and its pass: which samples
         self._owner_of_hash: dict[str, tuple[int, int]] | None = None
         self._book_before(identity.first_position)
@@ -289,6 +298,7 @@ class _Replay:
                 f"has {len(line.slot_samples)} sample hashes and {len(line.slot_weight)} weights for {line.slots} slots"
             )
             return found
+        omitted = self.omitted_of(line)
         for slot, places in enumerate(self.slot_places(line.step)):
             ids = ids_of(identity.order, places)
             if line.slot_samples[slot] != ids_hash(ids):
@@ -296,9 +306,17 @@ class _Replay:
                 continue
             if line.slot_weight[slot] > 0 and len(ids) == 0:
                 found.append(f"slot {slot} has weight {line.slot_weight[slot]} but no samples")
-            self.left_out += line.slot_weight[slot] == 0 and len(ids) > 0
+            if slot in omitted.slots and line.slot_weight[slot] > 0:
+                found.append(f"slot {slot} counts, although the run omits it ({omitted.reason})")
+            self.omitted += slot in omitted.slots and len(ids) > 0
+            self.left_out += slot not in omitted.slots and line.slot_weight[slot] == 0 and len(ids) > 0
             found += self._book(places, slot)
         return found
+
+    def omitted_of(self, line: LedgerLine) -> Omitted:
+        """Return what the step had to omit, as far as the run had decided that by its lineage."""
+        known = [each for each in self.omissions if each.lineage <= line.lineage]
+        return omitted(known, line.step, line.slots)
 
     def slot_places(self, step: int) -> list[SamplePlaces]:
         """Return the samples that every slot of a step has to read, by arithmetic alone."""
@@ -420,6 +438,12 @@ def _identity(run: str, events: list[Mapping[str, Any]]) -> tuple[RunIdentity, l
     if not changed and len(data_sets) > 1:
         changed = ["the data set changed between two starts of the run: " + " and ".join(sorted(data_sets))]
     return identities[0], changed[:1]
+
+
+def _omissions(events: Iterable[Mapping[str, Any]]) -> tuple[Omission, ...]:
+    """Return what the run omits, as it has told with its lineages."""
+    configured = (event for event in events if event.get("event") == "run_configured")
+    return as_omissions(each for event in configured for each in event.get("omissions", ()))
 
 
 def _order(numbers: Mapping[str, int], description: Mapping[str, Any] | None) -> Order:

@@ -23,6 +23,7 @@ from elastic_harness.membership.node import Node
 from elastic_harness.membership.records import Known, read_decision
 from elastic_harness.membership.store import Put, Watch
 from elastic_harness.membership.types import Digest, Generation, Limits
+from elastic_harness.omissions import Entry, Omission
 from elastic_harness.simulate.cluster import Size, index_of
 from elastic_harness.simulate.store import EmbeddedStore
 from elastic_harness.simulate.workers import Workers, kept_with
@@ -153,6 +154,7 @@ class Simulation(Workers):
         self._announced: dict[tuple[str, int], Generation] = {}  # by history and number
         self._published: dict[tuple[str, int], Digest] = {}
         self._doubted: dict[tuple[str, int], int] = {}  # by history and the lineage that begins there
+        self._omissions: dict[str, set[Entry]] = {}  # of the rollbacks, by history
         self._cuts: set[frozenset[int]] = set()
         self._told: list[protocol.Event] = []
         least, most = least_nodes * per_node, (node_count - spare_nodes) * per_node
@@ -588,9 +590,13 @@ class Simulation(Workers):
                         self.check_digest(self.world, protocol.State(self._limits, generation=announced), digest)
                         self.digests.append(digest)
                         self._check_doubts(digest, history)
+                        due = {entry for entry in self._omissions.get(history, ()) if entry[-1] <= digest.lineage}
+                        if missing := due.difference(digest.omissions):
+                            raise Violation("omission forgotten", f"{missing}: {digest}")
                         self._check_kept(digest, history, saved=decision["known"]["saved"])
-                case protocol.RollBack(_, lineage, version):
+                case protocol.RollBack(_, lineage, version, _, omissions):
                     self._doubted[history, lineage] = version
+                    self._omissions.setdefault(history, set()).update(omissions)
 
     def _check_doubts(self, digest: Digest, history: str) -> None:
         """Check that nothing is restored that was in doubt at some time."""
@@ -699,7 +705,9 @@ class Simulation(Workers):
                 living = [who for who in hosts[fault.nodes[0]].workers if self.world.workers[who].mode == "step"]
                 if living:
                     w = self.world.workers[living[0]]
-                    doubt = protocol.Doubted(w.lineage, max(0, w.version - rng.randint(0, 4)), "the simulation has it")
+                    version, somewhere = max(0, w.version - rng.randint(0, 4)), 10 * rng.randrange(10**6)
+                    omits = (Omission(somewhere, somewhere + 1),) if rng.random() < 0.5 else ()
+                    doubt = protocol.Doubted(w.lineage, version, "the simulation has it", (), omits)
                     self._tell_node(fault.nodes[0], nodes.Happened(doubt))
 
     def _reconnect(self, pairs: set[frozenset[int]]) -> None:

@@ -12,8 +12,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -22,10 +22,12 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.hooks import RemovableHandle
 
+from elastic_harness import omissions, shape
 from elastic_harness.contract.messages import PolicyDecision
 from elastic_harness.errors import EXIT_USER_CODE, UserCodeError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.membership.types import Replica
+from elastic_harness.omissions import Omitted
 from elastic_harness.policies import StepFacts
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import SlotTable
@@ -40,7 +42,7 @@ ComputedBy = tuple[tuple[str, int, int], ...]
 class Record:
     """The outcome of one step: the summed gradient before unscaling and clipping, (E,) on the host, never written
     to; the table of all slots; who computed which lanes. ends: the script asked for this step to be the last one.
-    replicas: the rows in which they did, if there are several shards."""
+    replicas: the rows in which they did, if there are several shards. omitted: what was not computed on purpose."""
 
     step: int
     generation: int
@@ -49,6 +51,7 @@ class Record:
     computed_by: ComputedBy
     ends: bool = False
     replicas: tuple[Replica, ...] = ()
+    omitted: Omitted = field(default_factory=Omitted)
 
     def payload(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """As it travels to a laggard."""
@@ -58,6 +61,7 @@ class Record:
             "computed_by": self.computed_by,
             "ends": self.ends,
             **({"replicas": self.replicas} if self.replicas else {}),
+            **({"omitted": asdict(self.omitted)} if self.omitted.slots else {}),
         }
         return meta, {"flat": self.flat, "table": torch.from_numpy(self.table.words)}
 
@@ -67,7 +71,9 @@ class Record:
         table = SlotTable(like.slots, like.lanes, like.entries, tensors["table"].numpy())
         computed_by = tuple((member, lo, hi) for member, lo, hi in meta["computed_by"])
         rows = tuple(map(tuple, meta.get("replicas", ())))
-        return Record(meta["step"], meta["generation"], tensors["flat"], table, computed_by, meta["ends"], rows)
+        omitted = shape.build(Omitted, meta.get("omitted", {}))
+        step, generation, ends = meta["step"], meta["generation"], meta["ends"]
+        return Record(step, generation, tensors["flat"], table, computed_by, ends, rows, omitted)
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ class Decided(NamedTuple):
     facts: StepFacts
     norm: Tensor
     buffers: dict[str, Tensor]
+    nothing: bool = False  # nothing of the step was computed, on purpose
 
 
 class Applier:
@@ -149,7 +156,10 @@ class Applier:
     def decide(self, record: Record) -> Decided:
         """Set the gradients, and ask the policies what becomes of them. Nothing else has changed if this raises, or if
         `forget` follows in place of `apply`. Local."""
-        if in_order(record.table.weight_N) == 0 and np.isfinite(record.table.loss_N).all():
+        nothing = in_order(record.table.weight_N) == 0 and bool(np.isfinite(record.table.loss_N).all())
+        if nothing and record.omitted.slots:
+            return self._omit(record)
+        if nothing:
             raise UserCodeError(
                 f"Every slot of step {record.step} has weight 0, so there is nothing to learn from: give the dataset "
                 "samples with targets, or a larger global batch."
@@ -160,12 +170,23 @@ class Applier:
         buffers = self._new_buffers(record)
         norm = self._unscale_and_norm()
         facts = self._facts(record, norm, buffers)
-        return Decided(self._policies.decide(facts), facts, norm, buffers)
+        decision = self._policies.decide(facts)
+        if record.omitted.slots:
+            decision = replace(decision, verdicts=(_omission(record.omitted, "warn"), *decision.verdicts))
+        return Decided(decision, facts, norm, buffers)
+
+    def _omit(self, record: Record) -> Decided:
+        """Skip a step of which nothing was computed. No policy is asked."""
+        self.forget()
+        norm, buffers = torch.zeros(()), dict[str, Tensor]()
+        decision = Decision(0.0, (_omission(record.omitted, "skip"),), {})
+        return Decided(decision, self._facts(record, norm, buffers), norm, buffers, nothing=True)
 
     def apply(self, record: Record, decided: Decided | None = None) -> Metrics:
         """Turn state of version `record.step` into version `record.step + 1`. Local; cannot be interrupted. `decided`:
         what `decide` has just returned of this record, if it was asked before."""
         decided = decided or self.decide(record)
+        assert decided.decision.rollback is None, "a step that makes the run go back is committed by nobody"
         self._applying = True
         try:
             lr = self._change(record, decided)
@@ -181,7 +202,7 @@ class Applier:
         finally:
             self._applying = False
         facts = decided.facts
-        norm_told = facts.grad_norm if self._clip_norm is not None else None
+        norm_told = facts.grad_norm if self._clip_norm is not None and not decided.nothing else None
         return Metrics(facts.loss, norm_told, lr, decided.decision.verdicts, (*facts.bad_slots, *facts.left_out))
 
     def forget(self) -> None:
@@ -201,13 +222,13 @@ class Applier:
         if applies:
             self._set_buffers(decided.buffers)
             failpoint("apply.gradients", record.step)
-            self._optimize(self._scale_gradients(decided.norm, decided.decision.scale))
+            self._optimize(self._scale_gradients(decided.norm, decided.decision.scale), decided.decision.lr_scale)
             failpoint("apply.optimizer", record.step)
         else:
             failpoint("apply.skipped", record.step)
-            if self._has_scaler:
+            if self._has_scaler and not decided.nothing:
                 self._scaler.update()  # its answer to what it has seen
-        lr = float(self._optimizer.param_groups[0]["lr"])
+        lr = decided.facts.lr * decided.decision.lr_scale
         self._schedule(expected=applies)
         if applies and self._ema is not None:
             self._ema.update_parameters(self._model)
@@ -292,15 +313,24 @@ class Applier:
             bad_buffers=tuple(bad_buffers),
         )
 
-    def _optimize(self, norm: Tensor) -> None:
-        """Clip by the global norm, step."""
+    def _optimize(self, norm: Tensor, lr_scale: float) -> None:
+        """Clip by the global norm, step. The learning rates are scaled for this step, and then they are the very
+        objects again that they were: a scheduler goes on from these."""
         if self._clip_norm is not None:
             clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        if lr_scale != 1.0:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate * lr_scale
         if self._has_scaler:
             self._scaler.step(self._optimizer)
             self._scaler.update()
         else:
             self._optimizer.step()
+        if lr_scale != 1.0:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
 
     def _schedule(self, *, expected: bool) -> None:
         """The learning rate goes on with the steps. `expected`: the optimizer has stepped; torch would warn of a first
@@ -313,6 +343,15 @@ class Applier:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self._scheduler.step()
+
+
+def _omission(omitted: Omitted, verdict: Literal["warn", "skip"]) -> PolicyDecision:
+    """Return what the records say of an omission: a whole step is skipped."""
+    if verdict == "skip":
+        return PolicyDecision(omissions.NAME, "skip", f"the step is omitted ({omitted.reason})", 0.0)
+    named = f"slot{'s' * (len(omitted.slots) > 1)} {', '.join(map(str, omitted.slots))}"
+    reason = f"without {named}, omitted ({omitted.reason})"
+    return PolicyDecision(omissions.NAME, "warn", reason, 1.0, {"omitted": list(omitted.slots)})
 
 
 def mean_loss(table: SlotTable) -> float:

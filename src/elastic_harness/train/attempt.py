@@ -86,7 +86,8 @@ def place(engine: Engine, progress: Progress) -> Attempt:
     attempt.newcomers = frozenset(unverified)
     alone = formed.world == 1 and not progress.verified and engine.canary
     attempt.canary_due = formed.rank in canaries or alone
-    if engine.config.elastic.exactness == "strict":
+    omitted = engine.omitted(formed.digest, partials.step).slots
+    if engine.config.elastic.exactness == "strict" and not omitted:  # an audit of nothing would certify it
         interval = resolved(engine.config.health.audit_interval, lanes, formed.world)
         attempt.audits = audits_due(partials.step, interval, [placed[member] for member in members])
     for span in tuple(partials.spans):
@@ -157,8 +158,9 @@ def record_of(engine: Engine, formed: Formed, attempt: Attempt, headers: list[He
     """The outcome of the completed exchange."""
     computed_by = tuple((member, lo, hi) for member in formed.generation.members for lo, hi in attempt.placed[member])
     last, flat = any(header.ends for header in headers), attempt.exchange.result
-    generation = formed.generation
-    return Record(headers[0].version, generation.number, flat, combine(headers), computed_by, last, generation.replicas)
+    generation, step = formed.generation, headers[0].version
+    omitted = engine.omitted(formed.digest, step)
+    return Record(step, generation.number, flat, combine(headers), computed_by, last, generation.replicas, omitted)
 
 
 class Adder:

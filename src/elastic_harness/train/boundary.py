@@ -15,6 +15,7 @@ from elastic_harness.contract.messages import PolicyHalt
 from elastic_harness.errors import Diverged
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.attempt import Attempt
+from elastic_harness.train.compute import CANARY
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.link import Left
 from elastic_harness.train.nonfinite import NAME as NONFINITE
@@ -33,7 +34,7 @@ def after_apply(engine: Engine, progress: Progress, record: Record, metrics: Met
     progress = replace(
         progress.at(record.step + 1, record=record, metrics=metrics),
         exchange=attempt.exchange,
-        verified=True,
+        verified=progress.verified or not set(engine.shape.unit_slots(CANARY)).issubset(record.omitted.slots),
         committed_at=now,
     )
     assert progress.formed is not None

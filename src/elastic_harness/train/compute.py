@@ -87,7 +87,8 @@ def run_slots(
     generation is noticed."""
     step = progress.version
     assert progress.formed is not None
-    for slot, batch in engine.slots.run(step, unit, canary=canary, slots=slots):
+    omitted = engine.omitted(progress.formed.digest, step).slots if slots is None else ()
+    for slot, batch in engine.slots.run(step, unit, canary=canary, slots=slots, omitted=omitted):
         stop_if_void(engine, progress)
         engine.saver.copy_share(step, *progress.formed.on_node)
         with engine.deadlines.measured(Phase.SLOT, step, slot):

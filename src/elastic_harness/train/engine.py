@@ -13,6 +13,8 @@ from elastic_harness.comm.transport import Transport
 from elastic_harness.config import Config
 from elastic_harness.contract.board import Board
 from elastic_harness.data.schedule import Schedule
+from elastic_harness.membership.types import Digest
+from elastic_harness.omissions import Entry, Omitted, omitted
 from elastic_harness.runs.replayed import ReplayOrder
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.deadlines import Deadlines
@@ -53,6 +55,7 @@ class Engine:
     connect: Callable[[KeyValue, int, int, Callable[[float], None]], Transport]
     configured: dict[str, Any]
     tokens_per_sample: int
+    omissions: tuple[Entry, ...] = ()  # of the settings; the digest has those of rollbacks
     before_step: Callable[[int], None] | None = None
     replay: ReplayOrder | None = None
 
@@ -60,6 +63,10 @@ class Engine:
     def last_version(self) -> int:
         """The version at which the run ends, unless the script ends it before."""
         return self.config.training.max_steps if self.replay is None else self.replay.step + 1
+
+    def omitted(self, digest: Digest, step: int) -> Omitted:
+        """What this step omits, in the lineage of this digest."""
+        return omitted((*self.omissions, *digest.omissions), step, self.shape.slots)
 
     def accept_state(self, version: int) -> None:
         """Training state is that of `version` now: any further change before the next commit is an error."""

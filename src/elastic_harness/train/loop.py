@@ -14,7 +14,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
-from elastic_harness.errors import Recoverable
+from elastic_harness.errors import PeerFailed, Recoverable
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.apply import Decided, Record
 from elastic_harness.train.attempt import Attempt, finish_exchange, place, record_of
@@ -28,7 +28,7 @@ from elastic_harness.train.recheck import disputes, doubts, has_audits, is_doubt
 from elastic_harness.train.recovery import recover
 from elastic_harness.train.replay import slot_alone
 from elastic_harness.train.sums import audit_sums
-from elastic_harness.train.tell import refuse
+from elastic_harness.train.tell import refuse, tell_rollback
 from elastic_harness.train.whole_audit import audit_all
 
 
@@ -82,6 +82,10 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
         yield from recheck(engine, progress, doubtful)
         before_apply(engine, progress)
         decided = decide(engine, record)
+    if decided.decision.rollback is not None:
+        engine.applier.forget()
+        failpoint("rollback.decided", record.step)
+        raise PeerFailed(tell_rollback(engine, formed, decided))
     with interrupts_wait():
         metrics = engine.applier.apply(record, decided)
         if record.step == 0:

@@ -1,8 +1,8 @@
 """The first update policy: what is not finite never gets into the state.
 
-An update that is not finite is skipped, or ends the run. Slots whose loss is not finite may be left out instead: then
-they have no weight when this policy sees them, and it tells of them. After `training.nonfinite_steps_max` skipped steps
-in a row the job stops: then it is not the data of one step.
+An update that is not finite is skipped, makes the run go back, or ends it. Slots whose loss is not finite may be left
+out instead: then they have no weight when this policy sees them, and it tells of them. After
+`training.nonfinite_steps_max` skipped steps in a row the job stops: then it is not the data of one step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from elastic_harness.policies import Apply, Halt, Skip, State, StepFacts, Verdict
+from elastic_harness.policies import Apply, GoBack, Halt, Skip, State, StepFacts, Verdict
 
 NAME = "nonfinite"
 BEGIN: State = {"in_a_row": 0, "since": -1}
@@ -24,7 +24,9 @@ class SkipNonfinite:
     (`in_a_row`), and the first step of the newest such row (`since`, -1 if there was none)."""
 
     steps_max: int
-    answer: Literal["skip_step", "skip_slot", "fail"] = "skip_step"
+    answer: Literal["skip_step", "skip_slot", "fail", "rollback"] = "skip_step"
+    rollback_steps: int = 10
+    omit_steps: int = 20
     name: ClassVar[str] = NAME
 
     def begin(self) -> State:
@@ -38,6 +40,8 @@ class SkipNonfinite:
             return {**state, "in_a_row": 0}, Apply(reason=told, evidence={"left_out": list(facts.left_out)})
         if not reason:
             return {**state, "in_a_row": 0}, Apply()
+        if self.answer == "rollback":
+            return state, self._rollback(reason, facts)
         in_a_row, since = state["in_a_row"] + 1, state["since"] if state["in_a_row"] else facts.step
         evidence = {"in_a_row": in_a_row, "in_a_row_max": self.steps_max}
         verdict: Verdict = Skip(reason, evidence)
@@ -52,6 +56,15 @@ class SkipNonfinite:
                 evidence,
             )
         return {"in_a_row": in_a_row, "since": since}, verdict
+
+
+    def _rollback(self, reason: str, facts: StepFacts) -> GoBack:
+        """Go back. Where other slots have finite losses, nothing is wrong with the weights: it is enough to omit the
+        bad slots. Else the weights may have gone bad some steps before."""
+        step, bad = facts.step, facts.bad_slots
+        if bad and len(bad) < sum(weight > 0 for weight in facts.slot_weights):
+            return GoBack(reason, step, range(step, step + 1), bad)
+        return GoBack.around(step, reason, {}, back=self.rollback_steps, omit=self.omit_steps)
 
 
 def _reason(facts: StepFacts) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from elastic_harness.checkpoint.structure import decode, encode
 from elastic_harness.contract.messages import PolicyDecision
 from elastic_harness.errors import ConfigError, UserCodeError
-from elastic_harness.policies import Apply, Halt, Skip, State, StepFacts, UpdatePolicy, Verdict
+from elastic_harness.policies import Apply, GoBack, Halt, Skip, State, StepFacts, UpdatePolicy, Verdict
 
 LARGEST_NORM = torch.finfo(torch.float32).max
 LEAST_SCALE = sys.float_info.min  # many small scales must not become the 0.0 that means: skipped
@@ -30,6 +30,8 @@ class Decision:
     scale: float  # what the gradient is multiplied with; 0: the update is skipped
     verdicts: tuple[PolicyDecision, ...]  # of the policies that did not simply apply it
     states: Mapping[str, str]  # of those that were asked, after the step
+    lr_scale: float = 1.0  # what learning rates are multiplied with, for this step
+    rollback: GoBack | None = None  # the step is not committed
 
 
 class PolicyState:
@@ -79,21 +81,23 @@ class Policies:
     def decide(self, facts: StepFacts) -> Decision:
         """Ask the policies about a step's update. Nothing changes before `accept`. Raises UserCodeError for a policy
         that is not a pure function."""
-        scale, verdicts, states = 1.0, list[PolicyDecision](), dict[str, str]()
+        scale, lr_scale, rollback = 1.0, 1.0, None
+        verdicts, states = list[PolicyDecision](), dict[str, str]()
         for policy in self._policies:
-            states[policy.name], verdict = _ask(policy, self.states[policy.name], facts)
-            if verdict.verdict != "scale" or verdict.scale != 1.0:
-                verdicts.append(verdict)
-            if verdict.verdict in ("skip", "halt"):
-                scale = 0.0
+            states[policy.name], told, verdict = _ask(policy, self.states[policy.name], facts)
+            if told.verdict != "scale" or (told.scale, told.lr_scale) != (1.0, 1.0):
+                verdicts.append(told)
+            if not isinstance(verdict, Apply):
+                scale, rollback = 0.0, verdict if isinstance(verdict, GoBack) else None
                 break
-            scale = max(scale * verdict.scale, LEAST_SCALE)
+            scale = max(scale * told.scale, LEAST_SCALE)
+            lr_scale *= told.lr_scale
         if math.isfinite(facts.grad_norm) and not facts.grad_norm * scale <= LARGEST_NORM:
             raise UserCodeError(
                 f"Policies scale the gradient of step {facts.step}, whose norm is {facts.grad_norm:g}, by {scale:g}: "
                 "the update would not be finite."
             )
-        return Decision(scale, tuple(verdicts), states)
+        return Decision(scale, tuple(verdicts), states, lr_scale, rollback)
 
     def accept(self, decision: Decision) -> None:
         """Move the policies' states on: the step that they have decided about is being applied."""
@@ -131,9 +135,9 @@ def _check(policy: Any) -> None:
         )
 
 
-def _ask(policy: UpdatePolicy, state: PolicyState, facts: StepFacts) -> tuple[str, PolicyDecision]:
-    """Ask a policy, twice: each time with a copy of its state. Return its new state as text, and what it decided.
-    Raises UserCodeError if the answers differ, or are none."""
+def _ask(policy: UpdatePolicy, state: PolicyState, facts: StepFacts) -> tuple[str, PolicyDecision, Verdict]:
+    """Ask a policy, twice: each time with a copy of its state. Return its new state as text, and what it decided, as it
+    is told and as it is. Raises UserCodeError if the answers differ, or are none."""
     first, second = (_answer(policy, state, facts) for _ in range(2))
     if repr(first) != repr(second):  # the texts, for NaN in the evidence is not equal to itself
         raise UserCodeError(
@@ -144,15 +148,17 @@ def _ask(policy: UpdatePolicy, state: PolicyState, facts: StepFacts) -> tuple[st
     return first
 
 
-def _answer(policy: UpdatePolicy, state: PolicyState, facts: StepFacts) -> tuple[str, PolicyDecision]:
+def _answer(policy: UpdatePolicy, state: PolicyState, facts: StepFacts) -> tuple[str, PolicyDecision, Verdict]:
     """Ask a policy, once. Raises UserCodeError for what is no answer."""
     answer = policy.before_apply(state.value, facts)
-    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Apply | Skip | Halt)):
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Verdict)):
         raise UserCodeError(
             f"The policy {policy.name} gave {answer!r:.200} for step {facts.step}; before_apply returns its state "
-            "and one of Apply(), Skip(reason) and Halt(reason)."
+            "and one of Apply(), Skip(reason), GoBack(reason, to, steps) and Halt(reason)."
         )
-    verdict = answer[1]
+    verdict: Verdict = answer[1]
+    if isinstance(verdict, GoBack):
+        _check_rollback(policy, verdict, facts)
     try:
         evidence = json.loads(json.dumps(dict(verdict.evidence)))
     except (TypeError, ValueError) as error:
@@ -161,13 +167,27 @@ def _answer(policy: UpdatePolicy, state: PolicyState, facts: StepFacts) -> tuple
             f"hold: {error}. Give a dict of numbers, texts, lists and dicts; of an array or a tensor take float(x)."
         ) from None
     scale = float(verdict.scale) if isinstance(verdict, Apply) else 0.0
-    return state.frozen(answer[0]), PolicyDecision(policy.name, _kind(verdict), verdict.reason, scale, evidence)
+    lr_scale = float(verdict.lr_scale) if isinstance(verdict, Apply) else 1.0
+    told = PolicyDecision(policy.name, _kind(verdict), verdict.reason, scale, evidence, lr_scale)
+    return state.frozen(answer[0]), told, verdict
 
 
-def _kind(verdict: Verdict) -> Literal["warn", "scale", "skip", "halt"]:
+def _check_rollback(policy: UpdatePolicy, verdict: GoBack, facts: StepFacts) -> None:
+    """Raise UserCodeError for a rollback after which the same would happen again."""
+    slots = len(facts.slot_losses)
+    if verdict.steps.start > facts.step or any(not 0 <= slot < slots for slot in verdict.slots):
+        raise UserCodeError(
+            f"The policy {policy.name} goes back from step {facts.step} and omits {verdict.steps}, slots "
+            f"{verdict.slots}: the first step must be {facts.step} or before, and the slots lie in 0 … {slots - 1}."
+        )
+
+
+def _kind(verdict: Verdict) -> Literal["warn", "scale", "skip", "halt", "rollback"]:
     match verdict:
         case Skip():
             return "skip"
         case Halt():
             return "halt"
-    return "warn" if verdict.scale == 1.0 and verdict.reason else "scale"
+        case GoBack():
+            return "rollback"
+    return "warn" if verdict.scale == verdict.lr_scale == 1.0 and verdict.reason else "scale"

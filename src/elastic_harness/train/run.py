@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from elastic_harness import omissions
 from elastic_harness.comm import nccl, tcp
 from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.rendezvous import KeyValue
@@ -377,10 +378,12 @@ def start(
         )
     schedule = Schedule(order.n_samples, training.global_batch_samples, *first)
     health = config.health
+    stretch = health.rollback_steps, health.omit_steps
     if health.on_spike != "off":
         thresholds = health.spike_sigmas, health.spike_norm_sigmas
-        policies = (SpikePolicy(health.on_spike, *thresholds, health.spike_window), *policies)
-    deciding = Policies([SkipNonfinite(training.nonfinite_steps_max, health.on_nonfinite), *policies])
+        lowered = health.spike_lr_scale, health.spike_lr_steps
+        policies = (SpikePolicy(health.on_spike, *thresholds, health.spike_window, *stretch, *lowered), *policies)
+    deciding = Policies([SkipNonfinite(training.nonfinite_steps_max, health.on_nonfinite, *stretch), *policies])
     given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
     check_names({"policies": [policy.name for policy in policies], "extra": extra or {}}, given)
     check_extra(extra or {}, config.elastic.exactness)
@@ -469,6 +472,7 @@ def start(
             **data,
         },
         tokens_per_sample=int(getattr(source, "seq_length", 1)),
+        omissions=omissions.parse(training.omit) + (replay.omissions if replay is not None else ()),
         before_step=before_step,
         replay=replay,
     )
@@ -477,6 +481,10 @@ def start(
         own = fingerprint(config, model, optimizer, data["dataset"], layout, shape) | policy_settings(policies)
         if health.on_nonfinite != "skip_step":
             own["health.on_nonfinite"] = health.on_nonfinite
+        if health.on_nonfinite == "rollback":
+            own["health.rollback_steps"], own["health.omit_steps"] = stretch
+        if training.omit:
+            own["run.omit"] = omissions.listed(sorted(omissions.parse(training.omit)))
         if origin is not None:
             own["run.origin"] = origin.identity
         if replay is not None:

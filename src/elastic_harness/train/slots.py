@@ -116,12 +116,18 @@ class SlotComputer:
     # ---- one unit: a lane, or two lanes of one slot each
 
     def run(
-        self, step: int, unit: Span, *, canary: bool = False, slots: range | None = None
+        self,
+        step: int,
+        unit: Span,
+        *,
+        canary: bool = False,
+        slots: range | None = None,
+        omitted: Collection[int] = (),
     ) -> Iterator[tuple[int, Any]]:
-        """Yield (slot, batch) for every non-empty slot of a unit; the caller runs forward and `backward` before it
-        asks for the next. Afterwards `take_gradients` has the unit's sum and what its slots contributed. A unit that
-        was left half-way is taken up where it was left: finished slots are not computed again. A `canary` is for
-        comparison only and never counts as begun. `slots`: in place of the unit's."""
+        """Yield (slot, batch) for every slot of a unit that is neither empty nor `omitted`; the caller runs forward and
+        `backward` before it asks for the next. Afterwards `take_gradients` has the unit's sum and what its slots
+        contributed. A unit that was left half-way is taken up where it was left: finished slots are not computed again.
+        A `canary` is for comparison only and never counts as begun. `slots`: in place of the unit's."""
         self.undo_slot()
         if self._unit != (step, unit, canary):
             self.drop_unit()
@@ -132,7 +138,7 @@ class SlotComputer:
         for slot in slots[len(self._contributions) :]:
             ids = self._ids(step, slot)
             read = int(ids_hash(ids), 16)  # goes with the slot's contribution into the header, and on to the ledger
-            if len(ids) == 0:
+            if len(ids) == 0 or slot in omitted:
                 self._contributions[slot] = Contribution(0.0, 0.0, read)
                 continue
             self._reading(step, slot, ids.tolist())

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,18 +30,19 @@ from elastic_harness.contract.messages import (
     UnfitPeer,
 )
 from elastic_harness.contract.wire import as_fields
-from elastic_harness.errors import ConfigError, InfrastructureError
+from elastic_harness.errors import ConfigError, InfrastructureError, UserCodeError
 from elastic_harness.membership.reconcile import reconcile
 from elastic_harness.membership.types import Digest, Generation, Report
 from elastic_harness.names import check_name, integer_variable
+from elastic_harness.omissions import Entry, Omission, as_omissions, listed, no_help, since
 from elastic_harness.runs.events import EVENTS, SCHEMA, EventLog
 from elastic_harness.runs.fingerprints import differing, in_words
 from elastic_harness.runs.ledger import LEDGER, LedgerWriter, Reached, reached
-from elastic_harness.shape import build, parse_object
+from elastic_harness.shape import build, expect, parse_object
 from elastic_harness.train.link import Left
 
 DOUBT = "doubt.json"
-"""Since which versions a run without an agent was in doubt, for the workers that are started next."""
+"""Since which versions a run without an agent was in doubt, and what it omits: for the workers that start next."""
 
 
 class StandaloneLink:
@@ -57,6 +59,7 @@ class StandaloneLink:
         self._store = store
         self._generation = Generation(1, tuple(f"rank{r}" for r in range(world)), True, "a fixed set of workers")
         self._finished = False
+        self._goes_back = ""
         self._writes = rank == 0
         self._events: EventLog | None = None
         self._ledger: LedgerWriter | None = None
@@ -77,6 +80,8 @@ class StandaloneLink:
                     self._get(f"finished/{member}")
             self._let_go()
             raise Left("done", done=True)
+        if self._goes_back:
+            raise InfrastructureError(f"{self._goes_back}. This process ends; started again, it goes on from there")
         if after >= self._generation.number:
             raise InfrastructureError(
                 "a peer failed, and without our launcher there is nobody to recover in place: this process ends, and "
@@ -88,7 +93,7 @@ class StandaloneLink:
         reports = {m: build(Report, json.loads(self._get(f"report/{m}"))) for m in self._generation.members}
         ledger = self._run_dir / LEDGER
         known = reached(ledger)[0] if ledger.exists() else Reached()
-        lineage, from_step, doubts = known.lineage, known.from_step, _doubts(self._run_dir)
+        lineage, from_step, (doubts, omissions) = known.lineage, known.from_step, _doubts(self._run_dir)
         for begun, version in doubts:
             if begun > lineage:  # the run has not gone back yet
                 lineage, from_step = begun, version
@@ -100,7 +105,7 @@ class StandaloneLink:
             from_step=from_step,
             doubts=doubts,
         )
-        return digest
+        return replace(digest, omissions=omissions)
 
     def kv_set(self, generation: int, key: str, value: bytes) -> None:
         self._store.set(f"kv/{key}", value)
@@ -155,12 +160,8 @@ class StandaloneLink:
             self._finished = True
             self._store.set(f"finished/{self.member}", b"1")
         match message:  # any of them may be ended before it can say more
-            case DoubtfulState(lineage, version, reason):
-                doubts = _doubts(self._run_dir)
-                if (lineage + 1, version) not in doubts:
-                    noted = json.dumps({"doubts": sorted({*doubts, (lineage + 1, version)})})
-                    durable_file.write(self._run_dir / DOUBT, noted.encode())
-                print(f"elastic-harness: going back to version {version}: {reason}", file=sys.stderr, flush=True)
+            case DoubtfulState():
+                self._note_doubt(message)
             case UnfitPeer(member, reason):
                 print(f"elastic-harness: worker {member} computes wrong: {reason}", file=sys.stderr, flush=True)
             case Rechecked():
@@ -180,9 +181,26 @@ class StandaloneLink:
             case Rechecked():
                 self._events.emit("recheck", **as_fields(message))
             case DoubtfulState(_, version, reason):
-                self._events.emit("rollback", to=version, members=self._generation.members, reason=reason)
+                omits = {"omitted": listed(message.omissions)} if message.omissions else {}
+                self._events.emit("rollback", to=version, members=self._generation.members, reason=reason, **omits)
             case LastStepDone():
                 self._events.emit("run_finished", status="finished", exit_code=0, **as_fields(message))
+
+    def _note_doubt(self, doubt: DoubtfulState) -> None:
+        """Note that the run goes back when it is started again. Raises UserCodeError if that would not help."""
+        doubts, omissions = _doubts(self._run_dir)
+        begun = doubt.lineage + 1, doubt.version
+        if begun not in doubts:  # no other worker has noted it
+            if why := no_help(omissions, doubt.omissions):
+                raise UserCodeError(f"{doubt.reason}. {why}")
+            every = as_omissions((*omissions, *since(doubt.omissions, begun[0])))
+            noted = json.dumps({"doubts": sorted({*doubts, begun}), "omissions": every})
+            durable_file.write(self._run_dir / DOUBT, noted.encode())
+        text = f"going back to version {doubt.version}: {doubt.reason}"
+        if doubt.omissions:
+            text += f"; {listed(doubt.omissions)} is omitted from now on"
+        print(f"elastic-harness: {text}", file=sys.stderr, flush=True)
+        self._goes_back = text
 
     def ask_to_stop(self, asked: EndAsked) -> None:
         """Ask for the end of the run after a step: the others hear of it with that step's header."""
@@ -206,14 +224,16 @@ class StandaloneLink:
         raise AssertionError("a fixed set of workers leaves nobody out")
 
 
-def _doubts(run_dir: Path) -> list[tuple[int, int]]:
-    """Return the lineages that began because of a doubt, and the version at which each did."""
+def _doubts(run_dir: Path) -> tuple[list[tuple[int, int]], tuple[Omission, ...]]:
+    """Return the lineages that began because of a doubt, the version at which each did, and what the run omits since
+    then."""
     try:
         noted = parse_object((run_dir / DOUBT).read_bytes())
-        return sorted((int(lineage), int(version)) for lineage, version in noted["doubts"])
+        expect(noted, {"doubts": list[tuple[int, int]], "omissions": list[Entry] | None})
+        return [(lineage, version) for lineage, version in noted["doubts"]], as_omissions(noted.get("omissions") or ())
     except FileNotFoundError:
-        return []
-    except (ValueError, KeyError, TypeError) as error:
+        return [], ()
+    except ValueError as error:
         raise InfrastructureError(f"{run_dir / DOUBT} is damaged ({error}); restore it") from error
 
 

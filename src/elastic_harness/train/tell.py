@@ -14,7 +14,9 @@ from typing import NoReturn
 from elastic_harness import durable_file
 from elastic_harness.contract.messages import Commit, DoubtfulState, HandOver, LogEvent, UnfitPeer, decided
 from elastic_harness.errors import PeerFailed
+from elastic_harness.omissions import Entry, Omission
 from elastic_harness.runs.ledger import LedgerLine, StateLine
+from elastic_harness.train.apply import Decided
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import GateVerdict
 from elastic_harness.train.nonfinite import NAMED_MAX
@@ -97,7 +99,9 @@ def tell_recovery(
     if progress.version == formed.digest.from_step:
         durable_file.remove_leftovers(engine.run_dir / "config.yaml")
         durable_file.write(engine.run_dir / "config.yaml", engine.config.to_yaml().encode())
-        engine.link.send(LogEvent("run_configured", engine.configured))
+        omissions = (*engine.omissions, *formed.digest.omissions)
+        configured = engine.configured | ({"omissions": omissions} if omissions else {})
+        engine.link.send(LogEvent("run_configured", configured))
     if progress.record is not None and progress.metrics is not None:
         tell_commit(engine, progress, None)
     told = {
@@ -129,12 +133,44 @@ def tell_unfit(
             engine.link.send(UnfitPeer(formed.generation.members[rank], reason, rank in other_samples))
 
 
-def tell_doubt(engine: Engine, formed: Formed, version: int, unfit: Sequence[int], reason: str) -> None:
+def tell_rollback(engine: Engine, formed: Formed, decided: Decided) -> str:
+    """Tell that a policy makes the run go back before this step, and return why. Nobody has committed the step, and
+    whoever computes it again comes to the same: so it is enough if one member is heard."""
+    facts, verdict, told = decided.facts, decided.decision.rollback, decided.decision.verdicts[-1]
+    assert verdict is not None
+    reason = f"in step {facts.step} {verdict.reason}"
+    omission = Omission(verdict.steps.start, verdict.steps.stop, verdict.slots, reason)
+    if formed.speaks:
+        bad = {str(slot): engine.slots.sample_ids(facts.step, slot) for slot in facts.bad_slots[:NAMED_MAX]}
+        fields = {
+            "step": facts.step,
+            "policy": told.policy,
+            "reason": verdict.reason,
+            "to": verdict.to,
+            "omitted": str(omission),
+            "loss": facts.loss,
+            "grad_norm": facts.grad_norm,
+            "evidence": told.evidence,
+            **({"bad_samples": bad} if bad else {}),
+        }
+        engine.link.send(LogEvent("rollback_decided", fields))
+    tell_doubt(engine, formed, verdict.to, (), reason, (omission,))
+    return reason
+
+
+def tell_doubt(
+    engine: Engine,
+    formed: Formed,
+    version: int,
+    unfit: Sequence[int],
+    reason: str,
+    omissions: tuple[Entry, ...] = (),
+) -> None:
     """Tell that what was committed since a version is in doubt: every member does, for the job starts all of them
-    again, from a checkpoint of that version or before."""
+    again, from a checkpoint of that version or before. omissions: what it omits from then on."""
     members = tuple(formed.generation.members[rank] for rank in unfit)
     version = max(engine.schedule.first_step, version)
-    engine.link.send(DoubtfulState(formed.digest.lineage, version, reason, members))
+    engine.link.send(DoubtfulState(formed.digest.lineage, version, reason, members, omissions))
 
 
 def refuse(engine: Engine, formed: Formed, verdict: GateVerdict, reason: str, newcomers: Collection[int]) -> NoReturn:

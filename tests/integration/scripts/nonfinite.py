@@ -1,10 +1,12 @@
 """Training in which something is not finite. Prints the hash of the whole training state at the end.
 
     python nonfinite.py KIND [--run-dir DIR] [--steps N] [--rejoin-at STEP] [--max-in-a-row N] [--answer A]
+        [--omit LIST]
 
 sample: the inputs of one sample are NaN, so the loss of its slot is, and the statistics that forward makes of it.
 gradient: at one step a gradient is NaN though its loss is finite; without clipping. scaled: as sample, with a
-GradScaler whose scale is too large at first. ever: from one step on every loss is infinite.
+GradScaler whose scale is too large at first. ever: from one step on every loss is infinite. spike: at one step every
+loss is 100 times as large.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import elastic_harness
 from elastic_harness.runs.origin import versions_in
 
-BAD_STEP, BAD_SAMPLE = 5, 17
+BAD_STEP, BAD_SAMPLE, SPIKE_STEP = 5, 17, 8
 
 
 def loss_of(kind: str, model: nn.Module, step: int, batch: dict[str, Any]) -> Tensor:
@@ -31,17 +33,20 @@ def loss_of(kind: str, model: nn.Module, step: int, batch: dict[str, Any]) -> Te
     loss = F.cross_entropy(logits, batch["y"])
     if kind == "gradient" and step == BAD_STEP:
         return loss + (logits * 0).square().sum().sqrt()  # 0, whose derivative is infinity times 0
+    if kind == "spike" and step == SPIKE_STEP:
+        return loss * 100
     return loss * float("inf") if kind == "ever" and step >= BAD_STEP else loss
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("sample", "gradient", "scaled", "ever"))
+    parser.add_argument("kind", choices=("sample", "gradient", "scaled", "ever", "spike"))
     parser.add_argument("--run-dir")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rejoin-at", type=int)
     parser.add_argument("--max-in-a-row", type=int, default=10)
     parser.add_argument("--answer", default="skip_step")
+    parser.add_argument("--omit", default="", help="training.omit")
     arguments = parser.parse_args()
     let_the_others_begin()
     kind = arguments.kind
@@ -62,13 +67,18 @@ def main() -> None:
         "micro_batch_samples": 2,
         "clip_norm": None if kind == "gradient" else 1.0,
         "nonfinite_steps_max": arguments.max_in_a_row,
+        "omit": arguments.omit,
     }
+    health: dict[str, Any] = {"on_nonfinite": arguments.answer, "rollback_steps": 2, "omit_steps": 4}
+    if kind == "spike":
+        health |= {"on_spike": arguments.answer, "spike_sigmas": 50, "spike_norm_sigmas": None, "spike_window": 8}
+        health["on_nonfinite"] = "skip_step"
     config = elastic_harness.Config.from_dict(
         {
             "seed": 3,
             "training": training,
-            "checkpoint": {"checkpoint_interval": 2, "keep_last": 1},
-            "health": {"on_nonfinite": arguments.answer},
+            "checkpoint": {"checkpoint_interval": 2, "keep_last": 9 if arguments.answer == "rollback" else 1},
+            "health": health,
         }
     )
     run = elastic_harness.start(model, optimizer, dataset, config, run_dir=arguments.run_dir, **parts)

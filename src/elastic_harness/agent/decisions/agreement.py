@@ -29,6 +29,10 @@ class Agreement(Protocol):
     def born(self) -> bool:
         """Whether any step was ever committed."""
 
+    @property
+    def saved(self) -> bool:
+        """Whether any checkpoint was ever saved."""
+
     def start(self) -> None: ...
 
     def tell(self, event: protocol.Event, at: float | None = None) -> None:
@@ -69,6 +73,10 @@ class Alone:
     @property
     def born(self) -> bool:
         return self._state.born
+
+    @property
+    def saved(self) -> bool:
+        return self._state.saved
 
     def start(self) -> None:
         pass

@@ -73,6 +73,10 @@ class Together:
     def born(self) -> bool:
         return self._node.state.own.known.born
 
+    @property
+    def saved(self) -> bool:
+        return self._node.state.own.known.saved
+
     def start(self) -> None:
         options = self._agent.options
         self._agent.console.notice(

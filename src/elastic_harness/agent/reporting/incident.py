@@ -123,7 +123,8 @@ def policy_decision(commit: Commit, decision: PolicyDecision, ledger: str) -> In
     evidence += [f"  slot {slot} read the samples {samples}" for slot, samples in commit.bad_samples.items()]
     done = {
         "warn": "the update was applied as it is",
-        "scale": f"the gradient was multiplied by {decision.scale:g} before it was clipped",
+        "scale": f"the gradient was multiplied by {decision.scale:g} before it was clipped, and the learning rate by "
+        f"{decision.lr_scale:g} for this step",
         "skip": "weights, optimizer, buffers and moving average stay as they were; data and learning rate go on",
         "halt": "weights, optimizer, buffers and moving average stay as they were; the job stops",
     }
@@ -133,6 +134,18 @@ def policy_decision(commit: Commit, decision: PolicyDecision, ledger: str) -> In
         tuple(evidence),
         done[decision.verdict],
         "look at the data of this step and at the learning rate, if it happens again",
+        ledger,
+    )
+
+
+def policy_rollback(version: int, reason: str, omitted: str, in_all: str, ledger: str) -> Incident:
+    """Return the block for a run that goes back because a policy wants that."""
+    return Incident(
+        f"the run goes back to version {version} or before",
+        "all members alike: a policy decides it from the summed gradient and the losses",
+        (reason,),
+        f"all workers are started again from the newest checkpoint that fits, and omit {omitted} (STEPS/SLOTS)",
+        f"look at the data of these steps; a run with training.omit={in_all!r} from the start ends with the same bits",
         ledger,
     )
 

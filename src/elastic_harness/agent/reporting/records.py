@@ -11,6 +11,7 @@ from typing import Any
 from elastic_harness.contract.messages import Commit
 from elastic_harness.contract.wire import Malformed
 from elastic_harness.durable_file import cannot_write
+from elastic_harness.omissions import as_omissions
 from elastic_harness.runs.events import EVENTS, EventLog, newest_events
 from elastic_harness.runs.folder import RunFolder
 from elastic_harness.runs.ledger import LEDGER, LedgerError, LedgerWriter, Reached, parse_line
@@ -36,6 +37,8 @@ class Records:
         self.lineage: int = record.get("lineage") or 0
         self.from_step: int = record.get("from_step") or 0
         self.doubts = tuple((lineage, version) for lineage, version in record.get("doubts") or ())
+        self.omissions = as_omissions(record.get("omissions") or ())
+        self.saved: bool = record.get("saved") or False
         self.born: bool = record.get("born") or False
         self.history: str = record.get("history") or ""
         self.committed, self.committed_at = -1, 0.0  # the newest step, and when it was told of
@@ -90,7 +93,7 @@ class Records:
             raise cannot_write(self.folder.path / COUNTER, error) from error
 
     def remember(self, **fields: Any) -> None:
-        """Set lineage, from_step or born, and keep them in run.json."""
+        """Set some of what run.json has of the run, and keep it there."""
         for name, value in fields.items():
             setattr(self, name, value)
         self.folder.update(**fields)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from elastic_harness import omissions
 from elastic_harness.agent.reporting import incident
 from elastic_harness.agent.reporting.console import Console
 from elastic_harness.agent.reporting.incident import Incident
@@ -94,8 +95,11 @@ class Reporter:
 
     def decided(self, commit: Commit) -> None:
         """Tell what policies did to a committed step's update: one block for the first step of a row, then a line for
-        each."""
+        each. An omission was decided before."""
         for decision in commit.decisions:
+            if decision.policy == omissions.NAME:
+                self._console.notice(decision.in_words(commit.step))
+                continue
             if self._decided.get(decision.policy) == commit.step - 1:
                 self._console.notice(f"{decision.in_words(commit.step)} ({incident.in_words(decision.evidence)})")
             else:
@@ -103,9 +107,15 @@ class Reporter:
                 self._show(incident.policy_decision(commit, decision, ledger))
             self._decided[decision.policy] = commit.step
 
-    def rolled_back(self, version: int, reason: str) -> None:
-        """Tell that what was committed since a version is done again."""
-        self._show(incident.rollback(version, reason, str(self._records.folder.path / LEDGER)))
+    def rolled_back(self, version: int, reason: str, omitted: str = "", in_all: str = "") -> None:
+        """Tell that what was committed since a version is done again. omitted: what a policy omits from now on. in_all:
+        with what it has omitted before."""
+        ledger = str(self._records.folder.path / LEDGER)
+        self._show(
+            incident.policy_rollback(version, reason, omitted, in_all, ledger)
+            if omitted
+            else incident.rollback(version, reason, ledger)
+        )
 
     def _show(self, block: Incident) -> None:
         self._records.event("incident", **asdict(block))
