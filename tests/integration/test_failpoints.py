@@ -79,7 +79,7 @@ IN_KILLS = (
 )
 # Passed while snapshots are copied to other nodes: tests/unit/test_checkpoint_peers.py.
 IN_COPIES = ("checkpoint.peer_copying",)
-IN_NONFINITE = ("apply.skipped",)  # passed where an update is not finite: test_nonfinite.py
+IN_NONFINITE = ("apply.skipped", "rollback.decided")  # passed where an update is not finite: test_nonfinite.py
 # Passed where numbers are computed again: test_ill_machine.py.
 IN_RECHECK = ("recheck.computed", "audit.blocks_sent", "audit.added_up")
 

@@ -80,7 +80,7 @@ def test_the_control_socket_answers_what_it_cannot_make_sense_of(start: Callable
         sock.sendall(b"\xff" * 16)
         assert sock.recv(1) == b""
     (answer,) = ask(control, frame(b'{"command": "statsu"}'))
-    assert "unknown command 'statsu'; this agent knows status, stop, scale, drain, kill" in answer["error"]
+    assert "unknown command 'statsu'; this agent knows status, stop, scale, drain, audit, kill" in answer["error"]
     request(control, StopRun())
     assert job.wait() == 143
     assert "the agent died" not in job.output and "Traceback" not in job.output, job.output

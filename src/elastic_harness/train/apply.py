@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elastic_harness import omissions, shape
 from elastic_harness.contract.messages import PolicyDecision
-from elastic_harness.errors import EXIT_USER_CODE, UserCodeError
+from elastic_harness.errors import EXIT_USER_CODE, Inconsistent, UserCodeError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.membership.types import Replica
 from elastic_harness.omissions import Omitted
@@ -186,7 +186,8 @@ class Applier:
         """Turn state of version `record.step` into version `record.step + 1`. Local; cannot be interrupted. `decided`:
         what `decide` has just returned of this record, if it was asked before."""
         decided = decided or self.decide(record)
-        assert decided.decision.rollback is None, "a step that makes the run go back is committed by nobody"
+        if decided.decision.rollback is not None:
+            raise Inconsistent(f"step {record.step} makes the run go back, and is committed by nobody")
         self._applying = True
         try:
             lr = self._change(record, decided)
