@@ -8,9 +8,9 @@ now and then, and some slots take longer than others.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -18,27 +18,15 @@ import torch
 from torch import Tensor
 
 import elastic_harness
+from benchmarks.common import ROOT
 from benchmarks.emulated import Numbers, Waiting
 from elastic_harness.config import Config, load_config
 
+sys.path.append(str(ROOT / "tests" / "integration"))
 
-def loop_for_ever() -> None:
-    while True:
-        pass
+from ways_to_hang import HANGS
 
-
-def keep_the_lock() -> None:
-    """Keep the interpreter's lock in C."""
-    libc = ctypes.PyDLL(None)
-    while True:
-        libc.usleep(600_000_000)
-
-
-def read_from_nobody() -> None:
-    os.read(os.pipe()[0], 1)  # the other end stays open
-
-
-HANGS = {"endless loop": loop_for_ever, "lock held in C": keep_the_lock, "blocked read": read_from_nobody}
+KINDS = {"endless loop": "loop", "lock held in C": "lock", "blocked read": "read"}
 
 
 class Hanging(Waiting):
@@ -54,7 +42,7 @@ class Hanging(Waiting):
         if self.command.exists():
             kind = self.command.read_text()
             self.command.with_suffix(".began").write_text(repr(time.time()))
-            HANGS[kind]()
+            HANGS[KINDS[kind]]()
         time.sleep(self.compile_s + self.slot_s * (self.uneven - 1.0) * random.SystemRandom().random() ** 8)
         self.compile_s = 0.0
         out: Tensor = super().forward(x)

@@ -42,7 +42,7 @@ from benchmarks.common import (
     target,
     wait_for,
 )
-from benchmarks.hanging import HANGS
+from benchmarks.hanging import KINDS
 from elastic_harness.contract.variables import FAILPOINTS
 from elastic_harness.runs.verify import verify
 
@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", default=None)
     args = parser.parse_args(argv)
     rng, scratch = random.Random(args.seed), Path(tempfile.mkdtemp(prefix="bench-hangs-"))
-    kinds = [STOPPED, *HANGS]
+    kinds = [STOPPED, *KINDS]
     outcomes: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     document: dict[str, Any] = {"workers": WORKERS, "slots": SLOTS, "slot_s": SLOT_S}
     try:

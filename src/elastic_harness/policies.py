@@ -58,7 +58,6 @@ class StepFacts:
         losses = zip(self.slot_losses, self.slot_weights, strict=True)
         return tuple(slot for slot, (loss, weight) in enumerate(losses) if weight > 0 and not math.isfinite(loss))
 
-
     @property
     def left_out(self) -> tuple[int, ...]:
         """The slots that do not count because their loss is not finite (`health.on_nonfinite=skip_slot`)."""

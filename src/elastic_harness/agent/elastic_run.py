@@ -343,8 +343,7 @@ class ElasticRun:
         self._spawn_due()
 
     def audit(self, number: int) -> None:
-        exactness = (self.agent.folder.record.get("fingerprint") or {}).get("exactness")
-        if exactness == "relaxed":
+        if self._relaxed:
             raise ConfigError("the run has elastic.exactness=relaxed, so its workers need not hold the same bits")
         self._audit_asked = number
         for worker in self.agent.workers.values():
@@ -377,6 +376,11 @@ class ElasticRun:
     @property
     def _members(self) -> tuple[str, ...]:
         return self._generation.members if self._generation is not None else ()
+
+    @property
+    def _relaxed(self) -> bool:
+        """Whether workers need not hold the same bits."""
+        return (self.agent.folder.record.get("fingerprint") or {}).get("exactness") == "relaxed"
 
     @property
     def _finishing(self) -> bool:
@@ -541,8 +545,7 @@ class ElasticRun:
         self._done = True
         self._places.planned.clear()
         hashes = {m: f.weights_sha256 for m, f in self._finished.items()}
-        relaxed = (self.agent.folder.record.get("fingerprint") or {}).get("exactness") == "relaxed"
-        if len(set(hashes.values())) > 1 and not relaxed:
+        if len(set(hashes.values())) > 1 and not self._relaxed:
             named = ", ".join(f"{m}: {h}" for m, h in sorted(hashes.items()))
             self.agent.fail(
                 EXIT_INFRASTRUCTURE,

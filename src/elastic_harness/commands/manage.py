@@ -220,7 +220,7 @@ def audit(argv: Sequence[str]) -> int:
             )
         time.sleep(0.05)
     since = takewhile(lambda event: event["t"] >= began_at, newest_events(path / EVENTS, lambda damage: None))
-    differed = [event["reason"] for event in since if event["event"] == "rollback"]
+    differed = [event["reason"] for event in since if event["event"] == "rollback" and "omitted" not in event]
     for reason in differed:
         print(f"differed: {reason}; the run went back to before that")
     print(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -15,6 +15,7 @@ from elastic_harness.comm.tree import Span
 from elastic_harness.contract.board import Phase
 from elastic_harness.errors import PeerFailed, Unreachable
 from elastic_harness.membership.types import Replica, node_of
+from elastic_harness.omissions import Omitted
 from elastic_harness.train.apply import Record
 from elastic_harness.train.audits import Audit, audits_due, resolved
 from elastic_harness.train.ending import ends
@@ -44,6 +45,7 @@ class Attempt:
     canary: int = 0  # the word of its gradients, once computed
     canary_batch: int = 0  # the word of its batch
     newcomers: frozenset[int] = frozenset()  # ranks of which nothing was committed yet
+    omitted: Omitted = field(default_factory=Omitted)  # what nobody computes of this step
     audits: tuple[Audit, ...] = ()  # of all members, in this step
     audited: int = 0  # the word of the lane of this member's that another one audits, once computed
     audit: int = 0  # the word of the lane that it audits itself
@@ -86,8 +88,9 @@ def place(engine: Engine, progress: Progress) -> Attempt:
     attempt.newcomers = frozenset(unverified)
     alone = formed.world == 1 and not progress.verified and engine.canary
     attempt.canary_due = formed.rank in canaries or alone
-    omitted = engine.omitted(formed.digest, partials.step).slots
-    if engine.config.elastic.exactness == "strict" and not omitted:  # an audit of nothing would certify it
+    attempt.omitted = engine.omitted(formed.digest, partials.step)
+    # An audit of nothing would certify the step, and those before it.
+    if engine.config.elastic.exactness == "strict" and not attempt.omitted.slots:
         interval = resolved(engine.config.health.audit_interval, lanes, formed.world)
         attempt.audits = audits_due(partials.step, interval, [placed[member] for member in members])
     for span in tuple(partials.spans):
@@ -123,6 +126,7 @@ def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> lis
     assert formed is not None and partials is not None
     generation, timeout_s = formed.generation, engine.config.elastic.exchange_timeout_s
     engine.board.show(Phase.EXCHANGE, partials.step, deadline_s=2 * timeout_s)
+    asked = engine.link.audit_asked
     state = engine.watch.checked_word(f"in step {partials.step}")
     header = Header(
         generation=generation.number,
@@ -137,7 +141,7 @@ def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> lis
         audited=attempt.audited,
         audit=attempt.audit,
         certain=progress.certain,
-        asked=engine.link.audit_asked if engine.link.audit_asked > progress.audited else 0,
+        asked=asked if asked > progress.audited and not attempt.omitted.slots else 0,
     )
 
     def adder(packed: list[Tensor]) -> Add:
@@ -154,12 +158,11 @@ def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> lis
     return [Header.unpack(words, partials.table) for words in packed]
 
 
-def record_of(engine: Engine, formed: Formed, attempt: Attempt, headers: list[Header]) -> Record:
+def record_of(formed: Formed, attempt: Attempt, headers: list[Header]) -> Record:
     """The outcome of the completed exchange."""
     computed_by = tuple((member, lo, hi) for member in formed.generation.members for lo, hi in attempt.placed[member])
     last, flat = any(header.ends for header in headers), attempt.exchange.result
-    generation, step = formed.generation, headers[0].version
-    omitted = engine.omitted(formed.digest, step)
+    generation, step, omitted = formed.generation, headers[0].version, attempt.omitted
     return Record(step, generation.number, flat, combine(headers), computed_by, last, generation.replicas, omitted)
 
 

@@ -62,7 +62,7 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
     verdict, reason = gate(headers, attempt.reference, engine.watch.compared())
     if not verdict.commit:
         refuse(engine, formed, verdict, reason, attempt.newcomers)
-    record = record_of(engine, formed, attempt, headers)
+    record = record_of(formed, attempt, headers)
     failpoint("exchange.finished", record.step)
     disputed, audited = disputes(formed, attempt, headers)
     certain = max(header.certain for header in headers)

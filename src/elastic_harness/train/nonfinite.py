@@ -57,7 +57,6 @@ class SkipNonfinite:
             )
         return {"in_a_row": in_a_row, "since": since}, verdict
 
-
     def _rollback(self, reason: str, facts: StepFacts) -> GoBack:
         """Go back. Where other slots have finite losses, nothing is wrong with the weights: it is enough to omit the
         bad slots. Else the weights may have gone bad some steps before."""

@@ -19,8 +19,6 @@ import torch
 import xxhash
 
 from elastic_harness.comm.tree import Span
-from elastic_harness.comm.words import gather_words
-from elastic_harness.contract.board import Phase
 from elastic_harness.contract.messages import Rechecked, Undecided
 from elastic_harness.errors import InfrastructureError, PeerFailed
 from elastic_harness.failpoints import failpoint
@@ -37,6 +35,7 @@ from elastic_harness.train.partials import SlotTable
 from elastic_harness.train.progress import Formed, Progress
 from elastic_harness.train.slots import Shape, gradients_word
 from elastic_harness.train.tell import is_first_fit, tell_doubt, tell_unfit
+from elastic_harness.train.words import gather
 
 LANES_MAX = 2
 """So many lanes with bad losses are computed again. If all lanes are bad, two tell as much as all."""
@@ -157,14 +156,7 @@ def _ask(
         if turn > 0 or (question.owner + 1) % formed.world == formed.rank:
             words[index, 1] = torch.tensor((yield from _compute_again(engine, progress, question.span)))
     failpoint("recheck.computed", progress.version)
-    timeout_s = engine.config.elastic.exchange_timeout_s
-    engine.board.show(Phase.EXCHANGE, progress.version, deadline_s=2 * timeout_s)
-    try:
-        told = gather_words(formed.transport, words.view(-1), progress.version, turn, timeout_s, engine.board.wait_for)
-    except PeerFailed as failure:
-        failure.name(formed.generation.members)
-        raise
-    given = [each.view_as(words).tolist() for each in told]
+    given = [each.view_as(words).tolist() for each in gather(engine, progress, words.view(-1), turn)]
     return [
         question.answered(
             {rank: tuple(Answer(*pair) for pair in rows[index] if any(pair)) for rank, rows in enumerate(given)}

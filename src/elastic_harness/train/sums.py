@@ -17,10 +17,7 @@ from torch import Tensor
 
 from elastic_harness.comm.exchange import Add, tag
 from elastic_harness.comm.tree import Span, split
-from elastic_harness.comm.words import gather_words
-from elastic_harness.contract.board import Phase
 from elastic_harness.contract.waits import RECHECK, Awaited
-from elastic_harness.errors import PeerFailed
 from elastic_harness.failpoints import failpoint
 from elastic_harness.health.votes import Judgement, judge, together
 from elastic_harness.train.attempt import Adder, Attempt
@@ -30,6 +27,7 @@ from elastic_harness.train.header import Header, combine
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recheck import conclude
 from elastic_harness.train.slots import gradients_word
+from elastic_harness.train.words import gather, others_awaited
 
 FIRST_TURN = 3  # those before are of lanes that are computed again
 
@@ -56,7 +54,7 @@ class SumAudits:
     def __init__(self, engine: Engine, progress: Progress, attempt: Attempt, headers: Sequence[Header]) -> None:
         assert progress.formed is not None and progress.partials is not None
         self._engine = engine
-        self._step = progress.version
+        self._progress, self._step = progress, progress.version
         self._formed = progress.formed
         self._spans = progress.partials.spans
         self._result = attempt.exchange.result
@@ -114,16 +112,11 @@ class SumAudits:
         self._turn += 1
         transport.flush()
         failpoint("audit.blocks_sent", self._step)
-        timeout_s = self._engine.config.elastic.exchange_timeout_s
-        self._engine.board.show(Phase.EXCHANGE, self._step, deadline_s=2 * timeout_s)
         awaited = [work for _, _, work in receives]
-        self._engine.board.wait_for(self._step, [Awaited(RECHECK, work.rank) for work in awaited])
-        try:
+        with others_awaited(self._engine, self._progress) as timeout_s:
+            self._engine.board.wait_for(self._step, [Awaited(RECHECK, work.rank) for work in awaited])
             transport.wait((*awaited, *sends), timeout_s)
-        except PeerFailed as failure:
-            failure.name(self._formed.generation.members)
-            raise
-        self._engine.board.wait_for(self._step, ())
+            self._engine.board.wait_for(self._step, ())
         for audit, spans, work in receives:
             mine[audit] |= zip(spans, work.tensor.split(audit.hi - audit.lo), strict=True)
         root = (0, self._engine.shape.lanes)
@@ -131,14 +124,8 @@ class SumAudits:
 
     def _told(self, words: Sequence[int]) -> list[list[int]]:
         """Tell everybody some words, and return everybody's."""
-        timeout_s = self._engine.config.elastic.exchange_timeout_s
         failpoint("audit.added_up", self._step)
-        given, transport = torch.tensor(words, dtype=torch.int64), self._formed.transport
-        try:
-            told = gather_words(transport, given, self._step, self._turn, timeout_s, self._engine.board.wait_for)
-        except PeerFailed as failure:
-            failure.name(self._formed.generation.members)
-            raise
+        told = gather(self._engine, self._progress, torch.tensor(words, dtype=torch.int64), self._turn)
         self._turn += 1
         return [each.tolist() for each in told]
 

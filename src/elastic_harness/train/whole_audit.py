@@ -12,10 +12,7 @@ from typing import Any
 
 import torch
 
-from elastic_harness.comm.words import gather_words
-from elastic_harness.contract.board import Phase
 from elastic_harness.contract.messages import LogEvent
-from elastic_harness.errors import PeerFailed
 from elastic_harness.train.attempt import Attempt
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import compare_states
@@ -24,6 +21,7 @@ from elastic_harness.train.progress import Progress
 from elastic_harness.train.recheck import doubts, recheck
 from elastic_harness.train.sums import audit_sums
 from elastic_harness.train.tell import refuse
+from elastic_harness.train.words import gather
 
 STATE_TURN = 15  # after all turns of lanes and sums
 
@@ -36,7 +34,7 @@ def audit_all(
     as `recheck`."""
     formed, began_at = progress.formed, time.perf_counter()
     assert formed is not None
-    states = _whole_states(engine, progress)
+    states = [int(word) for word in gather(engine, progress, torch.tensor([engine.watch.whole_word()]), STATE_TURN)]
     found = compare_states(states, attempt.reference, f"whole state of version {progress.version}")
     if found is not None:
         refuse(engine, formed, *found, attempt.newcomers)
@@ -51,17 +49,3 @@ def audit_all(
         fields = {"number": number, "version": progress.version, "workers": formed.world, "took_s": took_s}
         engine.link.send(LogEvent("audited", {**fields, "state": f"{states[0]:016x}"}))
     return replace(progress, certain=progress.version, audited=number)
-
-
-def _whole_states(engine: Engine, progress: Progress) -> list[int]:
-    """Return the hash of every member's whole state, in rank order. Collective."""
-    formed, timeout_s = progress.formed, engine.config.elastic.exchange_timeout_s
-    assert formed is not None
-    engine.board.show(Phase.EXCHANGE, progress.version, deadline_s=2 * timeout_s)
-    word = torch.tensor([engine.watch.whole_word()])
-    try:
-        told = gather_words(formed.transport, word, progress.version, STATE_TURN, timeout_s, engine.board.wait_for)
-    except PeerFailed as failure:
-        failure.name(formed.generation.members)
-        raise
-    return [int(each) for each in told]
