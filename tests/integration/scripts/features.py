@@ -27,6 +27,7 @@ import elastic_harness
 from elastic_harness.checkpoint.tensors import content_of
 from elastic_harness.contract import variables
 from elastic_harness.runs.events import read_events
+from elastic_harness.runs.origin import versions_in
 from elastic_harness.train.state import Registry, weights_sha256
 
 WAIT_S = 120.0
@@ -322,6 +323,16 @@ def wait_for_a_joiner(run: Any) -> None:
             return
         threading.Event().wait(0.01)
     raise TimeoutError(f"nobody joined within {WAIT_S} s")
+
+
+def wait_for_a_checkpoint(run: Any) -> None:
+    """Until one is on disk. On a loaded machine the first steps are done before that, and then a run that goes back has
+    none from before."""
+    for _ in range(int(WAIT_S / 0.01)):
+        if versions_in(run.run_dir):
+            return
+        threading.Event().wait(0.01)
+    raise TimeoutError(f"no checkpoint was saved within {WAIT_S} s")
 
 
 def print_final_state(model: nn.Module, others: dict[str, Any]) -> dict[str, Tensor]:

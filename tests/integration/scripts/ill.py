@@ -13,26 +13,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from features import Table, let_the_others_begin, print_final_state
+from features import Table, let_the_others_begin, print_final_state, wait_for_a_checkpoint
 from torch import Tensor, nn
 
 import elastic_harness
 from elastic_harness.comm import tcp
 from elastic_harness.comm.exchange import Exchange
 from elastic_harness.contract import variables
-from elastic_harness.runs.origin import versions_in
 from elastic_harness.train import loop
 from elastic_harness.train.gate import gate
 from elastic_harness.train.header import Header
 
 ILL, FIRST_SAVED = "w1-1", 2
-WAIT_S = 60.0
 
 
 def flip(values: Tensor) -> None:
@@ -105,9 +102,8 @@ def main() -> None:
         loop.audit_sums = lambda *more: None
     run = elastic_harness.start(model, optimizer, Table(48, 12), config, run_dir=arguments.run_dir)
     for step in run.steps():
-        give_up_at = time.monotonic() + WAIT_S
-        while step.index == FIRST_SAVED + 1 and not versions_in(run.run_dir) and time.monotonic() < give_up_at:
-            time.sleep(0.05)
+        if step.index == FIRST_SAVED + 1:
+            wait_for_a_checkpoint(run)
         if ill and step.index == arguments.from_step and arguments.fault == "memory":
             flip(model[-1].weight.data)
         for batch in step.micro_batches():

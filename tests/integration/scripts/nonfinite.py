@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from features import Table, let_the_others_begin, print_final_state, wait_for_a_joiner
+from features import Table, let_the_others_begin, print_final_state, wait_for_a_checkpoint, wait_for_a_joiner
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elastic_harness
 from elastic_harness.runs.origin import versions_in
 
-BAD_STEP, BAD_SAMPLE, SPIKE_STEP = 5, 17, 8
+BAD_STEP, BAD_SAMPLE, SPIKE_STEP, FIRST_SAVED = 5, 17, 8, 2
 
 
 def loss_of(kind: str, model: nn.Module, step: int, batch: dict[str, Any]) -> Tensor:
@@ -77,7 +77,7 @@ def main() -> None:
         {
             "seed": 3,
             "training": training,
-            "checkpoint": {"checkpoint_interval": 2, "keep_last": 9 if arguments.answer == "rollback" else 1},
+            "checkpoint": {"checkpoint_interval": FIRST_SAVED, "keep_last": 9 if arguments.answer == "rollback" else 1},
             "health": health,
         }
     )
@@ -85,6 +85,8 @@ def main() -> None:
     for step in run.steps():
         if step.index == arguments.rejoin_at:
             wait_for_a_joiner(run)
+        if arguments.answer == "rollback" and step.index == FIRST_SAVED + 1:
+            wait_for_a_checkpoint(run)
         if kind == "ever" and step.index > BAD_STEP and max(versions_in(run.run_dir), default=0) <= BAD_STEP:
             time.sleep(1.0)  # for the writer; it is as a rule through long before
         for batch in step.micro_batches():
