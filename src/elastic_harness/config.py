@@ -78,6 +78,7 @@ class ElasticConfig(Section):
     exactness: Literal["strict", "relaxed"] = "strict"
     max_workers: int = 8
     canary: bool = True  # a joiner proves with one micro-batch that it computes the same bits
+    deal_by_speed: bool = True  # a slow worker is dealt fewer lanes; off on one worker: lanes are dealt evenly
     progress_timeout_factor: float = 8.0  # hang deadline = factor * measured time of the phase, in the bounds below
     progress_timeout_min_s: float = 2.0
     progress_timeout_max_s: float = 300.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from elastic_harness.errors import Inconsistent
 from elastic_harness.train.gate import canaries_due, gate
 from elastic_harness.train.header import Header, combine
 from elastic_harness.train.partials import Contribution, SlotTable
+from elastic_harness.train.placing import UNASKED
 from elastic_harness.train.slots import batch_word
 
 
@@ -30,6 +32,12 @@ def test_a_header_survives_the_wire() -> None:
     assert (got.canary_batch, got.state) == (2**62 + 1, 2**63 - 2)
     assert (got.table.words == sent.table.words).all()
     assert got.table.ids_hash_N[0] == 2**64 - 1
+
+
+def test_all_words_of_a_header_arrive_in_their_places() -> None:
+    sent = dataclasses.replace(header(), ends=True, audited=21, audit=22, certain=23, lane_us=UNASKED)
+    got = Header.unpack(sent.pack(), sent.table)
+    assert dataclasses.replace(got, table=sent.table) == sent
 
 
 def test_all_move_to_the_oldest_generation_that_everybody_has_heard_of() -> None:

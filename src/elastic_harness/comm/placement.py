@@ -78,15 +78,42 @@ def balanced_cuts(lanes: int, parts: int) -> tuple[int, ...]:
     if extra == 0 or parts > _SEARCH_LIMIT or base == 0:
         sizes = [base + (i < extra) for i in range(parts)]
         return tuple(sum(sizes[:i]) for i in range(parts + 1))
+    return _fewest_spans(lanes, [range(max(1, base - 1), base + 2)] * parts)
+
+
+def paced_cuts(lanes: int, paces: Sequence[int]) -> tuple[int, ...]:
+    """Return cut points of contiguous ranges for parts that need unequal times for a lane. The longest time of a part
+    is the least there is if each part has a lane, and among such cuts those with few spans win. paces: time per lane.
+    There must be a lane for each part."""
+    sizes = [1] * len(paces)
+    ends = [(2 * pace, pace, part) for part, pace in enumerate(paces)]  # when each would end with one lane more
+    heapq.heapify(ends)
+    for _ in range(lanes - len(paces)):
+        end, pace, part = ends[0]
+        sizes[part] += 1
+        heapq.heapreplace(ends, (end + pace, pace, part))
+    if len(paces) > _SEARCH_LIMIT:
+        return (0, *itertools.accumulate(sizes))
+    longest = max(size * pace for size, pace in zip(sizes, paces, strict=True))
+    options = [
+        range(max(1, size - 2), min(size + 2, longest // pace) + 1) for size, pace in zip(sizes, paces, strict=True)
+    ]
+    return _fewest_spans(lanes, options)
+
+
+def _fewest_spans(lanes: int, options: Sequence[range]) -> tuple[int, ...]:
+    """Return the cut points with the fewest spans. options: the sizes that each part may have."""
+    after = [(0, 0)]  # the fewest and the most lanes of the parts from the last one back
+    for sizes in reversed(options):
+        after.append((after[-1][0] + sizes[0], after[-1][1] + sizes[-1]))
     # best[end] = (spans, cuts): the cheapest way for the ranges so far to end at lane `end`
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
-    for part in range(1, parts + 1):
+    for sizes, (least, most) in zip(options, reversed(after[:-1]), strict=True):
         following: dict[int, tuple[int, tuple[int, ...]]] = {}
         for start, (spans, cuts) in best.items():
-            for size in range(max(1, base - 1), base + 2):
+            for size in sizes:
                 end = start + size
-                left = parts - part
-                if not left <= lanes - end <= left * (base + 1):
+                if not least <= lanes - end <= most:
                     continue
                 candidate = (spans + len(maximal_spans([(start, end)], lanes)), (*cuts, end))
                 if end not in following or candidate < following[end]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -24,8 +25,26 @@ from elastic_harness.train.gate import canaries_due
 from elastic_harness.train.header import FIXED_WORDS, Header, combine
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import Partials, SlotTable
-from elastic_harness.train.placing import PlacementFacts, handicap
+from elastic_harness.train.placing import UNASKED, Paces, PlacementFacts, handicap
 from elastic_harness.train.progress import Formed, Progress
+
+
+@dataclass
+class LaneTimes:
+    """How long this member took for the lanes that it computed whole in an attempt. Waiting for others does not
+    count."""
+
+    lanes: int = 0
+    seconds: float = 0.0
+
+    def add(self, lanes: int, seconds: float) -> None:
+        self.lanes += lanes
+        self.seconds += seconds
+
+    @property
+    def lane_us(self) -> int:
+        """Microseconds per lane; 0: none was computed."""
+        return max(1, round(1e6 * self.seconds / self.lanes)) if self.lanes else 0
 
 
 @dataclass
@@ -49,6 +68,7 @@ class Attempt:
     audits: tuple[Audit, ...] = ()  # of all members, in this step
     audited: int = 0  # the word of the lane of this member's that another one audits, once computed
     audit: int = 0  # the word of the lane that it audits itself
+    lane_times: LaneTimes = field(default_factory=LaneTimes)
 
     def send_if_finished(self, span: Span, partials: Partials) -> None:
         """If `span` is one of this member's partial sums on the wire, flatten it and let it go."""
@@ -67,7 +87,8 @@ def place(engine: Engine, progress: Progress) -> Attempt:
     unverified = formed.unverified(partials.step) if engine.canary else ()
     canaries, reference = canaries_due(unverified, formed.world)
     held = formed.digest.lanes if partials.step == formed.digest.version else {}
-    fewer = handicap(PlacementFacts(lanes, formed.world, canaries, formed.late(partials.step)))
+    facts = PlacementFacts(lanes, formed.world, canaries, formed.late(partials.step), progress.paces.fewer)
+    fewer = handicap(facts)
     finished, rows = tuple(sorted(held.items())), formed.generation.rows
     placed, plan = plan_step(members, rows, lanes, finished, fewer, engine.layout.elements, formed.rank)
     exchange = Exchange(
@@ -109,13 +130,32 @@ def plan_step(
     rank: int | None = None,
 ) -> tuple[dict[str, Ranges], Plan]:
     """Who holds which lanes in the end, and the exchange that follows, for this rank. The same in every undisturbed
-    step. Rows of a node are dealt neighbouring lanes, whatever their ranks: so few sums have to leave it."""
+    step."""
     finished = dict(held)
     nodes = tuple(map(node_of, members))
-    together = [row for node in dict.fromkeys(nodes) for row in rows if node_of(row[0]) == node]
-    dealt = deal_to_rows(lanes, together, finished, dict(zip(members, handicap, strict=True)))
+    dealt = deal_to_rows(lanes, in_dealing_order(nodes, rows), finished, dict(zip(members, handicap, strict=True)))
     placed = {m: merge_ranges(finished.get(m, ()), dealt.get(m, ())) for m in members}
     return placed, make_plan(members, nodes, lanes, placed, elements, rank)
+
+
+def in_dealing_order(nodes: Sequence[str], rows: Sequence[Replica]) -> list[Replica]:
+    """Return the rows in the order in which lanes are dealt. Rows of a node are dealt neighbouring lanes, whatever
+    their ranks: so few sums have to leave it. nodes: by rank."""
+    return [row for node in dict.fromkeys(nodes) for row in rows if node_of(row[0]) == node]
+
+
+def paces_after(progress: Progress, attempt: Attempt, headers: Sequence[Header]) -> Paces:
+    """Return what is known of the members' speed after a step that commits."""
+    formed = progress.formed
+    assert formed is not None
+    if attempt.omitted.slots:
+        return progress.paces  # lanes with fewer slots say nothing
+    members = formed.generation.members
+    rank_of = {member: rank for rank, member in enumerate(members)}
+    order = in_dealing_order(tuple(map(node_of, members)), formed.generation.rows)
+    rows = [[rank_of[member] for member in row] for row in order]
+    dealt = [sum(hi - lo for lo, hi in attempt.placed[member]) for member in members]
+    return progress.paces.after([header.lane_us for header in headers], dealt, rows)
 
 
 def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> list[Header]:
@@ -142,6 +182,7 @@ def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> lis
         audit=attempt.audit,
         certain=progress.certain,
         asked=asked if asked > progress.audited and not attempt.omitted.slots else 0,
+        lane_us=attempt.lane_times.lane_us if engine.config.elastic.deal_by_speed else UNASKED,
     )
 
     def adder(packed: list[Tensor]) -> Add:

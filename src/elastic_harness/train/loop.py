@@ -17,7 +17,7 @@ from typing import Any
 from elastic_harness.errors import PeerFailed, Recoverable
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.apply import Decided, Record
-from elastic_harness.train.attempt import Attempt, finish_exchange, place, record_of
+from elastic_harness.train.attempt import Attempt, finish_exchange, paces_after, place, record_of
 from elastic_harness.train.boundary import after_apply, after_commit, before_apply
 from elastic_harness.train.compute import compute
 from elastic_harness.train.engine import Engine
@@ -86,6 +86,7 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
         engine.applier.forget()
         failpoint("rollback.decided", record.step)
         raise PeerFailed(tell_rollback(engine, formed, decided))
+    progress = replace(progress, paces=paces_after(progress, attempt, headers))
     with interrupts_wait():
         metrics = engine.applier.apply(record, decided)
         if record.step == 0:

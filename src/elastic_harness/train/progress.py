@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from elastic_harness.comm.exchange import Exchange
@@ -12,6 +12,7 @@ from elastic_harness.membership.types import Digest, Generation, node_of
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.gate import GateVerdict
 from elastic_harness.train.partials import Partials
+from elastic_harness.train.placing import Paces
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Progress:
     verdict: GateVerdict | None = None  # of the last commit, as long as it was not settled
     certain: int = -1  # the newest version that an audit of everybody has confirmed, as far as this member knows
     audited: int = 0  # the number of the newest request to compare all members that was met
+    paces: Paces = field(default_factory=Paces)  # of the members, since this generation began
     announced: int = 0  # newest generation number this worker has reacted to
     committed_at: float = 0.0
 

@@ -45,6 +45,7 @@ from elastic_harness.train.boundary import described
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.imprint import imprint, state_hash
 from elastic_harness.train.link import GenerationValues, Left, cancelled_by
+from elastic_harness.train.placing import Paces
 from elastic_harness.train.progress import Formed, Progress
 from elastic_harness.train.tell import tell_recovery, tell_state
 from elastic_harness.train.transfer import Hashes, Payload, receive_payload, send_payload
@@ -97,7 +98,7 @@ def recover(engine: Engine, progress: Progress, failure: Recoverable | None) -> 
                     progress.serving.join()
                 engine.pool.clear()
             failpoint("recovery.released", progress.version)
-            progress = replace(progress, formed=formed, exchange=None, serving=None)
+            progress = replace(progress, formed=formed, exchange=None, serving=None, paces=Paces())
             engine.deadlines.heed_overdue(formed.digest.overdue)
             failpoint("recovery.reconciled", progress.version)
             with stages.timed("repair"):
