@@ -24,6 +24,7 @@ from benchmarks import (
     recovery,
     scale,
     start,
+    straggler,
     throughput,
 )
 from benchmarks.common import say
@@ -45,6 +46,7 @@ QUICK: dict[str, list[str]] = {
     "checkpoint_kills": ["--moments=21", "--agent-kills=2"],
     "corruption": ["--faults=2", "--pairs=1"],
     "hangs": ["--hangs=4", "--healthy-minutes=1"],
+    "straggler": ["--pairs=1"],
     "etcd_clients": ["--rounds=1", "--operations=100"],
     "scale": ["--sizes=10,100,500", "--repeats=1"],
 }
@@ -65,6 +67,7 @@ BENCHMARKS: dict[str, Callable[[list[str]], int]] = {
     "checkpoint_stall": checkpoint_stall.main,
     "checkpoint_kills": checkpoint_kills.main,
     "corruption": corruption.main,
+    "straggler": straggler.main,
     "etcd_clients": etcd_clients.main,
     "scale": scale.main,
 }

@@ -7,6 +7,7 @@ So this shows what a cluster would see: after a loss each survivor has W/(W-1) t
 from __future__ import annotations
 
 import argparse
+import os
 import time
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset
 
 import elastic_harness
 from elastic_harness.config import Config, load_config
+from elastic_harness.contract import variables
 
 PARAMETERS = 2_700_000
 TENSORS = 36
@@ -51,13 +53,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True)
     parser.add_argument("--slot-s", type=float, default=0.06)
+    parser.add_argument("--slow-member", help="a worker whose slots take --slow-times as long from step --slow-from on")
+    parser.add_argument("--slow-times", type=float, default=2.0)
+    parser.add_argument("--slow-from", type=int, default=0)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     config = load_config(Config, args.config, args.overrides)
     model = Waiting(args.slot_s)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     run = elastic_harness.start(model, optimizer, Numbers(), config)
+    slow = args.slow_member is not None and os.environ.get(variables.MEMBER) == args.slow_member
     for step in run.steps():
+        if slow and step.index >= args.slow_from:
+            model.slot_s = args.slow_times * args.slot_s
         for batch in step.micro_batches():
             step.backward(model(batch))
 
