@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from elastic_harness.errors import ConfigError, HarnessError
     from elastic_harness.gpt.config import TrainerConfig
     from elastic_harness.launching import launch
+    from elastic_harness.train.batches import total_steps
     from elastic_harness.train.run import start
 
 __version__ = "0.1.0"
 __all__ = [
     "CheckpointConfig", "CheckpointManager", "Config", "ConfigError", "HarnessError", "Mixture", "ResumableDataset",
     "ResumableLoader", "TrainerConfig", "__version__", "launch", "load_config", "start",
+    "total_steps",
 ]  # fmt: skip
 
 _HOMES = {
@@ -43,6 +45,7 @@ _HOMES = {
     "launch": "elastic_harness.launching",
     "load_config": "elastic_harness.config",
     "start": "elastic_harness.train.run",
+    "total_steps": "elastic_harness.train.batches",
 }
 
 __getattr__, __dir__ = lazy.attach(__name__, _HOMES)

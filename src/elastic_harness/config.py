@@ -16,12 +16,15 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import yaml
 
-from elastic_harness import omissions
+from elastic_harness import batch_changes, omissions
 from elastic_harness.config_file import apply_override, build, check_keys, read_yaml
 from elastic_harness.errors import ConfigError
 from elastic_harness.typed import Section, nearest_multiple, plain, setting_error
 
 ConfigT = TypeVar("ConfigT", bound="Config")
+
+STEPS_UNASKED = 200
+"""The end of a run of which nobody says where it ends."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,11 @@ class TrainingConfig(Section):
 
     section: ClassVar[str] = "training"
 
-    max_steps: int = 200
+    max_steps: int | None = None  # the run's end; null: 200, or none if one of the next two is given
+    max_tokens: int | None = None  # … with the step that uses up so many tokens
+    max_epochs: float | None = None  # … with the step that uses up the data so many times
     global_batch_samples: int = 32
+    batch_schedule: str = ""  # "100: 64, 2000: 128": from step 100 on 64 samples …; "20M tokens: 64": after so many
     micro_batch_samples: int = 1  # samples in one slot
     clip_norm: float | None = 1.0  # of the global gradient; null: no clipping
     nonfinite_steps_max: int = 10  # so many updates in a row are skipped for being non-finite before the job stops
@@ -41,9 +47,11 @@ class TrainingConfig(Section):
     backend: Literal["tcp", "nccl"] = "tcp"  # of the exchange; nccl needs a GPU for each worker
 
     def check(self) -> None:
-        self._at_least(1, "max_steps", "global_batch_samples", "micro_batch_samples", "threads")
+        self._at_least(1, "max_steps", "max_tokens", "global_batch_samples", "micro_batch_samples", "threads")
         self._at_least(1, "nonfinite_steps_max", "lanes")
-        self._positive("clip_norm")
+        self._positive("clip_norm", "max_epochs")
+        if (self.max_steps, self.max_tokens, self.max_epochs) == (None, None, None):
+            object.__setattr__(self, "max_steps", STEPS_UNASKED)
         self._require(
             self.global_batch_samples % self.micro_batch_samples == 0,
             "global_batch_samples",
@@ -57,7 +65,30 @@ class TrainingConfig(Section):
             f"must be at most the number of slots, {slots} (global_batch_samples / micro_batch_samples)",
             "leave it out to have it chosen",
         )
-        self._check_omissions(slots)
+        self._check_schedule()
+        self._check_omissions(max(self.batches) // self.micro_batch_samples)
+
+    @property
+    def batches(self) -> list[int]:
+        """The samples of a step, in the order in which the schedule has them."""
+        return [self.global_batch_samples, *(change.batch for change in batch_changes.parse(self.batch_schedule))]
+
+    def _check_schedule(self) -> None:
+        """Raise ConfigError if the schedule of batches cannot be followed."""
+        try:
+            batches = self.batches
+        except ValueError as error:
+            raise setting_error(
+                "training.batch_schedule", self.batch_schedule, f"{error}", batch_changes.FORM
+            ) from None
+        micro = self.micro_batch_samples
+        odd = [batch for batch in batches if batch < 1 or batch % micro]
+        self._require(
+            not odd,
+            "batch_schedule",
+            f"each number of samples must be a multiple of training.micro_batch_samples={micro}",
+            f"use for example {nearest_multiple(odd[0], micro)} in place of {odd[0]}" if odd else "",
+        )
 
     def _check_omissions(self, slots: int) -> None:
         """Raise ConfigError if the steps and slots to be omitted cannot be."""
@@ -67,6 +98,34 @@ class TrainingConfig(Section):
             raise setting_error("training.omit", self.omit, f"{error}", 'write for example "7, 9/2, 90-109"') from None
         beyond = max((slot for each in found for slot in each.slots), default=0)
         self._require(beyond < slots, "omit", f"a step has the slots 0 … {slots - 1}")
+
+
+@dataclass(frozen=True)
+class ScaleConfig(Section):
+    """Whether the batch follows the number of workers, and the learning rate the batch. By default neither does."""
+
+    section: ClassVar[str] = "scaling"
+
+    batch: Literal["constant", "per_worker"] = "constant"
+    base_workers: int | None = None  # per_worker: with so many a step has training.global_batch_samples
+    rule: Literal["none", "linear", "sqrt"] = "none"  # the rate is that of global_batch_samples times batch ratio, or √
+    warmup_steps: int = 0  # from one rate to the next; 0: at once
+
+    def check(self) -> None:
+        self._at_least(1, "base_workers")
+        self._at_least(0, "warmup_steps")
+        self._require(
+            self.batch == "constant" or self.base_workers is not None,
+            "base_workers",
+            'must be given with scaling.batch="per_worker"',
+            "say for how many workers training.global_batch_samples is",
+        )
+        self._require(
+            self.batch == "per_worker" or self.base_workers is None,
+            "base_workers",
+            'belongs to scaling.batch="per_worker"',
+            "leave it out, or set that too",
+        )
 
 
 @dataclass(frozen=True)
@@ -210,6 +269,7 @@ class Config(Section):
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
+    scaling: ScaleConfig = field(default_factory=ScaleConfig)
 
     def check(self) -> None:
         self._require(0 <= self.seed < 2**63, "seed", "must lie in 0 … 2^63 - 1")
@@ -223,16 +283,48 @@ class Config(Section):
                     f"{kept.checkpoint_interval}, so the oldest checkpoint that is kept may be only {reach} steps old, "
                     f"but health.rollback_steps={health.rollback_steps} needs an older one; raise checkpoint.keep_last."
                 )
+        workers = self.scaling.base_workers
+        if workers is not None:
+            self._check_per_worker(workers)
+
+    def _check_per_worker(self, workers: int) -> None:
+        """Raise ConfigError if a step cannot have so many slots for each worker."""
+        if self.training.batch_schedule:
+            raise ConfigError(
+                'scaling.batch is "per_worker", so the batch follows the workers; leave training.batch_schedule out.'
+            )
+        if self.slots % workers:
+            raise setting_error(
+                "scaling.base_workers",
+                workers,
+                f"a step has {self.slots} slots (global_batch_samples / micro_batch_samples), which must be as many "
+                "for each worker",
+                f"use training.global_batch_samples={nearest_multiple(self.slots, workers) * self._micro}",
+            )
+
+    @property
+    def _micro(self) -> int:
+        return self.training.micro_batch_samples
 
     @property
     def slots(self) -> int:
-        """N: the number of micro-batches in one step."""
-        return self.training.global_batch_samples // self.training.micro_batch_samples
+        """N: the number of micro-batches in one step, as long as the batch does not change."""
+        return self.training.global_batch_samples // self._micro
+
+    @property
+    def slots_per_worker(self) -> int:
+        """The micro-batches that a step has for each worker; 0: their number does not follow the workers."""
+        return self.slots // self.scaling.base_workers if self.scaling.base_workers else 0
+
+    @property
+    def lanes_max(self) -> int:
+        """The number of leaves of the gradient tree, if there are as many slots."""
+        return self.training.lanes or 8 * self.elastic.max_workers
 
     @property
     def lanes_resolved(self) -> int:
-        """The number of leaves of the gradient tree."""
-        return self.training.lanes or min(self.slots, 8 * self.elastic.max_workers)
+        """The number of leaves of the gradient tree, as long as the batch does not change."""
+        return min(self.slots, self.lanes_max)
 
     def unread(self) -> list[str]:
         """Return the settings that have no effect in a loop of one's own, each with what to do there instead."""

@@ -92,7 +92,7 @@ def test_every_sample_is_used_once_an_epoch_whatever_the_resizes(
     """Each step is dealt out to another number of workers; together they read every sample once an epoch."""
     schedule, order = Schedule(n, micro * slots), EpochOrder(n, 5)
     read: list[list[int]] = [[] for _ in range(epochs)]
-    for step in range(epochs * schedule.steps_per_epoch):
+    for step in range(epochs * schedule.reaching(schedule.n_samples)):
         workers = data.draw(st.integers(1, 5))
         for worker in range(workers):
             for slot in range(worker * slots // workers, (worker + 1) * slots // workers):

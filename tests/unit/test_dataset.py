@@ -102,7 +102,7 @@ def test_padding_and_dropping_are_counted(index: TokenIndexFile) -> None:
 def test_the_order_is_that_of_the_harness(index: TokenIndexFile) -> None:
     dataset = ResumableDataset(index, S, seed=11, epochs=1)
     schedule = Schedule(len(dataset), 8)
-    steps = range(schedule.steps_per_epoch)
+    steps = range(schedule.reaching(schedule.n_samples))
     slots = [slot_sample_ids(schedule, dataset.order, step, slot, 2) for step in steps for slot in range(4)]
     assert np.concatenate(slots).tolist() == ids_of(dataset)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from elastic_harness.comm.placement import deal
 from elastic_harness.data.order import EpochOrder
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
-from elastic_harness.train.slots import Shape
+from elastic_harness.train.batches import Shape
 
 
 @given(
@@ -26,8 +26,8 @@ def test_any_sequence_of_sizes_uses_each_sample_once(
     schedule, order = Schedule(samples, slots * micro_batch), EpochOrder(samples, seed)
     for epoch in range(2):
         read: list[int] = []
-        for k in range(schedule.steps_per_epoch):
-            step = epoch * schedule.steps_per_epoch + k
+        for k in range(schedule.reaching(schedule.n_samples)):
+            step = epoch * schedule.reaching(schedule.n_samples) + k
             members = [f"w{i}" for i in range(worlds[step % len(worlds)])]
             for ranges in deal(shape.lanes, members, {}).values():
                 for unit in ranges:

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from elastic_harness.comm.placement import deal
+from elastic_harness.config import Config, TrainingConfig
 from elastic_harness.data.mapstyle import MapStyle
 from elastic_harness.data.order import EpochOrder
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import UserCodeError
+from elastic_harness.train.batches import Batches, Shape
 from elastic_harness.train.layout import averaged_buffers, make_layout
 from elastic_harness.train.partials import Partials, SlotTable, add_into
-from elastic_harness.train.slots import Shape, SlotComputer
+from elastic_harness.train.slots import SlotComputer
 
 SAMPLES = 14  # batch norm needs two in every batch, also in the last one of 2 or 3
 
@@ -47,14 +49,14 @@ def data() -> MapStyle:
 
 def computer(model: nn.Module, shape: Shape, declared: tuple[str, ...] = ()) -> SlotComputer:
     layout = make_layout(model, averaged_buffers(model, declared))
-    shape = Shape(shape.slots, shape.lanes, shape.micro_batch, pairs=layout.uniform)
     batch = shape.slots * shape.micro_batch
+    training = TrainingConfig(global_batch_samples=batch, micro_batch_samples=shape.micro_batch, lanes=shape.lanes)
+    batches = Batches(Config(training=training), Schedule(SAMPLES, batch), 1, pairs=layout.uniform)
     return SlotComputer(
         model,
         data(),
-        Schedule(SAMPLES, batch),
+        batches,
         EpochOrder(SAMPLES, 3),
-        shape,
         layout,
         seed=3,
         reading=lambda step, slot, ids: None,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from elastic_harness.runs.ledger import LedgerError, LedgerLine
 from elastic_harness.train import witness
+from elastic_harness.train.batches import Shape
 from elastic_harness.train.partials import Contribution, SlotTable
-from elastic_harness.train.slots import Shape
 
 
 def line(**changes: Any) -> LedgerLine:

@@ -303,9 +303,15 @@ def _settings(argv: list[str] | None) -> Settings:
         spares=arguments.spares,
         kills=arguments.kills,
         calm_workers=arguments.calm_workers,
-        max_steps=resolved.training.max_steps,
+        max_steps=_max_steps(resolved),
         plain=arguments.plain,
     )
+
+
+def _max_steps(config: TrainerConfig) -> int:
+    if config.training.max_steps is None:
+        raise ConfigError("the demo plans its kills by steps: give training.max_steps")
+    return config.training.max_steps
 
 
 def default_config() -> Path:

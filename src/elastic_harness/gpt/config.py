@@ -151,14 +151,22 @@ class TrainerConfig(Config):
             )
         if self.model.vocab_size < 256:
             raise setting_error("model.vocab_size", self.model.vocab_size, "must be at least 256: the tokens are bytes")
+        steps = self.training.max_steps
+        if self.data.weight_changes and (self.training.batch_schedule or self.slots_per_worker):
+            raise setting_error(
+                "data.weight_changes",
+                self.data.weight_changes,
+                "counts in steps of one size, and the batch changes",
+                "leave out one of them",
+            )
         if self.scheduler.warmup_steps is None:
-            warmup_steps = min(20, self.training.max_steps // 10)
+            warmup_steps = 20 if steps is None else min(20, steps // 10)
             object.__setattr__(self, "scheduler", dataclasses.replace(self.scheduler, warmup_steps=warmup_steps))
-        elif self.scheduler.warmup_steps > self.training.max_steps:
+        elif steps is not None and self.scheduler.warmup_steps > steps:
             raise setting_error(
                 "scheduler.warmup_steps",
                 self.scheduler.warmup_steps,
-                f"must not exceed training.max_steps={self.training.max_steps}",
+                f"must not exceed training.max_steps={steps}",
                 "lower the one or raise the other",
             )
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_harness import ConfigError, Mixture, ResumableDataset, start
+from elastic_harness import ConfigError, Mixture, ResumableDataset, start, total_steps
 from elastic_harness.data.corpus import Corpus
 from elastic_harness.data.token_index import TokenIndexFile, is_token_index
 from elastic_harness.data.windows import NO_LABEL, Index
@@ -23,13 +23,13 @@ from elastic_harness.gpt.model import GPT
 
 
 def train(config: TrainerConfig, run_dir: str | None = None) -> None:
-    """Train until `training.max_steps`; returns when all workers are done."""
+    """Train until the end that `training` gives; returns when all workers are done."""
     seed_all(config.seed)
     device = choose_device(config.trainer.device)
     dataset, origin = open_dataset(config)
     model = GPT(config.model, seed=config.seed).to(device)
     optimizer = make_optimizer(config, model)
-    scheduler = make_scheduler(config, optimizer)
+    scheduler = make_scheduler(config, optimizer, dataset)
     decay = config.trainer.ema_decay
     run = start(
         model,
@@ -155,9 +155,12 @@ def make_optimizer(config: TrainerConfig, model: nn.Module) -> torch.optim.Optim
     return kind(groups, lr=o.lr, betas=o.betas, eps=o.eps, foreach=True)
 
 
-def make_scheduler(config: TrainerConfig, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+def make_scheduler(
+    config: TrainerConfig, optimizer: torch.optim.Optimizer, dataset: ResumableDataset
+) -> torch.optim.lr_scheduler.LRScheduler:
     """Linear warm-up, then cosine or linear decay to `min_lr_ratio`, or constant."""
-    s, steps = config.scheduler, config.training.max_steps
+    s = config.scheduler
+    steps = 0 if s.name == "constant" else total_steps(config, dataset)
     warmup = s.warmup_steps or 0
 
     def factor(step: int) -> float:

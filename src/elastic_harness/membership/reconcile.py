@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -50,6 +51,8 @@ def reconcile(
         return _from_nothing(generation, reports, born=born, lineage=lineage, from_step=from_step, doubts=doubts)
 
     ahead = [m for m in members if reports[m].version == version]
+    workers = _dealt_for([reports[m] for m in ahead])
+    same = {m for m in ahead if reports[m].workers == workers}
     by_column = [_sources(column, reports, version, ahead[0]) for column in generation.columns]
     found = {member: source for sources in by_column for member, source in sources.items()}
     sources = {member: found[member] for member in members}
@@ -59,8 +62,9 @@ def reconcile(
         lineage=lineage,
         from_step=from_step,
         sources=sources,
-        lanes=_finished(generation.rows, set(ahead), reports),
+        lanes=_finished(generation.rows, same, reports),
         unverified=tuple(m for m in members if not reports[m].verified),
+        workers=workers,
     )
     forward = sum(s.kind == "forward" for s in sources.values())
     replayed = sum(s.kind == "replay" for s in sources.values())
@@ -126,6 +130,16 @@ def _sources(column: tuple[str, ...], reports: Mapping[str, Report], version: in
         else:
             sources[member] = Source("state", spread(donors))
     return sources
+
+
+def _dealt_for(reports: Sequence[Report]) -> int:
+    """Return for how many workers the running step goes on: as most finished lanes were dealt; 0: there are none, or it
+    does not matter. Members whose lanes were dealt for another number start over."""
+    finished: Counter[int] = Counter()
+    for report in reports:
+        if report.lanes:
+            finished[report.workers] += sum(hi - lo for lo, hi in report.lanes)
+    return max(finished, key=lambda workers: (finished[workers], workers), default=0)
 
 
 def _finished(rows: tuple[Replica, ...], ahead: set[str], reports: Mapping[str, Report]) -> dict[str, LaneRanges]:

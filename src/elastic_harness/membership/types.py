@@ -78,6 +78,7 @@ class Report:
     lineage: int = -1  # in which the member reached its state; -1: not known
     shard: int = field(default=0, metadata=UNTOLD)  # which one the state is
     sealed: bool = field(default=False, metadata=UNTOLD)
+    workers: int = field(default=0, metadata=UNTOLD)  # that step `version` was dealt for; 0: it does not matter
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class Digest:
     """The leader's answer to all reports of a generation: the version to resume at, where each member's state comes
     from, which lanes of the running step each member has finished, and whose canary is due. `overdue` lists steps that
     are still to be done, and in which a member was ended because it did not finish its work within so many seconds.
-    `omissions`: steps and slots that nobody computes."""
+    `omissions`: steps and slots that nobody computes. `workers`: for how many replicas the step at `version` is, if its
+    batch follows them and lanes of it are finished; 0: for as many as the generation has."""
 
     generation: int
     version: int
@@ -109,6 +111,7 @@ class Digest:
     unverified: tuple[str, ...] = ()
     overdue: tuple[tuple[int, float], ...] = ()
     omissions: tuple[Entry, ...] = field(default=(), metadata=UNTOLD)  # of the rollbacks so far
+    workers: int = field(default=0, metadata=UNTOLD)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ class LedgerLine:
     replicas: tuple[tuple[str, ...], ...] = ()  # rows of members, the i-th on shard i; left out with one shard
     gradient: str = ""  # hash of a part of the summed gradient, see `train.witness`; left out if it is not known
     slot_losses: tuple[str, ...] = ()  # per slot a short hash of its loss; left out if it is not known
+    lr_scale: float = 1.0  # by what the batch has multiplied the learning rate; left out if 1
 
     @property
     def computed_by_shard(self) -> list[tuple[tuple[str, int, int], ...]]:
@@ -108,11 +109,12 @@ class LedgerLine:
                 replicas=_rows(record.get("replicas", ())),
                 gradient=str(record.get("gradient") or ""),
                 slot_losses=_unpacked_hashes(record.get("slot_losses") or "", LOSS_HASH_BYTES),
+                lr_scale=float(record.get("lr_scale", 1.0)),
             )
         except (TypeError, ValueError, OverflowError) as error:
             raise LedgerError(
-                f"{where}: computed_by, slot_samples, slot_weight, loss, decisions, replicas or slot_losses has the "
-                f"wrong shape ({error})"
+                f"{where}: computed_by, slot_samples, slot_weight, loss, decisions, replicas, slot_losses or "
+                f"lr_scale has the wrong shape ({error})"
             ) from error
 
     def to_json(self) -> dict[str, Any]:
@@ -121,10 +123,11 @@ class LedgerLine:
         runs = [[weight, len(list(same))] for weight, same in itertools.groupby(self.slot_weight)]
         packed = {name: _packed_hashes(getattr(self, name)) for name in ("slot_samples", "slot_losses")}
         line = {**asdict(self), **packed, "slot_weight": runs}
-        return {name: value for name, value in line.items() if name not in _OPTIONAL or value}
+        return {name: value for name, value in line.items() if name not in _OPTIONAL or value not in _LEFT_OUT}
 
 
-_OPTIONAL = ("skipped", "decisions", "replicas", "gradient", "slot_losses")
+_OPTIONAL = ("skipped", "decisions", "replicas", "gradient", "slot_losses", "lr_scale")
+_LEFT_OUT = ("", (), 1.0)
 _FIELD_NAMES = tuple(field.name for field in fields(LedgerLine) if field.name not in _OPTIONAL)
 _INTEGERS = tuple(field.name for field in fields(LedgerLine) if field.type in (int, "int"))
 

@@ -31,6 +31,7 @@ class ReplayOrder:
     slot: int | None  # of that step, computed once more by itself
     fingerprint: dict[str, Any]  # of the recorded run
     omissions: tuple[Entry, ...] = ()  # of its rollbacks
+    slots: tuple[tuple[int, int], ...] = ()  # (step, slots) where their number changes, if it follows the workers
 
     def write(self, folder: Path) -> None:
         durable_file.write(folder / FILE, json.dumps(asdict(self), indent=1).encode() + b"\n")

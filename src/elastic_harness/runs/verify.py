@@ -12,13 +12,14 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from elastic_harness.batch_changes import listed
 from elastic_harness.data.mixture import order_of
 from elastic_harness.data.order import EpochOrder, Order, SamplePlaces, ids_of
 from elastic_harness.data.schedule import Schedule
@@ -37,9 +38,11 @@ from elastic_harness.runs.ledger import (
 )
 from elastic_harness.runs.named import of_run
 from elastic_harness.runs.origin import Origin
+from elastic_harness.scaling.rules import ScalingRule
+from elastic_harness.shape import build
 
 EXIT_VIOLATED = 1
-_READ = ("run_started", "run_configured", "run_finished", "worker_joined")
+_READ = ("run_started", "run_configured", "run_finished", "worker_joined", "generation")
 _IDENTITY = ("seed", "n_samples", "slots", "lanes", "micro_batch_samples", "global_batch_samples")
 _BEGINNING = ("first_step", "first_position")  # 0 where an event does not have them
 
@@ -58,10 +61,29 @@ class RunIdentity:
     first_step: int
     first_position: int
     order: Order
+    batches: BatchRules | None = None  # None: all steps have the same batch
 
-    @property
-    def schedule(self) -> Schedule:
-        return Schedule(self.n_samples, self.global_batch_samples, self.first_step, self.first_position)
+    def schedule(self, lines: Mapping[int, LedgerLine]) -> Schedule:
+        """Return which positions each step was to read. If the batch follows the workers, the lines say how."""
+        first = Schedule(self.n_samples, self.global_batch_samples, self.first_step, self.first_position)
+        if self.batches is None:
+            return first
+        if not self.batches.slots_per_worker:
+            return replace(first, changes=self.batches.batch_changes)
+        found = [(step, max(1, line.slots) * self.micro_batch_samples) for step, line in sorted(lines.items())]
+        changes = [each for each, before in zip(found, [(0, 0), *found], strict=False) if each[1] != before[1]]
+        return replace(first, changes=tuple(changes))
+
+
+@dataclass(frozen=True)
+class BatchRules:
+    """How a run's batch changes, and the learning rate with it, as its events tell."""
+
+    batch_changes: tuple[tuple[int, int], ...]  # (step, samples): from that step on
+    slots_per_worker: int  # 0: the batch does not follow the workers
+    lanes_max: int
+    lr_rule: str
+    lr_warmup_steps: int
 
 
 @dataclass(frozen=True)
@@ -85,6 +107,7 @@ class Verdict:
     scaled: int = 0  # steps whose update a policy has scaled
     left_out: int = 0  # slots whose samples were read, and count for nothing
     omitted: int = 0  # slots that the run omits: their samples were not read
+    batches: str = ""  # where the batch changes, as `training.batch_schedule` has it; empty: nowhere
     damaged: tuple[str, ...] = ()
     finished: bool = False
     weights_sha256: str | None = None
@@ -123,6 +146,8 @@ class Verdict:
             lines.append(f"  {self.left_out} slots of them were read and left out, with weight 0")
         if self.omitted:
             lines.append(f"  {self.omitted} slots of them were omitted, as the run's list of omissions says")
+        if self.batches:
+            lines.append(f"  the batch of each step, as training.batch_schedule has it: {self.batches}")
         if self.scaled:
             lines.append(f"  {self.scaled} of them had an update that a policy has scaled; the ledger says why")
         if self.superseded:
@@ -206,7 +231,7 @@ def judge(
     identity, violations = _identity(run, everywhere)
     violations += _told_twice(ledger)
     lines = ledger.followed()
-    replay = _Replay(identity, lines, _omissions(everywhere))
+    replay = _Replay(identity, lines, _omissions(everywhere), _worlds(everywhere))
     samples, skipped, scaled, members = 0, 0, 0, set[str]()
     for step, line in lines.items():
         if len(violations) >= max_violations:
@@ -245,6 +270,7 @@ def judge(
         scaled=scaled,
         left_out=replay.left_out,
         omitted=replay.omitted,
+        batches=replay.batches(),
         damaged=ledger.damaged,
         finished=finished is not None or until is not None,
         weights_sha256=None if finished is None else finished.get("weights_sha256"),
@@ -256,12 +282,18 @@ class _Replay:
     """Recomputes, step by step, what the ledger must say, and counts the use of every sample."""
 
     def __init__(
-        self, identity: RunIdentity, lines: Mapping[int, LedgerLine], omissions: Sequence[Omission] = ()
+        self,
+        identity: RunIdentity,
+        lines: Mapping[int, LedgerLine],
+        omissions: Sequence[Omission] = (),
+        worlds: Mapping[int, Collection[int]] | None = None,
     ) -> None:
+        """worlds: how many workers each generation had."""
         self.identity = identity
         self.omissions = omissions
         self.lines = lines
-        self.schedule = identity.schedule
+        self.schedule = identity.schedule(lines)
+        self._worlds = worlds or {}
         self.epochs_complete = 0
         self.left_out = 0  # slots that were read and given no weight
         self.omitted = 0  # slots that were to be omitted, and were
@@ -279,13 +311,11 @@ class _Replay:
     def violations_of(self, line: LedgerLine) -> list[str]:
         """Return everything that is wrong with one committed step, and book its samples as used."""
         identity = self.identity
-        if line.slots != identity.slots or line.lanes != identity.lanes:
-            return [
-                f"recorded with {line.slots} slots in {line.lanes} lanes; "
-                f"the run has {identity.slots} in {identity.lanes}"
-            ]
+        slots, lanes = self.shape_of(line.step)
+        if line.slots != slots or line.lanes != lanes:
+            return [f"recorded with {line.slots} slots in {line.lanes} lanes; the run has {slots} in {lanes}"]
         due = self.schedule.at(line.step)
-        found: list[str] = []
+        found = self._wrong_batch(line)
         if (line.epoch, line.position, line.count) != (due.epoch, due.position, due.count):
             found.append(
                 f"consumed {line.count} samples from position {line.position} (epoch {line.epoch}); "
@@ -313,6 +343,34 @@ class _Replay:
             found += self._book(places, slot)
         return found
 
+    def shape_of(self, step: int) -> tuple[int, int]:
+        """Return how many slots and lanes a step has to have."""
+        rules, slots = self.identity.batches, self.schedule.batch_at(step) // self.identity.micro_batch_samples
+        return slots, self.identity.lanes if rules is None else min(slots, rules.lanes_max)
+
+    def _wrong_batch(self, line: LedgerLine) -> list[str]:
+        """Return what is wrong with the number of workers that a step is for, and with its learning rate."""
+        identity, rules = self.identity, self.identity.batches
+        if rules is None:
+            return [] if line.lr_scale == 1 else [f"has its rate multiplied by {line.lr_scale!r}, without a rule"]
+        found = []
+        rule, changes = ScalingRule(rules.lr_rule), self.schedule.batches()
+        due = rule.factor_at(line.step, changes, identity.global_batch_samples, rules.lr_warmup_steps)
+        if line.lr_scale != due:
+            found.append(f"has its learning rate multiplied by {line.lr_scale!r}; its batch gives {due!r}")
+        if rules.slots_per_worker:
+            workers, odd = divmod(line.slots, rules.slots_per_worker)
+            before = self.lines.get(line.step - 1)
+            since = line.generation if before is None else before.generation
+            worlds = [self._worlds.get(number, ()) for number in range(since, line.generation + 1)]
+            known = sorted({world for each in worlds for world in each})
+            if odd or (all(worlds) and workers not in known):
+                named = " or ".join(map(str, known))
+                found.append(
+                    f"has {line.slots} slots, {rules.slots_per_worker} for each worker; there were {named} workers"
+                )
+        return found
+
     def omitted_of(self, line: LedgerLine) -> Omitted:
         """Return what the step had to omit, as far as the run had decided that by its lineage."""
         known = [each for each in self.omissions if each.lineage <= line.lineage]
@@ -321,7 +379,7 @@ class _Replay:
     def slot_places(self, step: int) -> list[SamplePlaces]:
         """Return the samples that every slot of a step has to read, by arithmetic alone."""
         identity, due = self.identity, self.schedule.at(step)
-        ranges = [due.slot_range(slot, identity.micro_batch_samples) for slot in range(identity.slots)]
+        ranges = [due.slot_range(slot, identity.micro_batch_samples) for slot in range(self.shape_of(step)[0])]
         positions = np.arange(due.first, due.first + due.count, dtype=np.int64)
         step_places = identity.order.places(due.epoch, positions)  # for all at once: it costs as much for one position
         offsets = [(low - due.first, high - due.first) for low, high in ranges]
@@ -370,6 +428,12 @@ class _Replay:
                     f"sample {sample} among them"
                 )
         return found
+
+    def batches(self) -> str:
+        """Return the batches of a run in which they change. A run with this schedule comes to the same bits."""
+        if self.identity.batches is None:
+            return ""
+        return listed(each for each in self.schedule.batches() if each[0] <= max(self.lines, default=-1))
 
     def sources(self) -> tuple[tuple[str, int, int], ...]:
         """Return name, number of samples, and how many were used, for each source of a mixture."""
@@ -427,11 +491,17 @@ def _identity(run: str, events: list[Mapping[str, Any]]) -> tuple[RunIdentity, l
         if missing:
             raise ConfigError(f"{run}: the run_configured event lacks {missing[0]!r}; it has {sorted(event)}")
         numbers = {name: int(event[name]) for name in _IDENTITY} | {n: int(event.get(n, 0)) for n in _BEGINNING}
-        identities.append(RunIdentity(**numbers, order=_order(numbers, event.get("order"))))
+        order, rules = _order(numbers, event.get("order")), None
+        if "batch_changes" in event:
+            try:
+                rules = build(BatchRules, {field.name: event.get(field.name) for field in fields(BatchRules)})
+            except ValueError as error:
+                raise ConfigError(f"{run}: the run_configured event is damaged: {error}") from None
+        identities.append(RunIdentity(**numbers, order=order, batches=rules))
     changed = [
         f"{name} was {getattr(identities[0], name)} when the run began and {getattr(later, name)} when it resumed"
         for later in identities[1:]
-        for name in (*_IDENTITY, *_BEGINNING)
+        for name in (*_IDENTITY, *_BEGINNING, "batches")
         if getattr(later, name) != getattr(identities[0], name)
     ]
     data_sets = {json.dumps([event.get("dataset"), event.get("order")], sort_keys=True) for event in configured}
@@ -444,6 +514,15 @@ def _omissions(events: Iterable[Mapping[str, Any]]) -> tuple[Omission, ...]:
     """Return what the run omits, as it has told with its lineages."""
     configured = (event for event in events if event.get("event") == "run_configured")
     return as_omissions(each for event in configured for each in event.get("omissions", ()))
+
+
+def _worlds(events: Iterable[Mapping[str, Any]]) -> dict[int, set[int]]:
+    """Return how many workers each generation had. Without a launcher each start of the run is generation 1."""
+    worlds: dict[int, set[int]] = {}
+    for event in events:
+        if event.get("event") == "generation" and "number" in event and "members" in event:
+            worlds.setdefault(event["number"], set()).add(len(event["members"]))
+    return worlds
 
 
 def _order(numbers: Mapping[str, int], description: Mapping[str, Any] | None) -> Order:

@@ -12,7 +12,7 @@ The factor is a function of the present batch alone, never of the way there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -28,12 +28,21 @@ class ScalingRule(Enum):
     SQRT = "sqrt"
     NONE = "none"
 
+    def factor(self, ratio: float) -> float:
+        """Return by what the rate is multiplied. ratio: batch / base batch."""
+        return {ScalingRule.LINEAR: ratio, ScalingRule.SQRT: math.sqrt(ratio), ScalingRule.NONE: 1.0}[self]
 
-_FACTORS: dict[ScalingRule, Callable[[float], float]] = {
-    ScalingRule.LINEAR: lambda ratio: ratio,
-    ScalingRule.SQRT: math.sqrt,
-    ScalingRule.NONE: lambda ratio: 1.0,
-}
+    def factor_at(self, step: int, batches: Sequence[tuple[int, int]], base: int, warmup_steps: int) -> float:
+        """Return by what the rate is multiplied in a step of a run whose batch changes. batches: (first step, samples
+        per step), ascending, from the run's first step on. base: the batch for which the rate was found."""
+        if self is ScalingRule.NONE:
+            return 1.0
+        (since, batch), *later = [each for each in batches if each[0] <= step]
+        way = WarmUp(self.factor(batch / base), self.factor(batch / base))
+        for changed_at, batch in later:
+            way = way.stepped(changed_at - since).aimed(self.factor(batch / base), warmup_steps)
+            since = changed_at
+        return way.stepped(step - since).factor
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class ScalingConfig(Section):
         user's gives no positive number."""
         ratio = global_batch_size / self.base_global_batch_size
         rule = self.scaling_rule
-        factor = (_FACTORS[rule] if isinstance(rule, ScalingRule) else rule)(ratio)
+        factor = rule.factor(ratio) if isinstance(rule, ScalingRule) else rule(ratio)
         try:
             usable = math.isfinite(factor) and factor > 0
         except TypeError:
@@ -104,6 +113,6 @@ class WarmUp:
         """Return the way from where the factor is now to another end. To the same end it goes on as it was."""
         return self if end == self.end else WarmUp(self.factor, end, steps)
 
-    def stepped(self) -> WarmUp:
-        """Return the way one step later."""
-        return self if self.is_over else WarmUp(self.start, self.end, self.steps, self.done + 1)
+    def stepped(self, steps: int = 1) -> WarmUp:
+        """Return the way so many steps later."""
+        return WarmUp(self.start, self.end, self.steps, min(self.steps, self.done + steps))

@@ -29,6 +29,7 @@ from elastic_harness.failpoints import failpoint
 from elastic_harness.membership.types import Replica
 from elastic_harness.omissions import Omitted
 from elastic_harness.policies import StepFacts
+from elastic_harness.train.batches import Batches
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import SlotTable
 from elastic_harness.train.policies import Decision, Policies
@@ -63,12 +64,14 @@ class Record:
             **({"replicas": self.replicas} if self.replicas else {}),
             **({"omitted": asdict(self.omitted)} if self.omitted.slots else {}),
         }
+        meta |= {"slots": self.table.slots, "lanes": self.table.lanes}
         return meta, {"flat": self.flat, "table": torch.from_numpy(self.table.words)}
 
     @staticmethod
-    def from_payload(payload: tuple[dict[str, Any], dict[str, Tensor]], like: SlotTable) -> Record:
+    def from_payload(payload: tuple[dict[str, Any], dict[str, Tensor]], entries: int) -> Record:
+        """entries: of the layout."""
         meta, tensors = payload
-        table = SlotTable(like.slots, like.lanes, like.entries, tensors["table"].numpy())
+        table = SlotTable(meta["slots"], meta["lanes"], entries, tensors["table"].numpy())
         computed_by = tuple((member, lo, hi) for member, lo, hi in meta["computed_by"])
         rows = tuple(map(tuple, meta.get("replicas", ())))
         omitted = shape.build(Omitted, meta.get("omitted", {}))
@@ -119,6 +122,7 @@ class Applier:
         scaler: Any = None,
         ema: Any = None,
         policies: Policies | None = None,
+        batches: Batches | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -132,6 +136,7 @@ class Applier:
         self._scaler = scaler
         self._ema = ema
         self._policies = policies or Policies(())
+        self._batches = batches
         self._applying = False
 
     def own(self) -> None:
@@ -156,6 +161,8 @@ class Applier:
     def decide(self, record: Record) -> Decided:
         """Set the gradients, and ask the policies what becomes of them. Nothing else has changed if this raises, or if
         `forget` follows in place of `apply`. Local."""
+        if self._batches is not None:
+            self._batches.heed(record.step, record.table.slots)
         nothing = in_order(record.table.weight_N) == 0 and bool(np.isfinite(record.table.loss_N).all())
         if nothing and record.omitted.slots:
             return self._omit(record)
@@ -219,11 +226,14 @@ class Applier:
     def _change(self, record: Record, decided: Decided) -> float:
         """Change the state, and give the learning rate that this was done with."""
         self._policies.accept(decided.decision)
+        if self._batches is not None:
+            self._batches.committed(record.step)
         applies = decided.decision.scale > 0
+        lr_scale = self._lr_scale(record) * decided.decision.lr_scale
         if applies:
             self._set_buffers(decided.buffers)
             failpoint("apply.gradients", record.step)
-            self._optimize(self._scale_gradients(decided.norm, decided.decision.scale), decided.decision.lr_scale)
+            self._optimize(self._scale_gradients(decided.norm, decided.decision.scale), lr_scale)
             failpoint("apply.optimizer", record.step)
         else:
             failpoint("apply.skipped", record.step)
@@ -306,13 +316,17 @@ class Applier:
             step=record.step,
             loss=mean_loss(table),
             grad_norm=value,
-            lr=float(self._optimizer.param_groups[0]["lr"]),
+            lr=float(self._optimizer.param_groups[0]["lr"]) * self._lr_scale(record),
             slot_losses=tuple(table.loss_N.tolist()),
             slot_weights=tuple(table.weight_N.tolist()),
             finite=finite,
             scaler_skips=self._has_scaler and not elements,
             bad_buffers=tuple(bad_buffers),
         )
+
+    def _lr_scale(self, record: Record) -> float:
+        """By what the batch multiplies the learning rate."""
+        return 1.0 if self._batches is None else self._batches.lr_scale(record.step)
 
     def _optimize(self, norm: Tensor, lr_scale: float) -> None:
         """Clip by the global norm, step. The learning rates are scaled for this step, and then they are the very

@@ -57,6 +57,7 @@ class Attempt:
     plan: Plan
     exchange: Exchange
     layout: Layout
+    step: int
     rank: int
     lineage: int
     canary_due: bool = False
@@ -83,7 +84,7 @@ def place(engine: Engine, progress: Progress) -> Attempt:
     from the same digest."""
     formed, partials = progress.formed, progress.partials
     assert formed is not None and partials is not None
-    members, lanes = formed.generation.members, engine.shape.lanes
+    members, lanes = formed.generation.members, partials.table.lanes
     unverified = formed.unverified(partials.step) if engine.canary else ()
     canaries, reference = canaries_due(unverified, formed.world)
     held = formed.digest.lanes if partials.step == formed.digest.version else {}
@@ -98,13 +99,14 @@ def place(engine: Engine, progress: Progress) -> Attempt:
         partials.step,
         formed.rank,
         engine.layout.elements,
-        FIXED_WORDS + SlotTable.size(engine.shape.slots, lanes, len(engine.layout.entries)),
+        FIXED_WORDS + SlotTable.size(partials.table.slots, lanes, len(engine.layout.entries)),
         engine.pool,
         engine.board.wait_for,
     )
     done = {lane for lo, hi in partials.held() for lane in range(lo, hi)}
     own = [lane for lo, hi in placed[members[formed.rank]] for lane in range(lo, hi) if lane not in done]
-    attempt = Attempt(tuple(own), placed, plan, exchange, engine.layout, formed.rank, formed.digest.lineage)
+    step, lineage = partials.step, formed.digest.lineage
+    attempt = Attempt(tuple(own), placed, plan, exchange, engine.layout, step, formed.rank, lineage)
     attempt.reference = reference
     attempt.newcomers = frozenset(unverified)
     alone = formed.world == 1 and not progress.verified and engine.canary

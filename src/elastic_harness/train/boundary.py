@@ -15,6 +15,7 @@ from elastic_harness.contract.messages import PolicyHalt
 from elastic_harness.errors import Diverged
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.attempt import Attempt
+from elastic_harness.train.batches import NAME
 from elastic_harness.train.compute import CANARY
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.link import Left
@@ -29,12 +30,12 @@ def after_apply(engine: Engine, progress: Progress, record: Record, metrics: Met
     assert progress.formed is not None
     if progress.exchange is not None:
         progress.exchange.retire(engine.config.elastic.exchange_timeout_s)
-    now = time.time()
+    now, first_lane = time.time(), engine.batches.shape(record.step).unit_slots(CANARY)
     step_s = now - progress.committed_at if progress.committed_at else None
     progress = replace(
         progress.at(record.step + 1, record=record, metrics=metrics),
         exchange=attempt.exchange,
-        verified=progress.verified or not set(engine.shape.unit_slots(CANARY)).issubset(record.omitted.slots),
+        verified=progress.verified or not set(first_lane).issubset(record.omitted.slots),
         committed_at=now,
     )
     assert progress.formed is not None
@@ -94,7 +95,7 @@ def described(engine: Engine, progress: Progress) -> Callable[[], dict[str, Any]
     def description() -> dict[str, Any]:
         formed, metrics = progress.formed, progress.metrics
         assert formed is not None
-        positions = engine.schedule.at(progress.version)
+        positions = engine.batches.schedule.at(progress.version)
         values = {} if metrics is None else {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "lr": metrics.lr}
         since = engine.policies.states[NONFINITE].value["since"]
         return {
@@ -107,7 +108,7 @@ def described(engine: Engine, progress: Progress) -> Callable[[], dict[str, Any]
             "data": {name: engine.configured[name] for name in ("order", "dataset")},
             "config": engine.config.to_dict(),
             "packages": packages(),
-            "policies": sorted(engine.policies.states),
+            "policies": sorted([*engine.policies.states, *([NAME] if engine.batches.are_state else [])]),
             **({"nonfinite_since": since} if since >= 0 else {}),
         }
 

@@ -63,8 +63,9 @@ def units(engine: Engine, attempt: Attempt, begun: Span | None) -> list[Span]:
     one has been begun in a pair."""
     compared = {CANARY[0]} if attempt.canary_due else set()
     compared |= {audit.lane for audit in attempt.audits if audit.owner == attempt.rank}
-    together = engine.shape.units(attempt.lanes)
-    return together if begun in together else engine.shape.units(attempt.lanes, compared)
+    shape = engine.batches.shape(attempt.step)
+    together = shape.units(attempt.lanes)
+    return together if begun in together else shape.units(attempt.lanes, compared)
 
 
 def check_pure(first: int, again: int, step: int) -> None:

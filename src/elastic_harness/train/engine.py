@@ -12,18 +12,18 @@ from elastic_harness.comm.rendezvous import KeyValue
 from elastic_harness.comm.transport import Transport
 from elastic_harness.config import Config
 from elastic_harness.contract.board import Board
-from elastic_harness.data.schedule import Schedule
 from elastic_harness.membership.types import Digest
 from elastic_harness.omissions import Entry, Omitted, omitted
 from elastic_harness.runs.replayed import ReplayOrder
 from elastic_harness.train.apply import Applier
+from elastic_harness.train.batches import Batches
 from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.link import Link
 from elastic_harness.train.partials import Partials, SlotTable
 from elastic_harness.train.policies import Policies
 from elastic_harness.train.saver import RunSaver
-from elastic_harness.train.slots import Dataset, Shape, SlotComputer
+from elastic_harness.train.slots import Dataset, SlotComputer
 from elastic_harness.train.state import Registry
 from elastic_harness.train.watch import StateWatch
 
@@ -40,8 +40,7 @@ class Engine:
     link: Link
     board: Board
     deadlines: Deadlines
-    schedule: Schedule
-    shape: Shape
+    batches: Batches
     layout: Layout
     dataset: Dataset
     slots: SlotComputer
@@ -62,11 +61,11 @@ class Engine:
     @property
     def last_version(self) -> int:
         """The version at which the run ends, unless the script ends it before."""
-        return self.config.training.max_steps if self.replay is None else self.replay.step + 1
+        return self.batches.last_version if self.replay is None else self.replay.step + 1
 
     def omitted(self, digest: Digest, step: int) -> Omitted:
         """What this step omits, in the lineage of this digest."""
-        return omitted((*self.omissions, *digest.omissions), step, self.shape.slots)
+        return omitted((*self.omissions, *digest.omissions), step, self.batches.shape(step).slots)
 
     def accept_state(self, version: int) -> None:
         """Training state is that of `version` now: any further change before the next commit is an error."""
@@ -75,4 +74,5 @@ class Engine:
 
     def new_partials(self, step: int) -> Partials:
         """Nothing of step `step` is done yet."""
-        return Partials(step, SlotTable.empty(self.shape.slots, self.shape.lanes, len(self.layout.entries)))
+        shape = self.batches.shape(step)
+        return Partials(step, SlotTable.empty(shape.slots, shape.lanes, len(self.layout.entries)))

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic_harness.config import Config
+from elastic_harness.config import Config, ScaleConfig
 from elastic_harness.train.layout import Layout
-from elastic_harness.train.slots import Shape
 
 
 def fingerprint(
@@ -24,17 +23,17 @@ def fingerprint(
     optimizer: torch.optim.Optimizer,
     dataset: Mapping[str, Any],
     layout: Layout,
-    shape: Shape,
 ) -> dict[str, Any]:
     """Everything on which the bits of a step depend. Members must agree in every entry under `exactness: strict`;
     relaxed lets those differ that change bits only (threads, torch, device, cpu, …)."""
     device = next(model.parameters()).device
     entries: dict[str, Any] = {
         "run.seed": config.seed,
-        "run.slots": shape.slots,
-        "run.lanes": shape.lanes,
-        "run.micro_batch_samples": shape.micro_batch,
+        "run.slots": config.slots,
+        "run.lanes": config.lanes_resolved,
+        "run.micro_batch_samples": config.training.micro_batch_samples,
         "run.clip_norm": config.training.clip_norm,
+        **_batches(config),
         "exactness": config.elastic.exactness,
         "model.layout": _layout(layout),
         "model.class": f"{type(model).__module__}.{type(model).__qualname__}",
@@ -49,6 +48,16 @@ def fingerprint(
         "mkl_cbwr": os.environ.get("MKL_CBWR", ""),
     }
     return {**entries, **{f"data.{name}": value for name, value in dataset.items()}, **config.fingerprint()}
+
+
+def _batches(config: Config) -> dict[str, Any]:
+    """What the batch and the rate of each step follow from, where that is not the default."""
+    values: dict[str, Any] = {"run.batch_schedule": config.training.batch_schedule}
+    values |= {f"scaling.{name}": value for name, value in vars(config.scaling).items()}
+    if config.training.batch_schedule or config.slots_per_worker:
+        values["run.lanes_max"] = config.lanes_max
+    default = {f"scaling.{name}": value for name, value in vars(ScaleConfig()).items()} | {"run.batch_schedule": ""}
+    return {name: value for name, value in values.items() if value != default.get(name)}
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -28,12 +28,13 @@ from elastic_harness.train import nonfinite
 from elastic_harness.train.apply import Decided
 from elastic_harness.train.attempt import Attempt
 from elastic_harness.train.audits import audits_due
+from elastic_harness.train.batches import Shape
 from elastic_harness.train.compute import compute_again, impure
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.header import Header
 from elastic_harness.train.partials import SlotTable
 from elastic_harness.train.progress import Formed, Progress
-from elastic_harness.train.slots import Shape, gradients_word
+from elastic_harness.train.slots import gradients_word
 from elastic_harness.train.tell import is_first_fit, tell_doubt, tell_unfit
 from elastic_harness.train.words import gather
 
@@ -82,16 +83,17 @@ def doubts(
     formed = progress.formed
     assert formed is not None
     if bad_slots:
+        shape = engine.batches.shape(progress.version)
         held = enumerate(attempt.placed[member] for member in formed.generation.members)
         owner_of = {lane: owner for owner, ranges in held for lo, hi in ranges for lane in range(lo, hi)}
         lanes = [
             lane
-            for lane in range(engine.shape.lanes)
-            if not bad_slots.isdisjoint(engine.shape.unit_slots((lane, lane + 1)))
+            for lane in range(shape.lanes)
+            if not bad_slots.isdisjoint(shape.unit_slots((lane, lane + 1)))
         ]
         first = [((lane, lane + 1), owner_of[lane]) for lane in lanes[:LANES_MAX]]
         return [
-            Question(span, owner, {owner: (Answer(losses_word(engine.shape, table, span), 0),)})
+            Question(span, owner, {owner: (Answer(losses_word(shape, table, span), 0),)})
             for span, owner in first
         ]
     questions = [Question(span, owner) for span, owner in attempt.plan.cover]
@@ -149,7 +151,7 @@ def _ask(
     for index, question in enumerate(questions):
         if turn == 0 and question.owner == formed.rank:
             known = (
-                losses_word(engine.shape, partials.table, question.span),
+                losses_word(engine.batches.shape(progress.version), partials.table, question.span),
                 gradients_word(partials.spans[question.span]),
             )
             words[index, 0] = torch.tensor(known)
@@ -167,10 +169,10 @@ def _ask(
 
 def _compute_again(engine: Engine, progress: Progress, span: Span) -> Generator[Any, None, Answer]:
     """Compute some lanes and their sum, as if for the first time. Nothing of the step changes."""
-    again = engine.new_partials(progress.version)
+    again, shape = engine.new_partials(progress.version), engine.batches.shape(progress.version)
     for lane in range(*span):
         again.add((lane, lane + 1), *(yield from compute_again(engine, progress, (lane, lane + 1))))
-    return Answer(losses_word(engine.shape, again.table, span), gradients_word(again.spans[span]))
+    return Answer(losses_word(shape, again.table, span), gradients_word(again.spans[span]))
 
 
 def conclude(engine: Engine, progress: Progress, found: Judgement, what: str, certified: int | None) -> Judgement:

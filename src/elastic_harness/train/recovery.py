@@ -102,7 +102,7 @@ def recover(engine: Engine, progress: Progress, failure: Recoverable | None) -> 
             engine.deadlines.heed_overdue(formed.digest.overdue)
             failpoint("recovery.reconciled", progress.version)
             with stages.timed("repair"):
-                progress = _repair(engine, progress, report)
+                progress = _dealt(engine, _repair(engine, progress, report))
                 if formed.digest.sources[engine.link.member].kind != "keep":
                     engine.accept_state(progress.version)
                 progress = replace(progress, lineage=formed.digest.lineage, serving=_serve(engine, progress))
@@ -163,15 +163,17 @@ def _report(engine: Engine, progress: Progress, number: int) -> Report:
     would give other bits than its donor has, so laggards take the whole state."""
     strict = engine.config.elastic.exactness == "strict"
     checkpoints = engine.saver.restorable() if progress.version < 0 else {}
+    lanes = _lanes(engine, progress)
     return Report(
         generation=number,
         version=progress.version,
         record=progress.record.step if progress.record and strict else None,
-        lanes=_lanes(engine, progress),
+        lanes=lanes,
         checkpoints=tuple(checkpoints),
         verified=progress.verified,
         lineages=tuple(checkpoints.values()),
         lineage=progress.lineage,
+        workers=engine.batches.workers(progress.version) if lanes else 0,
     )
 
 
@@ -213,7 +215,7 @@ def _repair(engine: Engine, progress: Progress, report: Report) -> Progress:
             engine.slots.drop_unit()
             return progress.dropped()
         case "replay":
-            record = Record.from_payload(receive()[0], engine.new_partials(0).table)
+            record = Record.from_payload(receive()[0], len(engine.layout.entries))
             if record.step != progress.version:
                 raise Inconsistent(f"the record of step {record.step} came to a member at version {progress.version}")
             return progress.at(digest.version, record=record, metrics=engine.applier.apply(record))
@@ -233,6 +235,18 @@ def _repair(engine: Engine, progress: Progress, report: Report) -> Progress:
             engine.registry.rehearse()
     # Nothing tells of the steps before: what was restored is taken for right.
     return replace(progress.at(digest.version, record=None, metrics=None), certain=digest.version)
+
+
+def _dealt(engine: Engine, progress: Progress) -> Progress:
+    """Have the step that begins or goes on, and those after it, for as many workers as the digest says."""
+    formed, partials = progress.formed, progress.partials
+    assert formed is not None
+    replicas = len(formed.generation.rows)
+    engine.batches.deal(progress.version, formed.digest.workers or replicas, replicas)
+    if partials is None or partials.table.slots == engine.batches.shape(progress.version).slots:
+        return progress
+    engine.slots.drop_unit()
+    return progress.dropped()
 
 
 def _serve(engine: Engine, progress: Progress) -> threading.Thread | None:
@@ -301,5 +315,5 @@ def _take_state(engine: Engine, progress: Progress, version: int, payload: Paylo
     if "record" not in meta:
         return progress.at(version, record=None, metrics=None)
     vectors = {n.removeprefix(RECORD): t for n, t in tensors.items() if n.startswith(RECORD)}
-    record = Record.from_payload((meta["record"], vectors), engine.new_partials(0).table)
+    record = Record.from_payload((meta["record"], vectors), len(engine.layout.entries))
     return progress.at(version, record=record, metrics=shape.build(Metrics, meta["metrics"]))

@@ -36,7 +36,6 @@ from elastic_harness.contract.messages import (
 )
 from elastic_harness.data.mapstyle import MapStyle
 from elastic_harness.data.order import EpochOrder
-from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import (
     EXIT_CONFIG,
     EXIT_INFRASTRUCTURE,
@@ -54,6 +53,8 @@ from elastic_harness.runs import origin as origins
 from elastic_harness.runs import replayed
 from elastic_harness.train import standalone
 from elastic_harness.train.apply import Applier
+from elastic_harness.train.batches import NAME as BATCHES
+from elastic_harness.train.batches import Batches, scheduled
 from elastic_harness.train.boundary import described
 from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.ending import left_by_hand, left_message
@@ -73,7 +74,7 @@ from elastic_harness.train.recovery import recover
 from elastic_harness.train.refusals import check_extra, check_model, check_names, check_state_dict, check_trainable
 from elastic_harness.train.replay import check_beginning, check_program, saving_nothing
 from elastic_harness.train.saver import make_saver
-from elastic_harness.train.slots import Shape, SlotComputer
+from elastic_harness.train.slots import SlotComputer
 from elastic_harness.train.state import Registry, Stateful, weights_sha256
 from elastic_harness.train.watch import StateWatch
 
@@ -167,8 +168,8 @@ class Run:
         `close`. After an exception nothing is said: that says more."""
         if self._closed or not left_by_hand(frame):
             return
-        version, training = self._progress.version, self._engine.config.training
-        message = left_message(version, training.max_steps, committed=version > step.index)
+        version = self._progress.version
+        message = left_message(version, self._engine.last_version, committed=version > step.index)
         print(f"elastic-harness: {message}", file=sys.stderr, flush=True)
         if self._engine.saver.alone and self.world_size == 1:
             return
@@ -364,7 +365,6 @@ def start(
     averaged = averaged_buffers(model, buffers)
     later = optimized(optimizer) if before_step is not None else ()
     layout = make_layout(model, averaged, later)
-    shape = Shape(config.slots, config.lanes_resolved, training.micro_batch_samples, pairs=layout.uniform)
     order = getattr(source, "order", None) or EpochOrder(len(source), config.seed)
     data = {"order": order.describe(), "dataset": source.fingerprint()}
     replay = replayed.read(folder)
@@ -372,11 +372,16 @@ def start(
     if resume_from is not None:
         origin = origins.claim(folder, str(resume_from), weights_only=weights_only)
     first = origin.first(data) if origin is not None else (0, 0)
-    if first[0] > training.max_steps:
+    if training.max_steps is not None and first[0] > training.max_steps:
         raise ConfigError(
             f"training.max_steps is {training.max_steps}, but the run begins from {origin}: give more steps than that"
         )
-    schedule = Schedule(order.n_samples, training.global_batch_samples, *first)
+    tokens_per_sample = int(getattr(source, "seq_length", 1))
+    schedule = scheduled(config, order.n_samples, tokens_per_sample, first)
+    if replay is not None and config.slots_per_worker:
+        recorded = [(step, slots * training.micro_batch_samples) for step, slots in replay.slots]
+        schedule = replace(schedule, changes=tuple(recorded))
+    batches = Batches(config, schedule, tokens_per_sample, pairs=layout.uniform, fixed=replay is not None)
     health = config.health
     stretch = health.rollback_steps, health.omit_steps
     if health.on_spike != "off":
@@ -385,9 +390,10 @@ def start(
         policies = (SpikePolicy(health.on_spike, *thresholds, health.spike_window, *stretch, *lowered), *policies)
     deciding = Policies([SkipNonfinite(training.nonfinite_steps_max, health.on_nonfinite, *stretch), *policies])
     given: dict[str, Stateful | None] = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "ema": ema}
-    check_names({"policies": [policy.name for policy in policies], "extra": extra or {}}, given)
+    check_names({"policies": [policy.name for policy in policies], "extra": extra or {}}, given | {BATCHES: None})
     check_extra(extra or {}, config.elastic.exactness)
-    named = {k: v for k, v in given.items() if v is not None} | deciding.states | dict(extra or {})
+    own_states = deciding.states | ({BATCHES: batches} if batches.are_state else {})
+    named = {k: v for k, v in given.items() if v is not None} | own_states | dict(extra or {})
     registry = Registry(model, named, averaged)
     registry.capture()  # refuses now what could not be saved later
     watch = StateWatch(
@@ -399,6 +405,7 @@ def start(
         scaler=scaler,
         ema=ema,
         policies=deciding,
+        batches=batches,
     )
     deadlines = Deadlines(config.elastic, board)
 
@@ -418,16 +425,14 @@ def start(
         link=link,
         board=board,
         deadlines=deadlines,
-        schedule=schedule,
-        shape=shape,
+        batches=batches,
         layout=layout,
         dataset=source,
         slots=SlotComputer(
             model,
             source,
-            schedule,
+            batches,
             order,
-            shape,
             layout,
             seed=config.seed,
             reading=reading,
@@ -445,6 +450,7 @@ def start(
             scaler=scaler,
             ema=ema,
             policies=deciding,
+            batches=batches,
         ),
         policies=deciding,
         watch=watch,
@@ -455,30 +461,31 @@ def start(
             folder,
             registry,
             lambda event, fields: link.send(CheckpointEvent(event, fields)),
-            Inherited(origin, registry, deciding.states) if origin is not None else None,
+            Inherited(origin, registry, own_states) if origin is not None else None,
         ),
         canary=config.elastic.canary and config.elastic.exactness == "strict",
         connect=connect,
         configured={
             "seed": config.seed,
             "n_samples": order.n_samples,
-            "slots": shape.slots,
-            "lanes": shape.lanes,
+            "slots": config.slots,
+            "lanes": config.lanes_resolved,
             "micro_batch_samples": training.micro_batch_samples,
             "global_batch_samples": training.global_batch_samples,
             "first_step": schedule.first_step,
             "first_position": schedule.first_position,
+            **batches.described(),
             "parameters": sum(e.hi - e.lo for e in layout.entries),
             **data,
         },
-        tokens_per_sample=int(getattr(source, "seq_length", 1)),
+        tokens_per_sample=tokens_per_sample,
         omissions=omissions.parse(training.omit) + (replay.omissions if replay is not None else ()),
         before_step=before_step,
         replay=replay,
     )
     try:
         engine.applier.own()
-        own = fingerprint(config, model, optimizer, data["dataset"], layout, shape) | policy_settings(policies)
+        own = fingerprint(config, model, optimizer, data["dataset"], layout) | policy_settings(policies)
         if health.on_nonfinite != "skip_step":
             own["health.on_nonfinite"] = health.on_nonfinite
         if health.on_nonfinite == "rollback":
@@ -489,7 +496,7 @@ def start(
             own["run.origin"] = origin.identity
         if replay is not None:
             check_program(replay, json.loads(json.dumps(own)))
-        link.hello(own, config.training.max_steps, config.elastic.progress_timeout_max_s)
+        link.hello(own, batches.last_version, config.elastic.progress_timeout_max_s)
         progress = recover(engine, Progress(), None)
         if replay is not None:
             check_beginning(replay, progress.version)

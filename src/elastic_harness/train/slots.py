@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,11 +18,12 @@ from torch import Tensor, nn
 from elastic_harness.checkpoint.tensors import content_of
 from elastic_harness.comm.tree import Span
 from elastic_harness.data.order import Order
-from elastic_harness.data.schedule import Schedule, slot_sample_ids
+from elastic_harness.data.schedule import slot_sample_ids
 from elastic_harness.errors import UserCodeError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.runs.ledger import ids_hash
 from elastic_harness.train.batch import own_memory
+from elastic_harness.train.batches import Batches
 from elastic_harness.train.buffers import Buffers
 from elastic_harness.train.gradients import HeldGradients
 from elastic_harness.train.layout import Layout
@@ -41,36 +41,6 @@ class Dataset(Protocol):
     def fingerprint(self) -> dict[str, Any]: ...
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What a step is made of: N slots of at most `micro_batch` samples, L lanes of consecutive slots.
-    pairs: whether autograd may add up two lanes."""
-
-    slots: int
-    lanes: int
-    micro_batch: int
-    pairs: bool = True
-
-    def unit_slots(self, unit: Span) -> range:
-        """The slots of some consecutive lanes; lanes differ by at most one slot."""
-        return range(unit[0] * self.slots // self.lanes, unit[1] * self.slots // self.lanes)
-
-    def units(self, lanes: Sequence[int], alone: Collection[int] = ()) -> list[Span]:
-        """How to compute `lanes`, ascending: one by one, except that two siblings of one slot each are accumulated
-        by autograd in place, which is the very addition the tree asks for, and cheaper. Not so where a parameter is
-        of a narrower type than the sums: autograd would round once more. Nor are lanes that are to be computed
-        `alone`."""
-        units: list[Span] = []
-        for lane in lanes:
-            pair = (lane - 1, lane + 1)
-            pairs = self.pairs and lane % 2 and len(self.unit_slots(pair)) == 2 and not {lane - 1, lane} & set(alone)
-            if pairs and units and units[-1] == (lane - 1, lane):
-                units[-1] = pair
-            else:
-                units.append((lane, lane + 1))
-        return units
-
-
 class SlotComputer:
     """Runs the slots of a unit one after the other, accumulating into p.grad as autograd does anyway.
 
@@ -81,9 +51,8 @@ class SlotComputer:
         self,
         model: nn.Module,
         dataset: Dataset,
-        schedule: Schedule,
+        batches: Batches,
         order: Order,
-        shape: Shape,
         layout: Layout,
         *,
         seed: int,
@@ -97,9 +66,8 @@ class SlotComputer:
         self._gradients = HeldGradients(self._names, [parameters[name] for name in self._names])
         self._buffers = Buffers(model, layout.buffers, layout.dtype)
         self._dataset = dataset
-        self._schedule = schedule
+        self._batches = batches
         self._order = order
-        self._shape = shape
         self._dtype = layout.dtype
         self._seed = seed
         self._reading = reading
@@ -133,7 +101,7 @@ class SlotComputer:
             self.drop_unit()
             self._unit = (step, unit, canary)
         self._buffers.check_unchanged()
-        slots = self._shape.unit_slots(unit) if slots is None else slots
+        slots = self._batches.shape(step).unit_slots(unit) if slots is None else slots
         self._prefetch(step + 1, slots)
         for slot in slots[len(self._contributions) :]:
             ids = self._ids(step, slot)
@@ -146,7 +114,7 @@ class SlotComputer:
             batch = own_memory(self._dataset.read(ids))
             if canary:
                 self.canary_batches.append(batch_word(batch))  # now: the user's code may change it
-            self._slot = (step, slot, len(ids) / self._shape.micro_batch)
+            self._slot = (step, slot, len(ids) / self._batches.micro_batch)
             self._seen, self._failed = None, False
             yield slot, batch
             self._gradients.take_back(self.where())
@@ -161,7 +129,7 @@ class SlotComputer:
             self._dataset.prefetch(np.concatenate(ids))  # type: ignore[attr-defined]
 
     def _ids(self, step: int, slot: int) -> npt.NDArray[np.int64]:
-        return slot_sample_ids(self._schedule, self._order, step, slot, self._shape.micro_batch)
+        return slot_sample_ids(self._batches.schedule, self._order, step, slot, self._batches.micro_batch)
 
     def sample_ids(self, step: int, slot: int) -> list[int]:
         """Which samples a slot of any step reads."""

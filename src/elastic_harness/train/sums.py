@@ -119,7 +119,7 @@ class SumAudits:
             self._engine.board.wait_for(self._step, ())
         for audit, spans, work in receives:
             mine[audit] |= zip(spans, work.tensor.split(audit.hi - audit.lo), strict=True)
-        root = (0, self._engine.shape.lanes)
+        root = (0, self._engine.batches.shape(self._step).lanes)
         return {audit: gradients_word([add_up(root, parts, self._add, audit.lo)]) for audit, parts in mine.items()}
 
     def _told(self, words: Sequence[int]) -> list[list[int]]:

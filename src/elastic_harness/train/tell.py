@@ -28,7 +28,7 @@ def tell_commit(engine: Engine, progress: Progress, step_s: float | None) -> Non
     """The ledger line and the metrics of the last committed step."""
     formed, record, metrics = progress.formed, progress.record, progress.metrics
     assert formed is not None and record is not None and metrics is not None
-    positions = engine.schedule.at(record.step)
+    positions = engine.batches.schedule.at(record.step)
     world = len({member for member, _, _ in record.computed_by})
     line = LedgerLine(
         lineage=formed.digest.lineage,
@@ -39,8 +39,8 @@ def tell_commit(engine: Engine, progress: Progress, step_s: float | None) -> Non
         epoch=positions.epoch,
         position=positions.position,
         count=positions.count,
-        slots=engine.shape.slots,
-        lanes=engine.shape.lanes,
+        slots=record.table.slots,
+        lanes=record.table.lanes,
         computed_by=record.computed_by,
         slot_samples=tuple(f"{int(h):016x}" for h in record.table.ids_hash_N),
         slot_weight=tuple(record.table.weight_N.tolist()),
@@ -48,6 +48,7 @@ def tell_commit(engine: Engine, progress: Progress, step_s: float | None) -> Non
         replicas=record.replicas,
         gradient=gradient_hash(record.step, record.flat),
         slot_losses=loss_hashes(record.table),
+        lr_scale=engine.batches.lr_scale(record.step),
         **decided(metrics.decisions),
     )
     engine.link.send(
@@ -169,7 +170,7 @@ def tell_doubt(
     """Tell that what was committed since a version is in doubt: every member does, for the job starts all of them
     again, from a checkpoint of that version or before. omissions: what it omits from then on."""
     members = tuple(formed.generation.members[rank] for rank in unfit)
-    version = max(engine.schedule.first_step, version)
+    version = max(engine.batches.schedule.first_step, version)
     engine.link.send(DoubtfulState(formed.digest.lineage, version, reason, members, omissions))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from elastic_harness.checkpoint.structure import encode
 from elastic_harness.checkpoint.tensors import content_of
 from elastic_harness.errors import UserCodeError
+from elastic_harness.train.batches import Batches
 from elastic_harness.train.policies import Policies
 from elastic_harness.train.refusals import check_hooks
 
@@ -49,10 +50,12 @@ class StateWatch:
         scaler: Any = None,
         ema: Any = None,
         policies: Policies | None = None,
+        batches: Batches | None = None,
     ) -> None:
         """trained: names of the parameters that have a place in the layout. buffers: those that are state."""
         self._optimizer = optimizer
         self._policies = policies or Policies(())
+        self._batches = batches
         self._trained = set(trained)
         self._others = {name: part for name, part in (("scheduler", scheduler), ("scaler", scaler)) if part is not None}
         self._modules = dict(model.named_modules())
@@ -183,6 +186,8 @@ class StateWatch:
     def _word(self, pieces: Iterable[tuple[str, int]]) -> int:
         digest = xxhash.xxh3_64(bytes(self._requires_grad))
         digest.update(f"{self._policies.word()}\n".encode())
+        if self._batches is not None and self._batches.are_state:
+            digest.update(f"{self._batches.state_dict()}\n".encode())
         for name, value in pieces:
             digest.update(f"{name} {value}\n".encode())
         return digest.intdigest() >> 1 | 1
