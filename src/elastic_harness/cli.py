@@ -30,6 +30,7 @@ COMMANDS = {
     "index": ("commands.index", "main", "build a token index from text, or look into one"),
     "simulate": ("commands.simulate", "main", "run the recovery protocol of many nodes under random faults"),
     "health": ("commands.health", "main", "which steps of a run would have stood out, by which rule"),
+    "plan": ("commands.plan", "main", "what failures will cost, and how often to save"),
     "doctor": ("commands.doctor", "main", "check this machine before a run"),
     "etcd": ("etcd.server", "main", "start, show or stop an etcd for development"),
     "generate": ("gpt.generate", "main", "sample text from a trained run"),
