@@ -36,7 +36,7 @@ class TrainingConfig(Section):
     max_steps: int | None = None  # the run's end; null: 200, or none if one of the next two is given
     max_tokens: int | None = None  # … with the step that uses up so many tokens
     max_epochs: float | None = None  # … with the step that uses up the data so many times
-    global_batch_samples: int = 32
+    global_batch_samples: int = 32  # in one step, on all workers together
     batch_schedule: str = ""  # "100: 64, 2000: 128": from step 100 on 64 samples …; "20M tokens: 64": after so many
     micro_batch_samples: int = 1  # samples in one slot
     clip_norm: float | None = 1.0  # of the global gradient; null: no clipping
@@ -106,7 +106,7 @@ class ScaleConfig(Section):
 
     section: ClassVar[str] = "scaling"
 
-    batch: Literal["constant", "per_worker"] = "constant"
+    batch: Literal["constant", "per_worker"] = "constant"  # per_worker: a step has as many slots for each worker
     base_workers: int | None = None  # per_worker: with so many a step has training.global_batch_samples
     rule: Literal["none", "linear", "sqrt"] = "none"  # the rate is that of global_batch_samples times batch ratio, or √
     warmup_steps: int = 0  # from one rate to the next; 0: at once
@@ -134,15 +134,15 @@ class ElasticConfig(Section):
 
     section: ClassVar[str] = "elastic"
 
-    exactness: Literal["strict", "relaxed"] = "strict"
-    max_workers: int = 8
+    exactness: Literal["strict", "relaxed"] = "strict"  # relaxed: hardware may differ, and so may bits
+    max_workers: int = 8  # the number of lanes follows from it
     canary: bool = True  # a joiner proves with one micro-batch that it computes the same bits
     deal_by_speed: bool = True  # a slow worker is dealt fewer lanes; off on one worker: lanes are dealt evenly
     progress_timeout_factor: float = 8.0  # hang deadline = factor * measured time of the phase, in the bounds below
-    progress_timeout_min_s: float = 2.0
-    progress_timeout_max_s: float = 300.0
-    first_step_timeout_s: float = 300.0
-    exchange_timeout_s: float = 600.0
+    progress_timeout_min_s: float = 2.0  # the shortest deadline …
+    progress_timeout_max_s: float = 300.0  # … and the longest
+    first_step_timeout_s: float = 300.0  # the deadline while nothing is measured yet: compiling, warming up
+    exchange_timeout_s: float = 600.0  # the longest wait for another worker
 
     def check(self) -> None:
         self._at_least(1, "max_workers")
@@ -172,8 +172,9 @@ class HealthConfig(Section):
 
     section: ClassVar[str] = "health"
 
-    # What is done if a loss, or else the gradient, is not finite, and if a loss or a norm is far above those before:
+    # What is done if a loss, or else the gradient, is not finite …
     on_nonfinite: Literal["skip_step", "skip_slot", "rollback", "fail"] = "skip_step"
+    # … and if a loss or a norm is far above those before
     on_spike: Literal["off", "warn", "skip_step", "lower_lr", "rollback"] = "off"
     rollback_steps: int = 10  # a rollback goes back at least so many steps before its cause …
     omit_steps: int = 20  # … and omits so many steps of data from there on
@@ -222,15 +223,15 @@ class CheckpointConfig(Section):
     keep_last: int = 3  # on disk, the newest
     keep_every: int = 0  # and every one whose step is a multiple of this
     keep_best: int = 0  # and so many with the best `best_metric`
-    best_metric: str = "loss"
-    best_mode: Literal["min", "max"] = "min"
+    best_metric: str = "loss"  # loss, grad_norm or lr
+    best_mode: Literal["min", "max"] = "min"  # whether the smallest or the largest value is best
     s3_keep_last: int = 0  # in object storage; 0: all
     async_save_policy: Literal["warn", "retry", "fail"] = "warn"  # when a write or an upload fails
     upload_mbps_max: float = 0.0  # megabits per second; 0: no limit
     full_every: int = 0  # of so many uploads one is whole, the others only differences; 0: all are whole
     mtbf_hours: float | None = None  # mean time between failures, for "auto"; null: as observed
-    interval_min_s: float = 1.0
-    interval_max_s: float = 3600.0
+    interval_min_s: float = 1.0  # auto: at least so long between two saves …
+    interval_max_s: float = 3600.0  # … and at most
     peer_copies: int = 1  # of a process group's snapshots in memory, on so many other nodes; 0: none
     node_name: str | None = None  # what tells this rank's machine from the others'; null: its host name and boot id
 
@@ -264,7 +265,7 @@ class Config(Section):
     A program with settings of its own may hold them in sections of a subclass; `config.yaml` records them too.
     """
 
-    seed: int = 1337
+    seed: int = 1337  # of data order, initial weights and dropout
     training: TrainingConfig = field(default_factory=TrainingConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -17,12 +17,12 @@ class LoopConfig(Section):
 
     section: ClassVar[str] = "trainer"
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    compile: bool = False
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of forward and backward; the weights are fp32
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one
+    compile: bool = False  # torch.compile
     eval_interval_steps: int = 0  # 0: no validation loss
-    eval_batches: int = 8
-    log_interval_steps: int = 1
+    eval_batches: int = 8  # in one validation
+    log_interval_steps: int = 1  # between two lines of output
     ema_decay: float | None = None  # null: no moving average of the weights
 
     def check(self) -> None:
@@ -42,7 +42,7 @@ class DataConfig(Section):
     weights: dict[str, float] | None = None  # of the sources; null: all equal
     weight_changes: dict[str, dict[str, float]] | None = None  # other weights from a step on
     documents: Literal["join", "separate", "pack"] = "join"  # of a token index: whether windows respect documents
-    seq_length: int = 128
+    seq_length: int = 128  # tokens in a sample
     validation_fraction: float = 0.05  # held out: of an index whole documents, of a text pieces of 16 KiB
 
     def check(self) -> None:
@@ -69,12 +69,12 @@ class ModelConfig(Section):
 
     section: ClassVar[str] = "model"
 
-    vocab_size: int = 256
-    n_layer: int = 4
-    n_head: int = 4
-    d_model: int = 128
-    mlp_ratio: int = 4
-    dropout: float = 0.0
+    vocab_size: int = 256  # 256: bytes
+    n_layer: int = 4  # transformer blocks
+    n_head: int = 4  # attention heads
+    d_model: int = 128  # width of the residual stream
+    mlp_ratio: int = 4  # width of the MLP in units of d_model
+    dropout: float = 0.0  # of attention and residuals
     tie_weights: bool = True  # the output layer is the embedding
     context_length: int | None = None  # longest text seen at once; null: data.seq_length
 
@@ -95,11 +95,11 @@ class OptimizerConfig(Section):
 
     section: ClassVar[str] = "optimizer"
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    lr: float = 3e-4
+    name: Literal["adamw", "adam", "sgd"] = "adamw"  # torch.optim's
+    lr: float = 3e-4  # the highest learning rate
     betas: tuple[float, float] = (0.9, 0.95)  # adamw and adam
     eps: float = 1e-8  # adamw and adam
-    weight_decay: float = 0.1
+    weight_decay: float = 0.1  # of matrices; vectors have none
     momentum: float = 0.0  # sgd
     nesterov: bool = False  # sgd
 
@@ -117,7 +117,7 @@ class SchedulerConfig(Section):
 
     section: ClassVar[str] = "scheduler"
 
-    name: Literal["cosine", "linear", "constant"] = "cosine"
+    name: Literal["cosine", "linear", "constant"] = "cosine"  # the way down, after the warm-up
     warmup_steps: int | None = None  # null: 20, or a tenth of training.max_steps if that is less
     min_lr_ratio: float = 0.1  # of optimizer.lr, at the last step
 
