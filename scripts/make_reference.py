@@ -149,7 +149,8 @@ def api() -> str:
         "# API reference",
         "",
         "Made from the docstrings by `make reference`. The settings are in",
-        "[configs/training_config.yaml](../configs/training_config.yaml), the commands in `elastic-harness --help`.",
+        "[configs/training_config.yaml](../configs/training_config.yaml),",
+        "the commands in the [README](../README.md#run-management).",
         "",
     ]
     home: dict[Any, str] = {}
