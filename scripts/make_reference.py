@@ -42,7 +42,7 @@ MODULES = {  # what users import, and which names of it where the module does no
     "elastic_harness.health": (),
     "elastic_harness.planning": (
         "calculate_failure_probability", "young_interval_s", "daly_interval_s", "available_interval_s", "restarting",
-        "strategies", "bill", "Nodes", "Costs", "Shares", "Strategy", "Bill",
+        "strategies", "bill", "Nodes", "FailureCosts", "TimeShares", "Strategy", "Bill",
     ),
     "elastic_harness.runs.verify": ("verify", "Verdict"),
 }  # fmt: skip

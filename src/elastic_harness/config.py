@@ -50,8 +50,6 @@ class TrainingConfig(Section):
         self._at_least(1, "max_steps", "max_tokens", "global_batch_samples", "micro_batch_samples", "threads")
         self._at_least(1, "nonfinite_steps_max", "lanes")
         self._positive("clip_norm", "max_epochs")
-        if (self.max_steps, self.max_tokens, self.max_epochs) == (None, None, None):
-            object.__setattr__(self, "max_steps", STEPS_UNASKED)
         self._require(
             self.global_batch_samples % self.micro_batch_samples == 0,
             "global_batch_samples",
@@ -67,6 +65,12 @@ class TrainingConfig(Section):
         )
         self._check_schedule()
         self._check_omissions(max(self.batches) // self.micro_batch_samples)
+
+    @property
+    def steps_known(self) -> int | None:
+        """The number of steps, if it does not depend on the data."""
+        budgets = (self.max_tokens, self.max_epochs) != (None, None)
+        return self.max_steps if budgets or self.max_steps is not None else STEPS_UNASKED
 
     @property
     def batches(self) -> list[int]:
@@ -101,7 +105,7 @@ class TrainingConfig(Section):
 
 
 @dataclass(frozen=True)
-class ScaleConfig(Section):
+class BatchConfig(Section):
     """Whether the batch follows the number of workers, and the learning rate the batch. By default neither does."""
 
     section: ClassVar[str] = "scaling"
@@ -124,6 +128,12 @@ class ScaleConfig(Section):
             self.batch == "per_worker" or self.base_workers is None,
             "base_workers",
             'belongs to scaling.batch="per_worker"',
+            "leave it out, or set that too",
+        )
+        self._require(
+            self.warmup_steps == 0 or self.rule != "none",
+            "warmup_steps",
+            "needs a scaling.rule by which the learning rate changes",
             "leave it out, or set that too",
         )
 
@@ -270,7 +280,7 @@ class Config(Section):
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
-    scaling: ScaleConfig = field(default_factory=ScaleConfig)
+    scaling: BatchConfig = field(default_factory=BatchConfig)
 
     def check(self) -> None:
         self._require(0 <= self.seed < 2**63, "seed", "must lie in 0 … 2^63 - 1")
@@ -287,12 +297,24 @@ class Config(Section):
         workers = self.scaling.base_workers
         if workers is not None:
             self._check_per_worker(workers)
+        elif self.scaling.rule != "none" and not self.training.batch_schedule:
+            raise setting_error(
+                "scaling.rule",
+                self.scaling.rule,
+                "the batch never changes",
+                'leave it out, or give training.batch_schedule or scaling.batch="per_worker"',
+            )
 
     def _check_per_worker(self, workers: int) -> None:
         """Raise ConfigError if a step cannot have so many slots for each worker."""
         if self.training.batch_schedule:
             raise ConfigError(
                 'scaling.batch is "per_worker", so the batch follows the workers; leave training.batch_schedule out.'
+            )
+        if self.training.omit or "rollback" in (self.health.on_nonfinite, self.health.on_spike):
+            raise ConfigError(
+                'scaling.batch is "per_worker", so nobody knows which samples a slot of a later step will have; leave '
+                "training.omit out, and let health.on_nonfinite and health.on_spike do something else than rollback."
             )
         if self.slots % workers:
             raise setting_error(

@@ -69,7 +69,7 @@ def listed(entries: Iterable[Entry]) -> str:
 def omitted(entries: Iterable[Entry], step: int, slots: int) -> Omitted:
     """Return what is omitted of a step of so many slots."""
     fitting = [each for each in starmap(Omission, entries) if each.first <= step < each.end]
-    found = {slot for each in fitting for slot in (each.slots or range(slots))}
+    found = {slot for each in fitting for slot in (each.slots or range(slots)) if slot < slots}
     return Omitted(tuple(sorted(found)), "; ".join(dict.fromkeys(each.reason for each in fitting)))
 
 

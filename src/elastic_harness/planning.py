@@ -39,7 +39,7 @@ def available_interval_s(cost_s: float, mtbf_s: float, restart_s: float) -> floa
 
 
 @dataclass(frozen=True)
-class Shares:
+class TimeShares:
     """What becomes of a run's time on all its nodes. The parts make 1."""
 
     useful: float
@@ -48,27 +48,27 @@ class Shares:
     stopped: float = 0.0  # noticing failures, restarting, recovering, waiting for nodes
     missing: float = 0.0  # nodes that the run goes on without
 
-    def losing(self, **lost: float) -> Shares:
+    def losing(self, **lost: float) -> TimeShares:
         """Return the shares if, besides, so much of the time goes to one more thing."""
         ((name, share),) = lost.items()
         left = {part: (1 - share) * value for part, value in vars(self).items()}
-        return Shares(**{**left, name: left[name] + share})
+        return TimeShares(**{**left, name: left[name] + share})
 
 
-def restarting(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -> Shares:
+def restarting(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -> TimeShares:
     """Return the shares of a run that saves after each `interval_s` of work, and begins again from there in `restart_s`
     at each failure (the complete model of Daly 2006: also while it saves or restarts it may fail)."""
     if mtbf_s == math.inf:
         segment_s = interval_s + cost_s
-        return Shares(interval_s / segment_s, cost_s / segment_s)
+        return TimeShares(interval_s / segment_s, cost_s / segment_s)
     try:
         segment_s = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + cost_s) / mtbf_s)
     except OverflowError:
         segment_s = math.inf
     if segment_s == math.inf:
-        return Shares(0.0, stopped=1.0)
+        return TimeShares(0.0, stopped=1.0)
     useful, saving, stopped = interval_s / segment_s, cost_s / segment_s, -math.expm1(-restart_s / mtbf_s)
-    return Shares(useful, saving, max(0.0, 1 - useful - saving - stopped), stopped)
+    return TimeShares(useful, saving, max(0.0, 1 - useful - saving - stopped), stopped)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Costs:
+class FailureCosts:
     """What saving and failing costs a run, in seconds. outage_mtbf_s: between failures of all nodes together, or of as
     many that nobody holds the state any more."""
 
@@ -127,10 +127,10 @@ class Strategy:
     name: str
     what: str
     interval_s: float  # between checkpoints on disk
-    shares: Shares
+    shares: TimeShares
 
 
-def strategies(nodes: Nodes, costs: Costs) -> list[Strategy]:
+def strategies(nodes: Nodes, costs: FailureCosts) -> list[Strategy]:
     """Return what becomes of the same run with three ways to go on, each with the interval that loses least."""
     every = daly_interval_s(costs.checkpoint_s, nodes.mtbf_s)
     whole = restarting(every, costs.checkpoint_s, costs.restart_s, nodes.mtbf_s)
@@ -173,7 +173,7 @@ class Bill:
         return self.total / useful_node_hours if useful_node_hours else math.inf
 
 
-def bill(nodes: Nodes, shares: Shares, hours: float, price: float) -> Bill:
+def bill(nodes: Nodes, shares: TimeShares, hours: float, price: float) -> Bill:
     """Return the bill of nodes that cost `price` an hour each. A missing node costs nothing."""
     paid = nodes.count * hours * price
     lost = {name: paid * share for name, share in vars(shares).items() if name not in ("useful", "missing")}

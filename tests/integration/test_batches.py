@@ -40,6 +40,21 @@ def test_the_batch_follows_a_schedule_whoever_dies(tmp_path: Path) -> None:
     assert verify(run_dir).ok
 
 
+def test_a_worker_dies_in_the_first_step(tmp_path: Path) -> None:
+    """Each worker has one slot: who computes lane 0 once more has none left. Who takes over knows the step all the
+    same."""
+    settings = "training.max_steps=8", "training.global_batch_samples=3", "scaling.rule=linear"
+    rules = failing("lane.finished member=w1-1 step=0 kill; exchange.headers_received member=w0-1 step=1 kill")
+    options = "--nproc-per-node", 3, "--max-restarts", 0
+    per_worker = "scaling.batch=per_worker", "scaling.base_workers=3"
+    ended = launch(tmp_path / "run", SCRIPT, *settings, *per_worker, options=options, **rules)
+    assert ended.returncode == 0, said(ended)
+    verdict = verify(tmp_path / "run")
+    assert verdict.ok and verdict.batches.startswith("0: 3, 1: 2, 2: 1"), verdict
+    same = alone(tmp_path / "same", *settings, f"training.batch_schedule={verdict.batches}")
+    assert set(finals(ended.stdout)) == same
+
+
 @pytest.fixture(scope="module")
 def shrunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that loses two of its four workers for good, and ends. It is resumed with five."""

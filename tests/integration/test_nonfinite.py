@@ -124,7 +124,7 @@ def test_steps_are_omitted_alike_whoever_dies(tmp_path: Path) -> None:
     for folder in (run_dir, tmp_path / "alone"):
         verdict = verify(folder)
         assert verdict.ok and (verdict.skipped, verdict.omitted) == (3, 21), verdict
-        assert skipped(folder) == [0, 3, 4]
+        assert sorted(set(skipped(folder))) == [0, 3, 4]  # twice if both died before the spare had the state
 
 
 @pytest.mark.parametrize(

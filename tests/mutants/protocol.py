@@ -459,8 +459,15 @@ MUTANTS = [
         "laggards keep their lanes",
         small(3, 1),
         "lane missing",
-        "lanes=_finished(generation.rows, set(ahead), reports),",
+        "lanes=_finished(generation.rows, same, reports),",
         "lanes=_finished(generation.rows, set(members), reports),",
+    ),
+    patched(
+        "who has no lanes does not count for the batch",
+        small(3, 1, lanes=1, steps=1, follows=True),
+        "another batch",
+        "max((report.begun_for for report in reports), default=(0, 0))[1]",
+        "max((report.begun_for for report in reports if report.lanes), default=(0, 0))[1]",
     ),
     patched(
         "a restore in the same lineage",
@@ -480,8 +487,8 @@ MUTANTS = [
         "newcomers are taken to be verified",
         small(2, bad=(1,), lanes=3, steps=1),
         "lane missing",
-        "set(ahead), reports),\n        unverified=tuple(m for m in members if not reports[m].verified),",
-        "set(ahead), reports),\n        unverified=(),",
+        "same, reports),\n        unverified=tuple(m for m in members if not reports[m].verified),",
+        "same, reports),\n        unverified=(),",
     ),
     # ---- of the gate, and of what is heard
     patched(

@@ -26,7 +26,8 @@ def no_descriptor_is_left() -> Iterator[None]:
     gc.collect()
     before = _descriptors()
     yield
-    assert not _descriptors() - before
+    left = _descriptors() - before
+    assert not left, sorted(left)
 
 
 def _descriptors() -> set[tuple[str, str]]:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from elastic_harness.comm.placement import balanced_cuts, deal_to_rows, paced_cuts
 from elastic_harness.membership.types import Replica, node_of
-from elastic_harness.train.attempt import in_dealing_order, plan_step
+from elastic_harness.train.attempt import LaneTimes, in_dealing_order, plan_step
+from elastic_harness.train.batches import Shape
 from elastic_harness.train.placing import GAIN_MIN_PERCENT, GAIN_MIN_US, UNASKED, Paces, PlacementFacts, handicap
 
 LANE_US = 50_000
@@ -30,7 +31,7 @@ class Generation:
 
     def dealt(self) -> list[int]:
         """How many lanes each member computes in the next step."""
-        fewer = handicap(PlacementFacts(self.lanes, len(self.members), slower=self.paces.fewer))
+        fewer = handicap(PlacementFacts(self.lanes, len(self.members), slower=self.paces.fewer_of(self.lanes)))
         nodes = tuple(map(node_of, self.members))
         if any(len(row) > 1 for row in self.rows):
             named = dict(zip(self.members, fewer, strict=True))
@@ -168,6 +169,33 @@ def test_fewer_lanes_than_members_stay_as_they_are() -> None:
     first = job.step([LANE_US] * 5)
     slow = [LANE_US * 9, *[LANE_US] * 4]
     assert [job.step(slow) for _ in range(5)][-1] == first and sum(first) == 3
+
+
+@given(st.integers(2, 6), st.integers(1, 12), st.integers(1, 12))
+def test_after_a_change_of_the_batch_lanes_are_dealt_anew(members: int, before: int, after: int) -> None:
+    """What one batch's deal has taken from a member would be too much of a smaller one."""
+    job = Generation(members * before, alone(members))
+    slow = [LANE_US * 3, *[LANE_US] * (members - 1)]
+    for _ in range(5):
+        job.step(slow)
+    job.lanes = members * after
+    first = job.step(slow)
+    assert first == [after] * members or before == after
+    for _ in range(5):
+        job.step(slow)
+    assert all(count >= 1 for count in job.step(slow)), "whoever has no lane is not measured any more"
+
+
+@given(st.integers(1, 6), st.integers(7, 60), st.integers(1, 12))
+def test_lanes_of_unlike_length_say_nothing_of_speed(lanes: int, slots: int, slot_ms: int) -> None:
+    """A member with the longer lanes is as fast as one with the shorter ones."""
+    shape = Shape(slots, lanes, 1)
+    told = []
+    for lane in range(lanes):
+        times = LaneTimes()
+        times.add(len(shape.unit_slots((lane, lane + 1))), len(shape.unit_slots((lane, lane + 1))) * slot_ms / 1e3)
+        told.append(times.lane_us(shape))
+    assert max(told) - min(told) <= 1
 
 
 def test_a_member_that_is_alone_has_all_lanes() -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from elastic_harness.checkpoint.interval import daly_interval_s
 from elastic_harness.cli import main
 from elastic_harness.planning import (
-    Costs,
+    FailureCosts,
     Nodes,
-    Shares,
+    TimeShares,
     available_interval_s,
     bill,
     calculate_failure_probability,
@@ -94,7 +94,7 @@ def test_shares_make_one(
     recovery_s: float,
     outage_s: float,
 ) -> None:
-    nodes, costs = Nodes(count, mtbf_s, replace_s, spares), Costs(checkpoint_s, restart_s, recovery_s, outage_s)
+    nodes, costs = Nodes(count, mtbf_s, replace_s, spares), FailureCosts(checkpoint_s, restart_s, recovery_s, outage_s)
     for strategy in strategies(nodes, costs):
         parts = vars(strategy.shares).values()
         assert sum(parts) == pytest.approx(1, abs=1e-6) and all(-1e-9 <= part <= 1 + 1e-9 for part in parts), strategy
@@ -113,14 +113,14 @@ def test_nodes_that_are_away_by_hand() -> None:
 
 
 def test_recovery_in_place_loses_least_where_it_is_faster() -> None:
-    fixed, elastic, in_place = strategies(Nodes(64, 30 * DAY), Costs())
+    fixed, elastic, in_place = strategies(Nodes(64, 30 * DAY), FailureCosts())
     assert in_place.shares.useful > max(fixed.shares.useful, elastic.shares.useful)
-    alone = strategies(Nodes(1, 30 * DAY, replace_s=0), Costs(outage_mtbf_s=90 * DAY))
+    alone = strategies(Nodes(1, 30 * DAY, replace_s=0), FailureCosts(outage_mtbf_s=90 * DAY))
     assert alone[2].shares.useful == pytest.approx(alone[0].shares.useful, rel=1e-9), "nobody is left to go on"
 
 
 def test_a_bill_by_hand() -> None:
-    made = bill(Nodes(10, DAY, spares=2), Shares(0.8, 0.05, 0.05, 0.05, 0.05), 100, 3.0)
+    made = bill(Nodes(10, DAY, spares=2), TimeShares(0.8, 0.05, 0.05, 0.05, 0.05), 100, 3.0)
     assert made.total == pytest.approx(10 * 100 * 3 * 0.95 + 2 * 100 * 3) and made.spares == 600
     assert made.lost == pytest.approx({"checkpoints": 150, "repeated": 150, "stopped": 150})
     assert made.per_useful_node_hour(800) == pytest.approx(made.total / 800)
@@ -144,17 +144,18 @@ def test_the_command_takes_what_a_run_has_measured(tmp_path: Path, capsys: pytes
         {"t": 0.0, "event": "run_started"},
         {"t": 50.0, "event": "failure_detected", "member": "w1-1", "host": "a"},
         {"t": 51.0, "event": "recovery", "generation": 2, "planned": False, "total_ms": 250.0, "stages": {}},
-        {"t": 60.0, "event": "checkpoint_saved", "step": 3, "seconds": 4.0},
+        {"t": 50.5, "event": "failure_detected", "member": "w2-1", "host": "a"},
+        {"t": 60.0, "event": "failure_detected", "member": "w3-1", "host": "a", "exit_code": 1},
         {"t": 86_400.0, "event": "step_committed", "step": 3, "loss": 1.0, "tokens": 1, "step_s": 1.0, "lr": 0.1},
     ]
     more = {"lineage": 0, "generation": 2, "world_size": 2, "reason": "", "version": 3, "resumed_step": 3}
     (tmp_path / "events.jsonl").write_text("".join(json.dumps({**more, **event}) + "\n" for event in events))
     assert main(["plan", "--run", str(tmp_path), "--nodes", "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["measured"] == {"recovery_s": 0.25, "checkpoint_s": 4.0, "node_mtbf_days": 1.0}
+    assert told["measured"] == {"recovery_s": 0.25, "node_mtbf_days": 1.0}
     assert told["mtbf_s"] == DAY / 2 and told["costs"]["recovery_s"] == 0.25
-    assert main(["plan", "--run", str(tmp_path), "--checkpoint-s", "9", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["costs"]["checkpoint_s"] == 9
+    assert main(["plan", "--run", str(tmp_path), "--recovery-s", "9", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["costs"]["recovery_s"] == 9
 
 
 @pytest.mark.parametrize(
@@ -162,6 +163,7 @@ def test_the_command_takes_what_a_run_has_measured(tmp_path: Path, capsys: pytes
     [
         (["--nodes", "0"], "--nodes is 0; it must be at least 1"),
         (["--node-mtbf-days", "0"], "--node-mtbf-days is 0; it must be greater than 0"),
+        (["--checkpoint-s", "0"], "--checkpoint-s is 0; it must be greater than 0"),
         (["--restart-s", "-1"], "--restart-s is -1; it must be 0 or more"),
         (["--spot-price", "3"], "give --price too"),
         (["--price", "3", "--spot-mtbf-hours", "3"], "give --spot-price too"),

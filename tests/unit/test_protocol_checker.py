@@ -25,6 +25,7 @@ EXHAUSTED = {
         workers=2, steps=3, checkpoint_every=1, faults=Faults(crashes=2, joins=1)
     ),
     "below the minimum and back": Size(workers=2, min_workers=2, faults=Faults(crashes=1, joins=1)),
+    "a batch that follows the workers": Size(workers=3, lanes=2, follows=True, faults=Faults(crashes=1)),
     "all are asked to stop": Size(workers=2, faults=Faults(stops=1)),
     "a stop and a crash": Size(workers=2, faults=Faults(crashes=1, stops=1)),
 }
@@ -40,6 +41,10 @@ LARGE = {
     "one of three computes wrongly": Size(lanes=3, bad=(2,)),
     "a wrong joiner": Size(workers=2, target=3, lanes=3, bad=(2,), faults=Faults(joins=2)),
     "a link breaks three times": Size(workers=2, faults=Faults(breaks=3)),
+    "a batch that follows them, and a zombie": Size(
+        workers=3, lanes=1, steps=1, follows=True, faults=Faults(crashes=1, zombies=1)
+    ),
+    "a batch that follows them, and a join": Size(workers=3, lanes=2, follows=True, faults=Faults(crashes=1, joins=1)),
     "smaller, then larger": Size(faults=Faults(scales=(1, 3))),
     "a crash, smaller, then larger": Size(resets=True, faults=Faults(crashes=1, scales=(1, 3))),
     "a crash and its resets while growing": Size(

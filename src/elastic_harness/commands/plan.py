@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness import planning
-from elastic_harness.errors import EXIT_SUCCESS, ConfigError
-from elastic_harness.planning import Costs, Nodes, Strategy
+from elastic_harness.errors import EXIT_CONFIG, EXIT_SUCCESS, EXIT_USER_CODE, ConfigError
+from elastic_harness.planning import FailureCosts, Nodes, Strategy
 from elastic_harness.runs import named
 from elastic_harness.runs.events import EVENTS, read_events
-from elastic_harness.runs.story import tell_story
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
 TIERS = {"memory": "snapshot_s", "local disk": "checkpoint_s", "object storage": "upload_s"}
@@ -30,6 +29,8 @@ DEFAULTS: dict[str, Any] = {  # of what a run may have measured, or another opti
     "nodes": 16, "node_mtbf_days": 30.0, "snapshot_s": 0.5, "checkpoint_s": 30.0, "upload_s": 120.0, "recovery_s": 2.0,
     "spot_mtbf_hours": 24.0,
 }  # fmt: skip
+TOGETHER_S = 10.0
+OWN_FAULTS = (EXIT_USER_CODE, EXIT_CONFIG)  # no machine's
 PLOTTED_NODES = [2**power for power in range(13)]
 
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         if getattr(given, name) is None:
             setattr(given, name, value)
     nodes = Nodes(given.nodes, given.node_mtbf_days * DAY_S, given.replace_minutes * 60.0, given.spares)
-    costs = Costs(given.checkpoint_s, given.restart_s, given.recovery_s, given.outage_mtbf_days * DAY_S)
+    costs = FailureCosts(given.checkpoint_s, given.restart_s, given.recovery_s, given.outage_mtbf_days * DAY_S)
     made = _plan(given, nodes, costs)
     if given.plot:
         _plot(Path(given.plot), nodes, costs)
@@ -106,8 +107,9 @@ def _check(given: argparse.Namespace) -> None:
         value = getattr(given, name)
         if value is not None and value < least:
             raise ConfigError(f"--{name} is {value}; it must be at least {least}")
-    positive = ("node_mtbf_days", "hours", "outage_mtbf_days", "spot_mtbf_hours")
-    others = ("replace_minutes", "snapshot_s", "checkpoint_s", "upload_s", "restart_s", "recovery_s")
+    costs = ("snapshot_s", "checkpoint_s", "upload_s")
+    positive = ("node_mtbf_days", "hours", "outage_mtbf_days", "spot_mtbf_hours", *costs)
+    others = ("replace_minutes", "restart_s", "recovery_s")
     for name in (*positive, *others, "price", "spot_price"):
         value, flag = getattr(given, name), f"--{name.replace('_', '-')}"
         if value is not None and not (math.isfinite(value) and (value > 0 if name in positive else value >= 0)):
@@ -123,24 +125,32 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _measured(run: str) -> dict[str, Any]:
-    """Return what a run's events say about the figures that a plan needs."""
-    events = [event for folder in named.of_run(run, EVENTS) for event in read_events(folder / EVENTS)]
-    story = tell_story(events)
+    """Return what a run's events say about the figures that a plan needs. Workers of a machine that are lost within
+    TOGETHER_S are one failure. What a save costs the steps beside it is not in the events."""
+    folders = named.of_run(run, EVENTS)
+    events = sorted((each for folder in folders for each in read_events(folder / EVENTS)), key=lambda each: each["t"])
     found: dict[str, Any] = {}
     recoveries = [each["total_ms"] / 1e3 for each in events if each["event"] == "recovery" and not each.get("planned")]
     if recoveries:
         found["recovery_s"] = statistics.median(recoveries)
-    saved = [each["seconds"] for each in events if each["event"] == "checkpoint_saved"]
-    if saved:
-        found["checkpoint_s"] = statistics.median(saved)
-    failures = sum(each["event"] == "failure_detected" for each in events)
-    hosts = len({each["host"] for each in events if each["event"] == "failure_detected" and each.get("host")}) or 1
-    if failures and story.started is not None and story.last is not None:
-        found["node_mtbf_days"] = max(story.last.t - story.started, 1.0) * hosts / failures / DAY_S
+    failures, last = 0, dict[str, float]()
+    for each in events:
+        if each["event"] == "failure_detected" and each.get("exit_code") not in OWN_FAULTS:
+            host = str(each.get("host"))
+            failures += each["t"] - last.get(host, -math.inf) > TOGETHER_S
+            last[host] = each["t"]
+    began = [at for at, each in enumerate(events) if each["event"] == "run_started"]
+    elapsed_s = sum(
+        events[end - 1]["t"] - events[start]["t"]
+        for start, end in zip(began, [*began[1:], len(events)], strict=True)
+        if end > start
+    )
+    if failures and elapsed_s > 0:
+        found["node_mtbf_days"] = max(len(folders), len(last)) * elapsed_s / failures / DAY_S
     return found
 
 
-def _plan(given: argparse.Namespace, nodes: Nodes, costs: Costs) -> dict[str, Any]:
+def _plan(given: argparse.Namespace, nodes: Nodes, costs: FailureCosts) -> dict[str, Any]:
     """Return all that the command tells, as plain values."""
     per_hour = -math.expm1(-HOUR_S / nodes.node_mtbf_s)
     made: dict[str, Any] = {
@@ -159,7 +169,7 @@ def _plan(given: argparse.Namespace, nodes: Nodes, costs: Costs) -> dict[str, An
     return made
 
 
-def _interval(tier: str, cost_s: float, mtbf_s: float, costs: Costs) -> dict[str, Any]:
+def _interval(tier: str, cost_s: float, mtbf_s: float, costs: FailureCosts) -> dict[str, Any]:
     return {
         "tier": tier,
         "cost_s": cost_s,
@@ -190,11 +200,12 @@ def _shown(made: dict[str, Any], given: argparse.Namespace, measured: dict[str, 
         f"{given.hours:g} hours; at least one with probability {_part(made['failure_probability'])}",
     ]
     if measured:
-        named_as = {"recovery_s": "recovery", "checkpoint_s": "checkpoint", "node_mtbf_days": "days between failures"}
-        told = ", ".join(f"{named_as[name]} {value:.3g}" for name, value in measured.items())
+        size = {"recovery_s": 1.0, "node_mtbf_days": DAY_S}
+        named_as = {"recovery_s": "a recovery takes", "node_mtbf_days": "a machine fails once in"}
+        told = ", ".join(f"{named_as[name]} {_span(value * size[name])}" for name, value in measured.items())
         lines.append(f"  measured in {given.run}: {told}")
     elif given.run:
-        lines.append(f"  {given.run} has had no failure and saved nothing, so it has measured nothing")
+        lines.append(f"  {given.run} has had no failure, so it has measured nothing")
     lines += ["", "Save every …        cost      Young      Daly  available   in place"]
     lines += [
         f"  {each['tier']:<16}{_span(each['cost_s']):>6}{_span(each['young_s']):>11}{_span(each['daly_s']):>10}"
@@ -237,7 +248,7 @@ def _span(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _plot(path: Path, nodes: Nodes, costs: Costs) -> None:
+def _plot(path: Path, nodes: Nodes, costs: FailureCosts) -> None:
     """Draw the useful share over the number of machines."""
     try:
         import matplotlib

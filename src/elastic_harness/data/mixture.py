@@ -32,7 +32,7 @@ ENDLESS = 1 << 62  # a mixture has no epoch: its sources begin again one by one
 @dataclass(frozen=True)
 class Mixture:
     """Sources by name, each an index or where it lies, and their weights: 0.7 and 0.3, or 7 and 3. changes: other
-    weights from a position on, counted in samples from the start. Under the harness a position is step times global
+    weights from a position on, counted in samples from the start. With a constant batch a position is step times
     batch. A source that a change does not name has weight 0 from there on."""
 
     sources: Mapping[str, Index | str | Path]

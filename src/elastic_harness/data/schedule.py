@@ -77,6 +77,7 @@ class Schedule:
         """Return the samples of a step that no epoch's end cuts short."""
         return self._stage_of(step).batch
 
+    @cached_property
     def batches(self) -> tuple[tuple[int, int], ...]:
         """Return (step, batch) of the first step and of each after which the batch is another one."""
         return tuple((stage.first_step, stage.batch) for stage in self._stages)
@@ -136,13 +137,12 @@ def slot_sample_ids(schedule: Schedule, order: Order, step: int, slot: int, micr
     """Return the sample ids that slot ``slot`` of step ``step`` reads, in order. They may be few or none."""
     positions = schedule.at(step)
     low, high = positions.slot_range(slot, micro_batch)
-    return _step_sample_ids(schedule, order, step)[low - positions.first : high - positions.first]
+    return _step_sample_ids(order, positions)[low - positions.first : high - positions.first]
 
 
 @lru_cache(maxsize=2)
-def _step_sample_ids(schedule: Schedule, order: Order, step: int) -> npt.NDArray[np.int64]:
+def _step_sample_ids(order: Order, positions: StepPositions) -> npt.NDArray[np.int64]:
     """Return all ids of a step at once. The order takes as long for one position as for a hundred."""
-    positions = schedule.at(step)
     within_epoch = np.arange(positions.first, positions.first + positions.count, dtype=np.int64)
     ids = sample_ids(order, positions.epoch, within_epoch)
     ids.setflags(write=False)

@@ -309,9 +309,9 @@ def _settings(argv: list[str] | None) -> Settings:
 
 
 def _max_steps(config: TrainerConfig) -> int:
-    if config.training.max_steps is None:
+    if config.training.steps_known is None:
         raise ConfigError("the demo plans its kills by steps: give training.max_steps")
-    return config.training.max_steps
+    return config.training.steps_known
 
 
 def default_config() -> Path:

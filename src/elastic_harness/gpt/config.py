@@ -151,7 +151,7 @@ class TrainerConfig(Config):
             )
         if self.model.vocab_size < 256:
             raise setting_error("model.vocab_size", self.model.vocab_size, "must be at least 256: the tokens are bytes")
-        steps = self.training.max_steps
+        steps = self.training.steps_known
         if self.data.weight_changes and (self.training.batch_schedule or self.slots_per_worker):
             raise setting_error(
                 "data.weight_changes",

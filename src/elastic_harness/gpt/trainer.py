@@ -166,7 +166,7 @@ def make_scheduler(
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        done = (step - warmup) / max(1, steps - warmup)
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
         if s.name == "constant":
             return 1.0
         shape = 0.5 * (1 + math.cos(math.pi * done)) if s.name == "cosine" else 1 - done

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -26,10 +25,10 @@ def reconcile(
 ) -> tuple[Digest, str]:
     """Return the digest for a generation whose members have all reported, and the reason in words.
 
-    State at version v is a pure function of (seed, v), so the members can differ only in how far they are. The run goes
-    on from the version of the farthest member. A member that is one step behind replays that step's record, if a donor
-    has it. All other members that are behind take the whole state. State of an older lineage does not count, because
-    the run and its ledger have gone on from an earlier step without it.
+    State at version v is a pure function of (seed, v) and of the batches so far, so the members can differ only in how
+    far they are. The run goes on from the version of the farthest member. A member that is one step behind replays that
+    step's record, if a donor has it. All other members that are behind take the whole state. State of an older lineage
+    does not count, because the run and its ledger have gone on from an earlier step without it.
 
     If nobody has state, the members restore the newest checkpoint on the run's history, and open a new lineage. A run
     that was ever born, but has no checkpoint, begins again at step 0 in a new lineage, and says so. Rank 0 initialises
@@ -51,8 +50,8 @@ def reconcile(
         return _from_nothing(generation, reports, born=born, lineage=lineage, from_step=from_step, doubts=doubts)
 
     ahead = [m for m in members if reports[m].version == version]
-    workers = _dealt_for([reports[m] for m in ahead])
-    same = {m for m in ahead if reports[m].workers == workers}
+    workers = _begun_for([reports[m] for m in ahead])
+    same = {m for m in ahead if reports[m].begun_for[1] == workers}
     by_column = [_sources(column, reports, version, ahead[0]) for column in generation.columns]
     found = {member: source for sources in by_column for member, source in sources.items()}
     sources = {member: found[member] for member in members}
@@ -132,14 +131,14 @@ def _sources(column: tuple[str, ...], reports: Mapping[str, Report], version: in
     return sources
 
 
-def _dealt_for(reports: Sequence[Report]) -> int:
-    """Return for how many workers the running step goes on: as most finished lanes were dealt; 0: there are none, or it
-    does not matter. Members whose lanes were dealt for another number start over."""
-    finished: Counter[int] = Counter()
-    for report in reports:
-        if report.lanes:
-            finished[report.workers] += sum(hi - lo for lo, hi in report.lanes)
-    return max(finished, key=lambda workers: (finished[workers], workers), default=0)
+def _begun_for(reports: Sequence[Report]) -> int:
+    """Return for how many replicas the running step goes on: as it was begun last. 0: nobody has begun it, or it does
+    not matter.
+
+    A step that somebody has committed was begun by all members of that generation, because it takes the headers of all.
+    Whoever of them is here says so, and so does every later generation that one of them was in. Lanes that were
+    finished for another number start over."""
+    return max((report.begun_for for report in reports), default=(0, 0))[1]
 
 
 def _finished(rows: tuple[Replica, ...], ahead: set[str], reports: Mapping[str, Report]) -> dict[str, LaneRanges]:

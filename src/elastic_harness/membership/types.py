@@ -65,7 +65,8 @@ class Report:
 
     The member looks for checkpoints when its version is -1, and always if there are several shards. `sealed`: the
     member holds the record of step `version` too. It may have told the others so, and some of them may have committed
-    that step since.
+    that step since. `begun_for`: the generation in which step `version` was begun last, as far as the member knows, and
+    for how many replicas; (0, 0): it was not begun, or its batch does not follow them.
     """
 
     generation: int
@@ -78,7 +79,7 @@ class Report:
     lineage: int = -1  # in which the member reached its state; -1: not known
     shard: int = field(default=0, metadata=UNTOLD)  # which one the state is
     sealed: bool = field(default=False, metadata=UNTOLD)
-    workers: int = field(default=0, metadata=UNTOLD)  # that step `version` was dealt for; 0: it does not matter
+    begun_for: tuple[int, int] = field(default=(0, 0), metadata=UNTOLD)
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Digest:
     from, which lanes of the running step each member has finished, and whose canary is due. `overdue` lists steps that
     are still to be done, and in which a member was ended because it did not finish its work within so many seconds.
     `omissions`: steps and slots that nobody computes. `workers`: for how many replicas the step at `version` is, if its
-    batch follows them and lanes of it are finished; 0: for as many as the generation has."""
+    batch follows them and somebody has begun it; 0: for as many as the generation has."""
 
     generation: int
     version: int

@@ -38,7 +38,7 @@ from elastic_harness.runs.ledger import (
 )
 from elastic_harness.runs.named import of_run
 from elastic_harness.runs.origin import Origin
-from elastic_harness.scaling.rules import ScalingRule
+from elastic_harness.scaling.rules import ScaledRate, ScalingRule
 from elastic_harness.shape import build
 
 EXIT_VIOLATED = 1
@@ -294,6 +294,10 @@ class _Replay:
         self.lines = lines
         self.schedule = identity.schedule(lines)
         self._worlds = worlds or {}
+        rules, base = identity.batches, identity.global_batch_samples
+        self.rate = None
+        if rules is not None:
+            self.rate = ScaledRate(ScalingRule(rules.lr_rule), self.schedule.batches, base, rules.lr_warmup_steps)
         self.epochs_complete = 0
         self.left_out = 0  # slots that were read and given no weight
         self.omitted = 0  # slots that were to be omitted, and were
@@ -350,18 +354,18 @@ class _Replay:
 
     def _wrong_batch(self, line: LedgerLine) -> list[str]:
         """Return what is wrong with the number of workers that a step is for, and with its learning rate."""
-        identity, rules = self.identity, self.identity.batches
-        if rules is None:
+        rules = self.identity.batches
+        if rules is None or self.rate is None:
             return [] if line.lr_scale == 1 else [f"has its rate multiplied by {line.lr_scale!r}, without a rule"]
         found = []
-        rule, changes = ScalingRule(rules.lr_rule), self.schedule.batches()
-        due = rule.factor_at(line.step, changes, identity.global_batch_samples, rules.lr_warmup_steps)
+        due = self.rate.factor(line.step)
         if line.lr_scale != due:
             found.append(f"has its learning rate multiplied by {line.lr_scale!r}; its batch gives {due!r}")
         if rules.slots_per_worker:
             workers, odd = divmod(line.slots, rules.slots_per_worker)
             before = self.lines.get(line.step - 1)
-            since = line.generation if before is None else before.generation
+            since = min(self._worlds, default=0) if before is None else before.generation
+            since = min(since, line.generation)  # without a launcher each start is generation 1
             worlds = [self._worlds.get(number, ()) for number in range(since, line.generation + 1)]
             known = sorted({world for each in worlds for world in each})
             if odd or (all(worlds) and workers not in known):
@@ -433,7 +437,7 @@ class _Replay:
         """Return the batches of a run in which they change. A run with this schedule comes to the same bits."""
         if self.identity.batches is None:
             return ""
-        return listed(each for each in self.schedule.batches() if each[0] <= max(self.lines, default=-1))
+        return listed(each for each in self.schedule.batches if each[0] <= max(self.lines, default=-1))
 
     def sources(self) -> tuple[tuple[str, int, int], ...]:
         """Return name, number of samples, and how many were used, for each source of a mixture."""

@@ -1,5 +1,5 @@
 """Learning rate and batch of any PyTorch script whose number of workers changes. The harness needs neither: its global
-batch is constant. Both work alone, need no launcher, and send nothing.
+batch is constant, or changes by settings of its own. Both work alone, need no launcher, and send nothing.
 
     LRScalingManager             scales the learning rate with the batch, beside any scheduler
     GradientAccumulationManager  keeps the global batch, by more or fewer micro-batches per worker

@@ -12,6 +12,7 @@ The factor is a function of the present batch alone, never of the way there.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -31,18 +32,6 @@ class ScalingRule(Enum):
     def factor(self, ratio: float) -> float:
         """Return by what the rate is multiplied. ratio: batch / base batch."""
         return {ScalingRule.LINEAR: ratio, ScalingRule.SQRT: math.sqrt(ratio), ScalingRule.NONE: 1.0}[self]
-
-    def factor_at(self, step: int, batches: Sequence[tuple[int, int]], base: int, warmup_steps: int) -> float:
-        """Return by what the rate is multiplied in a step of a run whose batch changes. batches: (first step, samples
-        per step), ascending, from the run's first step on. base: the batch for which the rate was found."""
-        if self is ScalingRule.NONE:
-            return 1.0
-        (since, batch), *later = [each for each in batches if each[0] <= step]
-        way = WarmUp(self.factor(batch / base), self.factor(batch / base))
-        for changed_at, batch in later:
-            way = way.stepped(changed_at - since).aimed(self.factor(batch / base), warmup_steps)
-            since = changed_at
-        return way.stepped(step - since).factor
 
 
 @dataclass(frozen=True)
@@ -116,3 +105,25 @@ class WarmUp:
     def stepped(self, steps: int = 1) -> WarmUp:
         """Return the way so many steps later."""
         return WarmUp(self.start, self.end, self.steps, min(self.steps, self.done + steps))
+
+
+class ScaledRate:
+    """By what the rate is multiplied in each step of a run whose batch changes."""
+
+    def __init__(
+        self, rule: ScalingRule, batches: Sequence[tuple[int, int]], base_batch: int, warmup_steps: int
+    ) -> None:
+        """batches: (first step, samples per step), ascending, from the run's first step on. base_batch: that for which
+        the rate was found. The first batch has its rate from the beginning."""
+        self._steps, self._ways = [step for step, _ in batches], list[WarmUp]()
+        for step, batch in batches:
+            end = rule.factor(batch / base_batch)
+            self._ways.append(self._way_at(step).aimed(end, warmup_steps) if self._ways else WarmUp(end, end))
+
+    def factor(self, step: int) -> float:
+        """Return the factor of a step."""
+        return self._way_at(step).factor
+
+    def _way_at(self, step: int) -> WarmUp:
+        at = min(bisect_right(self._steps, step), len(self._ways)) - 1
+        return self._ways[at].stepped(step - self._steps[at])

@@ -187,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--zombies", type=int, default=0, help="workers declared lost that run on")
     parser.add_argument("--breaks", type=int, default=0, help="links that break for one generation")
     parser.add_argument("--checkpoint-every", type=int, default=0)
+    parser.add_argument("--follows", action="store_true", help="the batch follows the number of workers")
     parser.add_argument("--scale", type=int, action="append", default=[], help="a wanted size set at any moment")
     add_search_options(parser)
     args = parser.parse_args(argv)
@@ -200,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint_every=args.checkpoint_every,
         faults=Faults(args.crashes, args.joins, args.zombies, args.breaks, tuple(args.scale)),
         shards=args.shards,
+        follows=args.follows,
     )
     return search(Model(size), size, args)
 

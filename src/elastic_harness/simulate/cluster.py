@@ -35,6 +35,7 @@ class Size:
     resets: bool = False
     faults: Faults = Faults()  # noqa: RUF009  (immutable)
     shards: int = 1  # so many workers are a replica
+    follows: bool = False  # the batch follows the number of replicas
     formed: bool = False  # begin after the first generation has formed
 
 

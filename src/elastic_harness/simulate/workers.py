@@ -104,7 +104,16 @@ class Workers(Cluster):
         w = world.workers[who]
         step = w.version if who not in self.size.bad else -1 - w.version
         lanes = tuple(sorted((*w.lanes, (step, w.todo[0]))))
-        return self.put(world, who, w._replace(todo=w.todo[1:], lanes=lanes))
+        return self.put(world, who, self.begun(w._replace(todo=w.todo[1:], lanes=lanes)))
+
+    def begun(self, w: SimulatedWorker) -> SimulatedWorker:
+        """Return the worker once it has begun its step: what that consists of must not change any more."""
+        return w._replace(begun_for=(w.gen, w.dealt_for)) if self.size.follows else w
+
+    def replicas(self, w: SimulatedWorker) -> int:
+        """Return for how many replicas a step is that its generation begins; 0 if that makes no difference."""
+        rows = len(w.members) if w.grid is None else len(w.grid.rows)
+        return rows if self.size.follows else 0
 
     def may_send(self, w: SimulatedWorker) -> bool:
         return w.mode == "step" and not w.serve and not w.todo and not w.sent
@@ -112,7 +121,7 @@ class Workers(Cluster):
     def send(self, world: World, who: int, to: tuple[int, ...] | None = None) -> World:
         """Send the header to every member, and the partial sums to every block's owner in the column."""
         w = world.workers[who]
-        world = self.put(world, who, w._replace(sent=True))
+        world = self.put(world, who, self.begun(w._replace(sent=True)))
         header = (w.heard.planned(w.gen), self.canary(w, who), w.stop)
         for target in w.members:
             if to is None or target in to:
@@ -209,9 +218,11 @@ class Workers(Cluster):
             return self.refuse(world, who, verdict.unfit)
         if not verdict.stop and all(each.stop for each in signals.values()):
             raise Violation("not stopped", f"{self.name(who)} at version {w.version}, where all had been asked to")
+        world = self.note_batch(world, who, w)
         w = self.applied(w, gradient)
         self.check_value(w, who)
         w = w._replace(lanes=(), sent=False, reduced=False, verified=True, due=())
+        w = w._replace(dealt_for=self.replicas(w), begun_for=(0, 0))
         if w.version < self.size.steps:
             w = w._replace(todo=self.dealt(w.members, (), w.grid)[self.name(who)])
         world = self.put(world, who, w)
@@ -226,6 +237,15 @@ class Workers(Cluster):
         if verdict.switch:
             return self.at_boundary(world, who)
         return world
+
+    def note_batch(self, world: World, who: int, w: SimulatedWorker) -> World:
+        """Note for how many replicas a committed step was. In a lineage it must be the same for all who commit it."""
+        if not self.size.follows:
+            return world
+        known = {workers for lineage, step, workers in world.batches if (lineage, step) == (w.lineage, w.version)}
+        if not known <= {w.dealt_for}:
+            raise Violation("another batch", f"{self.name(who)} commits step {w.version} for {w.dealt_for}: {known}")
+        return world._replace(batches=world.batches | {(w.lineage, w.version, w.dealt_for)})
 
     def signals(self, w: SimulatedWorker, header: tuple[Any, ...]) -> Signals:
         """Return a header as the gate takes it."""
@@ -343,6 +363,7 @@ class Workers(Cluster):
             verified=w.verified,
             lineages=tuple(lineage for _, lineage in checkpoints),
             lineage=w.lineage if w.version >= 0 else -1,
+            begun_for=w.begun_for,
             shard=w.shard,
             sealed=bool(w.sealed),
         )
@@ -468,6 +489,9 @@ class Workers(Cluster):
             from_step=digest.from_step,
             due=tuple(map(index_of, digest.unverified)) if self.size.bad and len(w.successors) > 1 else (),
         )
+        w = w._replace(told_for=digest.workers)
+        if not expect:
+            w = self.dealt_anew(w)
         world = self.put(world, who, w)
         keepers = [m for m in digest.sources if digest.sources[m].kind == "keep"]
         if keepers and keepers[0] == me:
@@ -526,12 +550,22 @@ class Workers(Cluster):
             if w.sealed and w.sealed != gradient:
                 raise Violation("torn shards", f"{self.name(who)} sealed {w.sealed}, others {gradient}")
             w = self.applied(w, gradient)
-        w = w._replace(lanes=(), mode="step", expect="")
+        w = self.dealt_anew(w._replace(lanes=(), mode="step", expect=""))
         self.check_value(w, who)
         remaining = world.mail[who] - {message}
         world = world._replace(mail=(*world.mail[:who], remaining, *world.mail[who + 1 :]))
         world = self.put(world, who, w)
         return self.repaired(self.drop_mail(world, who), who, w.version)
+
+    def dealt_anew(self, w: SimulatedWorker) -> SimulatedWorker:
+        """Return the worker once it is at the digest's version: that step is for as many replicas as the digest says,
+        or else as the generation has."""
+        if not self.size.follows:
+            return w
+        dealt_for = w.told_for or self.replicas(w)
+        if w.lanes and dealt_for != w.dealt_for:
+            raise Violation("another batch", f"lanes of a step for {w.dealt_for} are kept for {dealt_for}")
+        return w._replace(dealt_for=dealt_for, begun_for=(w.gen, w.told_for) if w.told_for else (0, 0), told_for=0)
 
     def repaired(self, world: World, who: int, version: int) -> World:
         self.check_versions(world)

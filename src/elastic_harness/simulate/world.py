@@ -57,6 +57,10 @@ class SimulatedWorker(NamedTuple):
     expect: str = ""  # what it waits for, and from which donor
     verified: bool = False
     due: tuple[int, ...] = ()  # members whose canary is due in this step
+    # with a batch that follows the workers only
+    dealt_for: int = 0  # replicas that step `version` is for
+    begun_for: tuple[int, int] = (0, 0)  # as it is reported
+    told_for: int = 0  # as the digest has it, until the version is reached
     # with several shards only
     grid: Grid | None = None  # of `members`
     next_grid: Grid | None = None  # of `successors`
@@ -100,6 +104,7 @@ class World(NamedTuple):
     ledger: frozenset[tuple[int, int, int]]  # lineage, from_step and step of each line
     checkpoints: tuple[tuple[int, int], ...]  # version and lineage, newest first
     faults: Faults
+    batches: frozenset[tuple[int, int, int]] = frozenset()  # lineage, step and for how many replicas it was committed
 
 
 Move = tuple[object, ...]

@@ -162,7 +162,7 @@ class Applier:
         """Set the gradients, and ask the policies what becomes of them. Nothing else has changed if this raises, or if
         `forget` follows in place of `apply`. Local."""
         if self._batches is not None:
-            self._batches.heed(record.step, record.table.slots)
+            self._batches.note_slots(record.step, record.table.slots)
         nothing = in_order(record.table.weight_N) == 0 and bool(np.isfinite(record.table.loss_N).all())
         if nothing and record.omitted.slots:
             return self._omit(record)

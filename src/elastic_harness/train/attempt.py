@@ -19,6 +19,7 @@ from elastic_harness.membership.types import Replica, node_of
 from elastic_harness.omissions import Omitted
 from elastic_harness.train.apply import Record
 from elastic_harness.train.audits import Audit, audits_due, resolved
+from elastic_harness.train.batches import Shape
 from elastic_harness.train.ending import ends
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import canaries_due
@@ -31,20 +32,19 @@ from elastic_harness.train.progress import Formed, Progress
 
 @dataclass
 class LaneTimes:
-    """How long this member took for the lanes that it computed whole in an attempt. Waiting for others does not
-    count."""
+    """How long this member took for the slots of lanes that it computed whole in an attempt. Waiting for others does
+    not count."""
 
-    lanes: int = 0
+    slots: int = 0
     seconds: float = 0.0
 
-    def add(self, lanes: int, seconds: float) -> None:
-        self.lanes += lanes
+    def add(self, slots: int, seconds: float) -> None:
+        self.slots += slots
         self.seconds += seconds
 
-    @property
-    def lane_us(self) -> int:
-        """Microseconds per lane; 0: none was computed."""
-        return max(1, round(1e6 * self.seconds / self.lanes)) if self.lanes else 0
+    def lane_us(self, shape: Shape) -> int:
+        """Microseconds for a lane of usual length; 0: none was computed. Lanes may differ by a slot."""
+        return max(1, round(1e6 * self.seconds / self.slots * shape.slots / shape.lanes)) if self.slots else 0
 
 
 @dataclass
@@ -88,7 +88,7 @@ def place(engine: Engine, progress: Progress) -> Attempt:
     unverified = formed.unverified(partials.step) if engine.canary else ()
     canaries, reference = canaries_due(unverified, formed.world)
     held = formed.digest.lanes if partials.step == formed.digest.version else {}
-    facts = PlacementFacts(lanes, formed.world, canaries, formed.late(partials.step), progress.paces.fewer)
+    facts = PlacementFacts(lanes, formed.world, canaries, formed.late(partials.step), progress.paces.fewer_of(lanes))
     fewer = handicap(facts)
     finished, rows = tuple(sorted(held.items())), formed.generation.rows
     placed, plan = plan_step(members, rows, lanes, finished, fewer, engine.layout.elements, formed.rank)
@@ -146,12 +146,12 @@ def in_dealing_order(nodes: Sequence[str], rows: Sequence[Replica]) -> list[Repl
     return [row for node in dict.fromkeys(nodes) for row in rows if node_of(row[0]) == node]
 
 
-def paces_after(progress: Progress, attempt: Attempt, headers: Sequence[Header]) -> Paces:
+def paces_after(engine: Engine, progress: Progress, attempt: Attempt, headers: Sequence[Header]) -> Paces:
     """Return what is known of the members' speed after a step that commits."""
     formed = progress.formed
     assert formed is not None
-    if attempt.omitted.slots:
-        return progress.paces  # lanes with fewer slots say nothing
+    if attempt.omitted.slots or engine.batches.is_short(attempt.step):
+        return progress.paces  # slots without samples say nothing
     members = formed.generation.members
     rank_of = {member: rank for rank, member in enumerate(members)}
     order = in_dealing_order(tuple(map(node_of, members)), formed.generation.rows)
@@ -168,7 +168,7 @@ def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> lis
     assert formed is not None and partials is not None
     generation, timeout_s = formed.generation, engine.config.elastic.exchange_timeout_s
     engine.board.show(Phase.EXCHANGE, partials.step, deadline_s=2 * timeout_s)
-    asked = engine.link.audit_asked
+    asked, shape = engine.link.audit_asked, engine.batches.shape(partials.step)
     state = engine.watch.checked_word(f"in step {partials.step}")
     header = Header(
         generation=generation.number,
@@ -184,7 +184,7 @@ def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> lis
         audit=attempt.audit,
         certain=progress.certain,
         asked=asked if asked > progress.audited and not attempt.omitted.slots else 0,
-        lane_us=attempt.lane_times.lane_us if engine.config.elastic.deal_by_speed else UNASKED,
+        lane_us=attempt.lane_times.lane_us(shape) if engine.config.elastic.deal_by_speed else UNASKED,
     )
 
     def adder(packed: list[Tensor]) -> Add:

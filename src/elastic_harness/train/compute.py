@@ -39,7 +39,8 @@ def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[An
         failpoint("lane.finished", partials.step)
         attempt.send_if_finished(span, partials)
         if unit != begun:
-            attempt.lane_times.add(unit[1] - unit[0], time.perf_counter() - began_at)
+            slots = engine.batches.shape(attempt.step).unit_slots(unit)
+            attempt.lane_times.add(len(slots), time.perf_counter() - began_at)
     if attempt.canary_due:
         again, _ = yield from compute_again(engine, progress, CANARY)
         attempt.canary, attempt.canary_batch = gradients_word(again), batch_word(engine.slots.canary_batches)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic_harness.config import Config, ScaleConfig
+from elastic_harness import batch_changes
+from elastic_harness.config import BatchConfig, Config
 from elastic_harness.train.layout import Layout
 
 
@@ -52,11 +53,12 @@ def fingerprint(
 
 def _batches(config: Config) -> dict[str, Any]:
     """What the batch and the rate of each step follow from, where that is not the default."""
-    values: dict[str, Any] = {"run.batch_schedule": config.training.batch_schedule}
+    changes = batch_changes.parse(config.training.batch_schedule)
+    values: dict[str, Any] = {"run.batch_schedule": [list(change) for change in changes]}
     values |= {f"scaling.{name}": value for name, value in vars(config.scaling).items()}
     if config.training.batch_schedule or config.slots_per_worker:
         values["run.lanes_max"] = config.lanes_max
-    default = {f"scaling.{name}": value for name, value in vars(ScaleConfig()).items()} | {"run.batch_schedule": ""}
+    default = {f"scaling.{name}": value for name, value in vars(BatchConfig()).items()} | {"run.batch_schedule": []}
     return {name: value for name, value in values.items() if value != default.get(name)}
 
 

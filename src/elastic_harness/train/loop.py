@@ -44,13 +44,21 @@ def commit_step(engine: Engine, progress: Progress) -> Generator[Any, None, Prog
     while progress.version == step:
         try:
             yield from slot_alone(engine, progress)
-            progress = progress if progress.partials else replace(progress, partials=engine.new_partials(step))
+            progress = progress if progress.partials else begin(engine, progress)
             attempt = place(engine, progress)
             yield from compute(engine, progress, attempt)
             progress = yield from exchange_and_apply(engine, progress, attempt)
         except Recoverable as failure:
             progress = recover(engine, progress, failure)
     return progress
+
+
+def begin(engine: Engine, progress: Progress) -> Progress:
+    """Begin the step of this version. What it consists of must not change any more once a header is sent."""
+    assert progress.formed is not None
+    workers = engine.batches.workers(progress.version)
+    begun_for = (progress.formed.generation.number, workers) if workers else (0, 0)
+    return replace(progress, partials=engine.new_partials(progress.version), begun_for=begun_for)
 
 
 def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> Generator[Any, None, Progress]:
@@ -86,7 +94,7 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
         engine.applier.forget()
         failpoint("rollback.decided", record.step)
         raise PeerFailed(tell_rollback(engine, formed, decided))
-    progress = replace(progress, paces=paces_after(progress, attempt, headers))
+    progress = replace(progress, paces=paces_after(engine, progress, attempt, headers))
     with interrupts_wait():
         metrics = engine.applier.apply(record, decided)
         if record.step == 0:

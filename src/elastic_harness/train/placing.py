@@ -42,6 +42,12 @@ class Paces:
 
     seen: tuple[tuple[int, ...], ...] = ()  # by rank, microseconds per lane in the last steps; 0: it computed none
     fewer: tuple[int, ...] = ()  # by rank, so many lanes fewer; (): lanes are dealt evenly
+    lanes: int = 0  # of a step for which `fewer` is
+
+    def fewer_of(self, lanes: int) -> tuple[int, ...]:
+        """Return by rank how many lanes fewer it is dealt in a step of so many. After a change of the batch lanes are
+        dealt evenly."""
+        return self.fewer if lanes == self.lanes else ()
 
     def after(self, paces: Sequence[int], dealt: Sequence[int], rows: Sequence[Sequence[int]]) -> Paces:
         """Return the same after one more step of the generation. paces, dealt: by rank, what its header says, and how
@@ -51,18 +57,22 @@ class Paces:
         seen = (*self.seen, tuple(paces))[-LOOKED_AT:]
         usual = usual_paces(seen)
         shares = [dealt[row[0]] for row in rows]
-        if not any(usual) or sum(shares) <= len(rows):
-            return Paces(seen, self.fewer)
+        lanes = sum(shares)
+        if lanes <= len(rows):
+            return Paces(seen)
+        now = self.fewer_of(lanes)
+        if not any(usual):
+            return Paces(seen, now, lanes)
         known = median_low(pace for pace in usual if pace)
         slowest = [max(usual[rank] or known for rank in row) for row in rows]  # a row waits for its slowest member
-        new = better_shares(shares, slowest, even=not self.fewer)
+        new = better_shares(shares, slowest, even=not now)
         if new is None:
-            return Paces(seen, self.fewer)
+            return Paces(seen, now, lanes)
         fewer = [0] * len(paces)
         for row, share in zip(rows, new, strict=False):  # no shares: nobody has fewer
             for rank in row:
                 fewer[rank] = max(new) - share
-        return Paces(seen, tuple(fewer) if any(fewer) else ())
+        return Paces(seen, tuple(fewer) if any(fewer) else (), lanes)
 
 
 def usual_paces(seen: Sequence[Sequence[int]]) -> list[int]:

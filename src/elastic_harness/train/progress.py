@@ -59,11 +59,12 @@ class Formed:
 class Progress:
     """How far this worker is. version: committed steps, -1 without state. partials: finished lanes of the running
     step. record: of the last committed step, kept until everyone has it. verified: the canary was compared. lineage: in
-    which the version was reached."""
+    which the version was reached. begun_for: as a `Report` has it."""
 
     version: int = -1
     lineage: int = -1
     partials: Partials | None = None
+    begun_for: tuple[int, int] = (0, 0)
     record: Record | None = None
     metrics: Metrics | None = None
     formed: Formed | None = None
@@ -88,4 +89,5 @@ class Progress:
 
     def at(self, version: int, *, record: Record | None, metrics: Metrics | None) -> Progress:
         """The same worker at another version, with nothing of the next step done."""
-        return replace(self, version=version, partials=None, record=record, metrics=metrics, verdict=None)
+        fresh = replace(self, partials=None, begun_for=(0, 0), verdict=None)
+        return replace(fresh, version=version, record=record, metrics=metrics)

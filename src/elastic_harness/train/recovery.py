@@ -163,17 +163,16 @@ def _report(engine: Engine, progress: Progress, number: int) -> Report:
     would give other bits than its donor has, so laggards take the whole state."""
     strict = engine.config.elastic.exactness == "strict"
     checkpoints = engine.saver.restorable() if progress.version < 0 else {}
-    lanes = _lanes(engine, progress)
     return Report(
         generation=number,
         version=progress.version,
         record=progress.record.step if progress.record and strict else None,
-        lanes=lanes,
+        lanes=_lanes(engine, progress),
         checkpoints=tuple(checkpoints),
         verified=progress.verified,
         lineages=tuple(checkpoints.values()),
         lineage=progress.lineage,
-        workers=engine.batches.workers(progress.version) if lanes else 0,
+        begun_for=progress.begun_for,
     )
 
 
@@ -241,8 +240,10 @@ def _dealt(engine: Engine, progress: Progress) -> Progress:
     """Have the step that begins or goes on, and those after it, for as many workers as the digest says."""
     formed, partials = progress.formed, progress.partials
     assert formed is not None
-    replicas = len(formed.generation.rows)
-    engine.batches.deal(progress.version, formed.digest.workers or replicas, replicas)
+    replicas, begun = len(formed.generation.rows), formed.digest.workers
+    engine.batches.plan(progress.version, begun or replicas, replicas)
+    if begun:
+        progress = replace(progress, begun_for=(formed.generation.number, begun))
     if partials is None or partials.table.slots == engine.batches.shape(progress.version).slots:
         return progress
     engine.slots.drop_unit()

@@ -35,7 +35,6 @@ from elastic_harness.contract.messages import (
     WeightsNotSaved,
 )
 from elastic_harness.data.mapstyle import MapStyle
-from elastic_harness.data.order import EpochOrder
 from elastic_harness.errors import (
     EXIT_CONFIG,
     EXIT_INFRASTRUCTURE,
@@ -54,7 +53,7 @@ from elastic_harness.runs import replayed
 from elastic_harness.train import standalone
 from elastic_harness.train.apply import Applier
 from elastic_harness.train.batches import NAME as BATCHES
-from elastic_harness.train.batches import Batches, scheduled
+from elastic_harness.train.batches import Batches, check_omissions, data_of, scheduled, tokens_per_sample_of
 from elastic_harness.train.boundary import described
 from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.ending import left_by_hand, left_message
@@ -365,8 +364,7 @@ def start(
     averaged = averaged_buffers(model, buffers)
     later = optimized(optimizer) if before_step is not None else ()
     layout = make_layout(model, averaged, later)
-    order = getattr(source, "order", None) or EpochOrder(len(source), config.seed)
-    data = {"order": order.describe(), "dataset": source.fingerprint()}
+    order, data = data_of(source, config.seed)
     replay = replayed.read(folder)
     origin = origins.read(folder)
     if resume_from is not None:
@@ -376,12 +374,18 @@ def start(
         raise ConfigError(
             f"training.max_steps is {training.max_steps}, but the run begins from {origin}: give more steps than that"
         )
-    tokens_per_sample = int(getattr(source, "seq_length", 1))
+    tokens_per_sample = tokens_per_sample_of(dataset)
     schedule = scheduled(config, order.n_samples, tokens_per_sample, first)
     if replay is not None and config.slots_per_worker:
         recorded = [(step, slots * training.micro_batch_samples) for step, slots in replay.slots]
         schedule = replace(schedule, changes=tuple(recorded))
     batches = Batches(config, schedule, tokens_per_sample, pairs=layout.uniform, fixed=replay is not None)
+    if origin is not None and batches.last_version <= first[0] and training.max_steps is None:
+        raise ConfigError(
+            f"the run begins from {origin}, at position {first[1]} in its data, where training.max_tokens or "
+            "training.max_epochs is used up already: give more"
+        )
+    check_omissions(config, batches)
     health = config.health
     stretch = health.rollback_steps, health.omit_steps
     if health.on_spike != "off":
@@ -478,7 +482,7 @@ def start(
             "parameters": sum(e.hi - e.lo for e in layout.entries),
             **data,
         },
-        tokens_per_sample=tokens_per_sample,
+        tokens_per_sample=tokens_per_sample or 1,
         omissions=omissions.parse(training.omit) + (replay.omissions if replay is not None else ()),
         before_step=before_step,
         replay=replay,

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from elastic_harness import durable_file
 from elastic_harness.contract.messages import Commit, DoubtfulState, HandOver, LogEvent, UnfitPeer, decided
-from elastic_harness.errors import PeerFailed
+from elastic_harness.errors import PeerFailed, UserCodeError
 from elastic_harness.omissions import Entry, Omission
 from elastic_harness.runs.ledger import LedgerLine, StateLine
 from elastic_harness.train.apply import Decided
@@ -136,7 +136,13 @@ def tell_unfit(
 
 def tell_rollback(engine: Engine, formed: Formed, decided: Decided) -> str:
     """Tell that a policy makes the run go back before this step, and return why. Nobody has committed the step, and
-    whoever computes it again comes to the same: so it is enough if one member is heard."""
+    whoever computes it again comes to the same: so it is enough if one member is heard. Raises UserCodeError if nobody
+    can know what the omitted slots will be."""
+    if engine.batches.are_state:
+        raise UserCodeError(
+            'A policy goes back and omits slots, but scaling.batch is "per_worker": after it other numbers of workers '
+            "may give these slots other samples. Let the policy skip the step, or give a constant batch."
+        )
     facts, verdict, told = decided.facts, decided.decision.rollback, decided.decision.verdicts[-1]
     assert verdict is not None
     reason = f"in step {facts.step} {verdict.reason}"

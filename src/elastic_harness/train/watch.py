@@ -187,7 +187,7 @@ class StateWatch:
         digest = xxhash.xxh3_64(bytes(self._requires_grad))
         digest.update(f"{self._policies.word()}\n".encode())
         if self._batches is not None and self._batches.are_state:
-            digest.update(f"{self._batches.state_dict()}\n".encode())
+            digest.update(f"{self._batches.word()}\n".encode())
         for name, value in pieces:
             digest.update(f"{name} {value}\n".encode())
         return digest.intdigest() >> 1 | 1

@@ -35,6 +35,7 @@ def main() -> None:
         elastic_harness.Config, None, ["training.global_batch_samples=12", "health.audit_interval=2", *given.overrides]
     )
     dataset = Table(50, 12)
+    dataset.seq_length = 1  # for budgets and schedules in tokens
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.9)
     run = elastic_harness.start(model, optimizer, dataset, config, scheduler=scheduler, run_dir=given.run_dir)
     for step in run.steps():
