@@ -1,4 +1,5 @@
-"""A worker that is slower than the others, with real processes: it is dealt fewer lanes, and no bit changes."""
+"""A worker that is slower than the others, with real processes: it is dealt fewer lanes, is named with the reason, and
+makes room for a spare. No bit changes."""
 
 from __future__ import annotations
 
@@ -49,6 +50,21 @@ def test_without_dealing_by_speed_it_keeps_its_lanes(tmp_path: Path, healthy: se
     ended = launch(tmp_path, SCRIPT, "--times", 3, "--unasked", options=OPTIONS)
     assert ended.returncode == 0 and set(finals(ended.stdout)) == healthy, said(ended)
     assert lanes_of(tmp_path, SLOW) == [4] * 12
+
+
+def test_a_slow_worker_is_named_with_what_slows_it_down(tmp_path: Path) -> None:
+    """One after the other: its slots wait, its samples come late, others have its processor."""
+    quick = ("--slot-s", 0.01, "health.lasting_steps=5", "health.lasting_s=0.2")
+    how = ("--how", "computing,reading,processor", "--times", 4, "--steps", 60)
+    ended = launch(tmp_path, SCRIPT, *how, *quick, options=("--nproc-per-node", 3))
+    assert ended.returncode == 0 and len(set(finals(ended.stdout))) == 2, said(ended)
+    named = [e for e in read_events(tmp_path / "events.jsonl") if e["event"].startswith("worker_")]
+    named = [(e["event"], e["member"], e.get("cause")) for e in named if "step" in e]
+    over = ("worker_fast_again", SLOW, None)
+    slow = [("worker_slow", SLOW, cause) for cause in ("unknown", "data", "cpu")]
+    assert named == [slow[0], over, slow[1], over, slow[2], over], said(ended)
+    assert "it was ready to run, but had no processor" in ended.stdout, said(ended)
+    assert verify(tmp_path).ok and not events(tmp_path, "failure_detected") and not events(tmp_path, "alarm")
 
 
 @pytest.mark.parametrize("place", ["lane.finished", "exchange.headers_received"])

@@ -19,11 +19,13 @@ from elastic_harness.agent.workers.worker import Release, Why, Worker
 from elastic_harness.contract.board import Phase
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
 from elastic_harness.contract.messages import (
+    Alarm,
     AllDone,
     AuditAsked,
     Commit,
     DoubtfulState,
     EndAsked,
+    FastAgain,
     GetValue,
     HandOver,
     Hello,
@@ -41,6 +43,7 @@ from elastic_harness.contract.messages import (
     ScriptError,
     SetValue,
     SlotError,
+    SlowWorker,
     Undecided,
     UnfitPeer,
     Value,
@@ -179,6 +182,13 @@ class ElasticRun:
             case Rechecked():
                 self.agent.records.event("recheck", **as_fields(message))
                 self._notice(message.in_words())
+            case SlowWorker():
+                self.agent.records.event("worker_slow", member=worker.member, **as_fields(message))
+                self._notice(message.in_words(worker.member))
+            case FastAgain():
+                self.agent.records.event("worker_fast_again", member=worker.member, **as_fields(message))
+            case Alarm():
+                self.agent.alarms.tell(message, member=worker.member)
             case LeftOut(generation):
                 worker.release(Why.LEFT_OUT, f"left out of generation {generation}")
                 self.agreement.tell(protocol.Lost(worker.member))

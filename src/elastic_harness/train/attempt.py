@@ -23,28 +23,11 @@ from elastic_harness.train.ending import ends
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import canaries_due
 from elastic_harness.train.header import FIXED_WORDS, Header, combine
+from elastic_harness.train.lane_times import LaneTimes
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import Partials, SlotTable
 from elastic_harness.train.placing import UNASKED, Paces, PlacementFacts, handicap
 from elastic_harness.train.progress import Formed, Progress
-
-
-@dataclass
-class LaneTimes:
-    """How long this member took for the lanes that it computed whole in an attempt. Waiting for others does not
-    count."""
-
-    lanes: int = 0
-    seconds: float = 0.0
-
-    def add(self, lanes: int, seconds: float) -> None:
-        self.lanes += lanes
-        self.seconds += seconds
-
-    @property
-    def lane_us(self) -> int:
-        """Microseconds per lane; 0: none was computed."""
-        return max(1, round(1e6 * self.seconds / self.lanes)) if self.lanes else 0
 
 
 @dataclass
@@ -155,7 +138,26 @@ def paces_after(progress: Progress, attempt: Attempt, headers: Sequence[Header])
     order = in_dealing_order(tuple(map(node_of, members)), formed.generation.rows)
     rows = [[rank_of[member] for member in row] for row in order]
     dealt = [sum(hi - lo for lo, hi in attempt.placed[member]) for member in members]
-    return progress.paces.after([header.lane_us for header in headers], dealt, rows)
+    paces = [header.lane_us if header.by_speed else UNASKED for header in headers]
+    return progress.paces.after(paces, dealt, rows)
+
+
+def note_paces(engine: Engine, formed: Formed, attempt: Attempt, headers: Sequence[Header]) -> None:
+    """Look at the paces of a step that was committed. Slots are compared, because lanes may have more or fewer of them.
+    A step in which slots are empty or omitted says nothing, nor does the first one of a generation: members join in it,
+    and compute canaries."""
+    step, members = headers[0].version, formed.generation.members
+    if step == formed.digest.version:
+        engine.pace.begin()
+        return
+    lanes, slots = [], []
+    for member in members:
+        spans = attempt.placed[member]
+        lanes.append(sum(hi - lo for lo, hi in spans))
+        slots.append(sum(len(engine.shape.unit_slots(span)) for span in spans))
+    whole = engine.schedule.at(step).count == engine.shape.slots * engine.shape.micro_batch
+    comparable = whole and not attempt.omitted.slots
+    engine.pace.note(step, formed.rank, headers, lanes, slots if comparable else [0] * len(members))
 
 
 def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> list[Header]:
@@ -182,7 +184,8 @@ def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> lis
         audit=attempt.audit,
         certain=progress.certain,
         asked=asked if asked > progress.audited and not attempt.omitted.slots else 0,
-        lane_us=attempt.lane_times.lane_us if engine.config.elastic.deal_by_speed else UNASKED,
+        by_speed=engine.config.elastic.deal_by_speed,
+        **attempt.lane_times.per_lane_us(),
     )
 
     def adder(packed: list[Tensor]) -> Add:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from elastic_harness.agent.reporting.console import Console
 from elastic_harness.agent.reporting.records import Records
 from elastic_harness.agent.workers.worker import Worker
+from elastic_harness.contract.messages import Alarm
+from elastic_harness.contract.wire import as_fields
 from elastic_harness.health.memory import MemoryWatch
 from elastic_harness.memory_pools import read_pools, resident_bytes
 
@@ -29,7 +31,9 @@ class Alarms:
         for found in self._memory.judge(read_pools(time.monotonic())):
             held = {worker.member: resident_bytes(worker.pid) for worker in workers if worker.running}
             evidence = {**found.evidence, "workers_bytes": held}
-            self._records.event(
-                "alarm", kind="memory", severity=found.severity.value, message=found.message, evidence=evidence
-            )
-            self._console.notice(f"alarm: {found.message}")
+            self.tell(Alarm("memory", found.severity.value, found.message, evidence))
+
+    def tell(self, alarm: Alarm, **who: str) -> None:
+        """Write an alarm, and show it."""
+        self._records.event("alarm", **as_fields(alarm), **who)
+        self._console.notice(f"alarm: {alarm.message}")
