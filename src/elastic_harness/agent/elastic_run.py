@@ -185,7 +185,10 @@ class ElasticRun:
             case SlowWorker():
                 self.agent.records.event("worker_slow", member=worker.member, **as_fields(message))
                 self._notice(message.in_words(worker.member))
+                if message.replace:
+                    self.agreement.tell(protocol.Slow(worker.member))
             case FastAgain():
+                self.agreement.tell(protocol.Slow(worker.member, over=True))
                 self.agent.records.event("worker_fast_again", member=worker.member, **as_fields(message))
             case Alarm():
                 self.agent.alarms.tell(message, member=worker.member)

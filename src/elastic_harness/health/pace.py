@@ -150,7 +150,8 @@ def explain(own: Work, usual: Work, counted: Counters) -> Cause:
         if counted.hot:
             return Cause("clock", f"its processors were slowed down for heat {counted.hot} times; look at the cooling")
         if counted.clock is not None and counted.clock <= CLOCK_MAX:
-            return Cause("clock", f"its processors run at {counted.clock:.0%} of their full clock; look at power limits")
+            told = f"its processors run at {counted.clock:.0%} of their full clock"
+            return Cause("clock", f"{told}; look at power limits and cooling")
         told = f"a slot takes {own.running / 1000:.1f} ms of its processor, {usual.running / 1000:.1f} on the others"
         return Cause("unknown", f"{told}, and no counter says why")
     return Cause("unknown", "no counter says why")

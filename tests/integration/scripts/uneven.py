@@ -26,7 +26,7 @@ from elastic_harness.contract import variables
 
 SLOW = "w1-1"
 SLOT_S = 0.03
-SPELL = 9
+SPELL = 7
 
 
 class SlowTable(Table):
@@ -49,7 +49,7 @@ class Hogs:
     def run(self, wanted: bool) -> None:
         if wanted and not self._running:
             os.sched_setaffinity(0, {min(self._before)})
-            self._running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+            self._running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
         elif self._running and not wanted:
             for hog in self._running:
                 hog.kill()
