@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from elastic_harness.agent.control import commands
 from elastic_harness.comm.placement import Ranges
+from elastic_harness.commands import manage
 from elastic_harness.config import HealthConfig
 from elastic_harness.contract.board import Board, BoardReader
 from elastic_harness.contract.messages import Alarm, FastAgain, SlowWorker
@@ -89,6 +91,14 @@ def test_a_worker_names_itself_and_takes_it_back(monkeypatch: pytest.MonkeyPatch
     assert [type(message) for message in job.sent] == [SlowWorker, FastAgain]
     shown = job.page.pace()
     assert shown is not None and not shown.slow
+
+
+def test_status_shows_each_worker_s_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, THREE)
+    worker: Any = SimpleNamespace(board=job.page)
+    assert commands._pace(worker) is None and manage._pace(None) == ""
+    job.steps([100_000, 200_000, 100_000], reading_us=[0, 90_000, 0])
+    assert manage._pace(commands._pace(worker)) == "step 1 s, lane 200 ms, 27% reading  slow"
 
 
 def test_each_worker_speaks_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:

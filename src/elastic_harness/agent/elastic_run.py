@@ -158,6 +158,7 @@ class ElasticRun:
                         self._rolled_back_to = -1
                     self.agent.report.decided(message)
                     self._last_commit = message.metrics
+                    self.agent.alarms.committed(message, self.agent.workers.values())
                 self.agreement.tell(protocol.Committed(message.step))
             case HandOver(line):
                 self.agent.records.handed_over(line)
@@ -183,11 +184,13 @@ class ElasticRun:
                 self.agent.records.event("recheck", **as_fields(message))
                 self._notice(message.in_words())
             case SlowWorker():
+                worker.slow = message
                 self.agent.records.event("worker_slow", member=worker.member, **as_fields(message))
                 self._notice(message.in_words(worker.member))
                 if message.replace:
                     self.agreement.tell(protocol.Slow(worker.member))
             case FastAgain():
+                worker.slow = None
                 self.agreement.tell(protocol.Slow(worker.member, over=True))
                 self.agent.records.event("worker_fast_again", member=worker.member, **as_fields(message))
             case Alarm():

@@ -19,15 +19,19 @@ class Change(Enum):
     ROSE = auto()  # the value is above the limit now; perhaps that passes
     FELL = auto()  # it has passed
     LASTS = auto()  # the value has been above the limit for long
-    OVER = auto()  # it was above for long, and has been below for as many readings
+    OVER = auto()  # it was above for long, and has been below for some readings in a row
 
 
 class Lasting:
     """Follows one value. "For long": in so many readings in a row, and for so many seconds. smooth: of so many newest
-    readings the median is judged."""
+    readings the median is judged. rest: it is over after so many readings in a row (default: as many as it takes to
+    last)."""
 
-    def __init__(self, limit: float, readings: int, seconds: float, *, smooth: int = 3) -> None:
+    def __init__(
+        self, limit: float, readings: int, seconds: float, *, smooth: int = 3, rest: int | None = None
+    ) -> None:
         self._limit, self._readings, self._seconds = limit, readings, seconds
+        self._rest = readings if rest is None else rest
         self._recent: deque[float] = deque(maxlen=smooth)
         self._judged: deque[float] = deque(maxlen=max(readings, smooth))
         self._above = 0  # readings of this rise
@@ -62,7 +66,7 @@ class Lasting:
         if usual >= BACK * self._limit or not self._above:
             return None
         self._below += 1
-        if self.lasts and self._below < self._readings:
+        if self.lasts and self._below < self._rest:
             return None
         change = Change.OVER if self.lasts else Change.FELL
         self._above, self._below, self.lasts = 0, 0, False
