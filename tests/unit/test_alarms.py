@@ -89,7 +89,7 @@ def test_slow_steps_are_told_with_what_workers_show(watched: Watched) -> None:
     slow = SlowWorker(7, 2.0, 2, 20, "cpu", "it had no processor", {})
     pages = [BoardReader(f"w{place}") for place in range(3)]
     for reading, page in zip((0.05, 0.4, 0.0), pages[:2], strict=False):
-        Board(page.descriptor).show_pace(Pace(9, 1.0, 0.1, reading, 0.0))
+        Board(page.descriptor).show_pace(Pace(9, 1.0, 0.1, reading, 0.25, 0.0))
     workers: Any = [
         SimpleNamespace(member=f"w{place}-1", running=True, slow=slow if place == 0 else None, board=page)
         for place, page in enumerate(pages)
@@ -100,11 +100,12 @@ def test_slow_steps_are_told_with_what_workers_show(watched: Watched) -> None:
     told, = watched.told()
     assert told["evidence"] == {
         "step_s": 2.0, "best_step_s": 1.0, "members": 3, "slow": {"w0-1": "it had no processor"},
-        "reading": {"w0-1": 0.05, "w1-1": 0.4},
+        "reading": {"w0-1": 0.05, "w1-1": 0.4}, "queued": {"w0-1": 0.25, "w1-1": 0.25},
     }  # fmt: skip
     assert told["message"] == (
         "steps take 2 s, 2.0 times as long as in the best hour with 3 workers (1 s): w0-1 is slow (it had no "
-        "processor); waiting for samples: w1-1"
+        "processor); waits for samples in the last step: w1-1 40%; waits for a processor in the last step: w0-1 25%, "
+        "w1-1 25%"
     )
     workers.clear()
     committed(1.0, 200)

@@ -33,7 +33,7 @@ _LAYOUT = struct.Struct("<QqqqqdQ")  # the fields of Reading
 _ANSWERS, _ANSWERS_AT = struct.Struct("<Q"), 56
 _WAIT, _WAIT_AT = struct.Struct("<Qqdq"), 64  # the beat of the phase in which it waits, step, since, number of parts
 _PART, _PARTS_AT = struct.Struct("<4i"), 64 + _WAIT.size
-_PACE, _PACE_AT = struct.Struct("<qdddd"), 2048
+_PACE, _PACE_AT = struct.Struct("<qddddd"), 2048
 _PARTS = [struct.Struct(f"<{4 * count}i") for count in range(PARTS_MAX + 1)]
 
 
@@ -94,7 +94,8 @@ class Pace:
     step: int
     step_s: float  # from the commit before; 0: it is not known
     lane_s: float  # for each of its lanes; 0: it had none
-    reading: float  # the part of the step that it spent in reading samples
+    reading: float  # the part of the step that it spent in reading samples …
+    queued: float  # … and ready to compute, but without a processor
     slow: float  # 1: it has been slower than the others for long
 
 

@@ -53,8 +53,10 @@ class OwnPace:
         reading = [header.reading_us * count / 1e6 for header, count in zip(headers, lanes, strict=True)]
         if rank == 0 and step_s:
             self._look_at_reading(step, median(reading) / step_s, now)
-        waits = min(1.0, reading[rank] / step_s) if step_s else 0.0
-        self._board.show_pace(Pace(step, step_s, headers[rank].lane_us / 1e6, waits, float(self._watch.times.lasts)))
+        header, slow = headers[rank], float(self._watch.times.lasts)
+        of_step = lanes[rank] / 1e6 / step_s if step_s else 0.0
+        read, queued = min(1.0, header.reading_us * of_step), min(1.0, header.queued_us * of_step)
+        self._board.show_pace(Pace(step, step_s, header.lane_us / 1e6, read, queued, slow))
 
     def _compare(self, step: int, own: Work, others: Sequence[Work], now: float) -> None:
         change = self._watch.note(own, others, now)

@@ -23,7 +23,7 @@ FRACTION_MAX = 0.95  # of a limit
 FORECAST_S = 600.0  # memory that will be full within so long is told
 WRITE_MAX_S = 1.0  # for a line of a record; it takes some 10 µs
 QUIET_LOOKS = 30  # without such a write, before the next one is news
-READING_MAX = 0.2  # of a step
+WAITS_MAX = 0.2  # of a step; what takes more of it is told
 
 
 class Alarms:
@@ -75,24 +75,24 @@ class Alarms:
 
 def slow_steps(found: Slowdown, workers: Iterable[Worker]) -> Alarm:
     """Return the alarm for steps that take longer than they used to, with what the workers of this node show of it."""
-    slow: dict[str, str] = {}
-    reading: dict[str, float] = {}
-    for worker in workers:
-        pace = worker.board.pace() if worker.running else None
-        if worker.running and worker.slow is not None:
-            slow[worker.member] = worker.slow.reason
-        if pace is not None:
-            reading[worker.member] = round(pace.reading, 3)
+    running = [worker for worker in workers if worker.running]
+    paces = {worker.member: pace for worker in running if (pace := worker.board.pace()) is not None}
+    slow = {worker.member: worker.slow.reason for worker in running if worker.slow is not None}
+    waits = {
+        "reading": {member: round(pace.reading, 3) for member, pace in paces.items()},
+        "queued": {member: round(pace.queued, 3) for member, pace in paces.items()},
+    }
     shown = [f"{member} is slow ({reason})" for member, reason in slow.items()]
-    late = [member for member, share in reading.items() if share > READING_MAX]
-    shown += [f"waiting for samples: {', '.join(late)}"] if late else []
+    for what, of in (("samples", waits["reading"]), ("a processor", waits["queued"])):
+        late = [f"{member} {share:.0%}" for member, share in of.items() if share > WAITS_MAX]
+        shown += [f"waits for {what} in the last step: {', '.join(late)}"] if late else []
     why = "; ".join(shown) or "nothing that workers of this node measure shows why"
     evidence: dict[str, Any] = {
         "step_s": round(found.step_s, 4),
         "best_step_s": round(found.best_s, 4),
         "members": found.members,
         "slow": slow,
-        "reading": reading,
+        **waits,
     }
     message = (
         f"steps take {found.step_s:.3g} s, {found.step_s / found.best_s:.1f} times as long as in the best hour with "
