@@ -10,27 +10,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_harness.health.lasting import Change
-from elastic_harness.health.pace import Counters, PaceWatch, Slowness, Work, explain
+from elastic_harness.health.lasting import Turn
+from elastic_harness.health.pace import Counters, PaceWatch, SlotTimes, Slowness, explain
 from elastic_harness.machine_counters import read_counters
 
-USUAL = Work(10_000, 1_000, 8_000, 500)
+USUAL = SlotTimes(10_000, 1_000, 8_000, 500)
 NOTHING = Counters(at_s=10.0, processors=4, major_faults=0, preempted=0)
 
 
 def watched(
-    owns: list[Work], others: list[list[Work]], steps: int = 20, counted: Counters = NOTHING
+    owns: list[SlotTimes], others: list[list[SlotTimes]], steps: int = 20, counted: Counters = NOTHING
 ) -> list[Slowness]:
     watch, found = PaceWatch(1.5, steps, 0.0), []
     for second, (own, those) in enumerate(zip(owns, others, strict=True)):
-        if watch.note(own, those, float(second)) is Change.LASTS:
+        if watch.note(own, those, float(second)) is Turn.LASTS:
             found.append(watch.found(counted))
     return found
 
 
-def slower(**parts: float) -> Work:
+def slower(**parts: float) -> SlotTimes:
     """The usual work with so much more in these parts."""
-    return Work(*(usual + parts.get(name, 0) for name, usual in USUAL._asdict().items()))
+    return SlotTimes(*(usual + parts.get(name, 0) for name, usual in USUAL._asdict().items()))
 
 
 def test_a_slow_member_is_found_and_says_what_takes_it_longer() -> None:
@@ -53,9 +53,9 @@ def test_uneven_samples_name_nobody(seed: int, members: int, sigma: float) -> No
     """Short and long samples, a few in each step, dealt at random: as permutations of a dataset deal them."""
     rng = random.Random(seed)
 
-    def one() -> Work:
+    def one() -> SlotTimes:
         total = sum(rng.lognormvariate(9.0, sigma) for _ in range(4)) / 4
-        return Work(total, 0.1 * total, 0.8 * total, 0.0)
+        return SlotTimes(total, 0.1 * total, 0.8 * total, 0.0)
 
     steps = [[one() for _ in range(members)] for _ in range(300)]
     for rank in range(members):
@@ -81,15 +81,16 @@ def test_uneven_samples_name_nobody(seed: int, members: int, sigma: float) -> No
         (slower(total=10_000, reading=3_000, queued=3_000, running=3_000), {}, "unknown"),
     ],
 )
-def test_a_cause_is_named_where_a_counter_shows_it(own: Work, counted: dict[str, float], kind: str) -> None:
+def test_a_cause_is_named_where_a_counter_shows_it(own: SlotTimes, counted: dict[str, float], kind: str) -> None:
     cause = explain(own, USUAL, replace(NOTHING, **counted))
     assert cause.kind == kind, cause
     assert (kind == "unknown") == ("no counter says" in cause.reason)
 
 
-@given(st.builds(Work, *[st.floats(0, 1e7)] * 4), st.builds(Work, *[st.floats(0, 1e7)] * 4))
-def test_what_the_others_have_as_well_is_no_cause(own: Work, usual: Work) -> None:
+@given(st.builds(SlotTimes, *[st.floats(0, 1e7)] * 4), st.builds(SlotTimes, *[st.floats(0, 1e7)] * 4))
+def test_what_the_others_have_as_well_is_no_cause(own: SlotTimes, usual: SlotTimes) -> None:
     """A member whose parts are all as usual is slow for a reason that nobody sees."""
+    assert explain(usual, usual, NOTHING).kind == "unknown", "it takes no longer"
     own = own._replace(reading=usual.reading, running=usual.running, queued=usual.queued, total=usual.total + 1e8)
     assert explain(own, usual, NOTHING).kind == "unknown"
 

@@ -13,7 +13,7 @@ from statistics import median
 BACK = 0.85  # of the limit: only below that it is over
 
 
-class Change(Enum):
+class Turn(Enum):
     """What one more reading has changed."""
 
     ROSE = auto()  # the value is above the limit now; perhaps that passes
@@ -49,7 +49,7 @@ class Lasting:
         """How many readings this rise has."""
         return self._above
 
-    def note(self, value: float, now_s: float) -> Change | None:
+    def note(self, value: float, now_s: float) -> Turn | None:
         """Take one more reading. now_s: on any clock that only moves forward."""
         self._recent.append(value)
         self._judged.append(value)
@@ -61,13 +61,13 @@ class Lasting:
                 self._since = now_s
             if not self.lasts and self._above >= self._readings and now_s - self._since >= self._seconds:
                 self.lasts = True
-                return Change.LASTS
-            return Change.ROSE if self._above == 1 else None
+                return Turn.LASTS
+            return Turn.ROSE if self._above == 1 else None
         if usual >= BACK * self._limit or not self._above:
             return None
         self._below += 1
         if self.lasts and self._below < self._rest:
             return None
-        change = Change.OVER if self.lasts else Change.FELL
+        change = Turn.OVER if self.lasts else Turn.FELL
         self._above, self._below, self.lasts = 0, 0, False
         return change

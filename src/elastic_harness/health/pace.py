@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from elastic_harness.health.lasting import Change, Lasting
+from elastic_harness.health.lasting import Lasting, Turn
 
 FAULTS_MIN_PER_S = 10.0  # major page faults; fewer happen in any process
 CLOCK_MAX = 0.7  # of the processors' full clock; below that a slow clock may be the cause
 
 
-class Work(NamedTuple):
+class SlotTimes(NamedTuple):
     """Microseconds that a slot took, and what they went into. Reading may overlap with the other two."""
 
     total: float
@@ -39,7 +39,7 @@ class Counters:
     at_s: float
     processors: int
     major_faults: int
-    preempted: int  # times that a processor was taken from the thread
+    preempted: int  # times that a processor was taken from its threads
     steal_s: float | None = None  # for which the hypervisor gave the processors to others, added up
     throttled_s: float | None = None  # for which the control group had used up its quota of processor time
     memory_stall_s: float | None = None  # for which some process waited for memory
@@ -63,7 +63,7 @@ def _difference(now: Any, before: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Cause:
+class SlowCause:
     """Why a worker is slow. kind: data, cpu, quota, steal, swapping, disk, clock or unknown."""
 
     kind: str
@@ -77,7 +77,7 @@ class Slowness:
     times: float  # its slots take so many times as long as those of the others (their median)
     others: int  # with so many it was compared
     steps: int
-    cause: Cause
+    cause: SlowCause
     evidence: dict[str, Any]
 
 
@@ -87,20 +87,20 @@ class PaceWatch:
     def __init__(self, times_max: float, steps: int, seconds: float) -> None:
         self.times = Lasting(times_max, steps, seconds)
         self._steps = steps
-        self._own: list[Work] = []
-        self._usual: list[Work] = []
+        self._own: list[SlotTimes] = []
+        self._usual: list[SlotTimes] = []
         self._others = 0
 
-    def note(self, own: Work, others: Sequence[Work], now_s: float) -> Change | None:
+    def note(self, own: SlotTimes, others: Sequence[SlotTimes], now_s: float) -> Turn | None:
         """Take one more step: what a slot took this member, and what it took each of the others."""
-        usual = Work(*map(median, zip(*others, strict=True)))
+        usual = SlotTimes(*map(median, zip(*others, strict=True)))
         self._others = len(others)
         self._own, self._usual = [*self._own, own][-self._steps :], [*self._usual, usual][-self._steps :]
         return self.times.note(own.total / max(1.0, usual.total), now_s)
 
     def found(self, counted: Counters) -> Slowness:
         """Return what there is to say of a slowness that lasts. counted: since the pace rose."""
-        own, usual = (Work(*map(median, zip(*of, strict=True))) for of in (self._own, self._usual))
+        own, usual = (SlotTimes(*map(median, zip(*of, strict=True))) for of in (self._own, self._usual))
         cause = explain(own, usual, counted)
         told = {name: value for name, value in vars(counted).items() if value is not None}
         told["seconds"] = round(told.pop("at_s"), 3)
@@ -108,17 +108,19 @@ class PaceWatch:
         return Slowness(round(self.times.value, 2), self._others, self.times.readings, cause, evidence)
 
 
-def _in_ms(work: Work) -> dict[str, float]:
-    return {name: round(us / 1000, 3) for name, us in work._asdict().items()}
+def _in_ms(times: SlotTimes) -> dict[str, float]:
+    return {name: round(us / 1000, 3) for name, us in times._asdict().items()}
 
 
-def explain(own: Work, usual: Work, counted: Counters) -> Cause:
+def explain(own: SlotTimes, usual: SlotTimes, counted: Counters) -> SlowCause:
     """Return the cause of a slowness, as far as counters show it. counted: between two moments while it lasted.
 
     Of several causes that fit the first one counts, from the outside in: without its processor a worker does all else
     more slowly too."""
-    longer = own.total - usual.total
-    enough_us, enough = longer / 2, longer / 2 / max(1.0, own.total)
+    enough_us = (own.total - usual.total) / 2
+    if enough_us <= 0:
+        return SlowCause("unknown", "it was slower in some steps only, and no counter says why")
+    enough = enough_us / own.total
     seconds = max(1e-9, counted.at_s)
 
     def share(counted_s: float | None) -> float:
@@ -126,32 +128,33 @@ def explain(own: Work, usual: Work, counted: Counters) -> Cause:
 
     if share(counted.throttled_s) >= enough:
         told = f"its control group had used up its CPU quota for {share(counted.throttled_s):.0%} of the time"
-        return Cause("quota", f"{told}; raise the quota (cpu.max)")
+        return SlowCause("quota", f"{told}; raise the quota (cpu.max)")
     stolen = share(counted.steal_s) / counted.processors
     if stolen >= enough:
         told = f"the hypervisor gave its processors to others for {stolen:.0%} of the time (steal)"
-        return Cause("steal", f"{told}; move it to another host")
+        return SlowCause("steal", f"{told}; move it to another host")
     if own.queued - usual.queued >= enough_us:
         told = f"it was ready to run, but had no processor, for {own.queued / own.total:.0%} of its time"
-        return Cause("cpu", f"{told}; look for what else runs on its processors (top, taskset -p)")
+        return SlowCause("cpu", f"{told}; look for what else runs on its processors (top, taskset -p)")
     swaps = counted.major_faults / seconds >= FAULTS_MIN_PER_S
     if swaps and share(counted.memory_stall_s) >= enough:
         told = f"it waits for memory that the kernel reads back from disk, {counted.major_faults} times so far"
-        return Cause("swapping", f"{told}; processes of this machine need more memory than there is")
+        return SlowCause("swapping", f"{told}; processes of this machine need more memory than there is")
     disk = f"; its machine waits for disks for {share(counted.disk_stall_s):.0%} of the time"
     disk = disk if share(counted.disk_stall_s) >= enough else ""
     if own.reading - usual.reading >= enough_us:
         told = f"reading its samples takes {own.reading / 1000:.1f} ms a slot, {usual.reading / 1000:.1f} on the others"
-        return Cause("data", told + disk)
+        return SlowCause("data", told + disk)
     if own.blocked - usual.blocked >= enough_us:
         told = f"it waits for {own.blocked / own.total:.0%} of its time, for no processor and for no samples"
-        return Cause("disk", told + disk) if disk else Cause("unknown", f"{told}, and no counter says for what")
+        return SlowCause("disk", told + disk) if disk else SlowCause("unknown", f"{told}, and no counter says for what")
     if own.running - usual.running >= enough_us:
         if counted.hot:
-            return Cause("clock", f"its processors were slowed down for heat {counted.hot} times; look at the cooling")
+            told = f"its processors were slowed down for heat {counted.hot} times"
+            return SlowCause("clock", f"{told}; look at the cooling")
         if counted.clock is not None and counted.clock <= CLOCK_MAX:
             told = f"its processors run at {counted.clock:.0%} of their full clock"
-            return Cause("clock", f"{told}; look at power limits and cooling")
+            return SlowCause("clock", f"{told}; look at power limits and cooling")
         told = f"a slot takes {own.running / 1000:.1f} ms of its processor, {usual.running / 1000:.1f} on the others"
-        return Cause("unknown", f"{told}, and no counter says why")
-    return Cause("unknown", "no counter says why")
+        return SlowCause("unknown", f"{told}, and no counter says why")
+    return SlowCause("unknown", "no counter says why")

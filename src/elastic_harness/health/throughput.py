@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-from elastic_harness.health.lasting import Change, Lasting
+from elastic_harness.health.lasting import Lasting, Turn
 
 TIMES_MAX = 1.5  # so many times as long as in the best hour is slow
 RECENT = 20  # steps whose median counts as the present time of a step
@@ -62,4 +62,4 @@ class ThroughputWatch:
             return None
         usual_s = median(self._recent)
         change = self._slow.note(usual_s / max(1e-9, best_s), now_s)
-        return Slowdown(usual_s, best_s, members) if change is Change.LASTS else None
+        return Slowdown(usual_s, best_s, members) if change is Turn.LASTS else None

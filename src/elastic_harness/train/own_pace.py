@@ -13,8 +13,8 @@ from statistics import median
 from elastic_harness.config import HealthConfig
 from elastic_harness.contract.board import Board, Pace
 from elastic_harness.contract.messages import Alarm, FastAgain, SlowWorker
-from elastic_harness.health.lasting import Change, Lasting
-from elastic_harness.health.pace import PaceWatch, Work
+from elastic_harness.health.lasting import Lasting, Turn
+from elastic_harness.health.pace import PaceWatch, SlotTimes
 from elastic_harness.machine_counters import read_counters
 from elastic_harness.train.header import Header
 
@@ -46,8 +46,8 @@ class OwnPace:
         now = time.monotonic()
         step_s = 0.0 if self._committed_at is None else now - self._committed_at
         self._committed_at = now
-        works = [_work(*each) for each in zip(headers, lanes, slots, strict=True)]
-        own, others = works[rank], [work for at, work in enumerate(works) if work is not None and at != rank]
+        times = [_slot_times(*each) for each in zip(headers, lanes, slots, strict=True)]
+        own, others = times[rank], [each for at, each in enumerate(times) if each is not None and at != rank]
         if own is not None and others:
             self._compare(step, own, others, now)
         reading = [header.reading_us * count / 1e6 for header, count in zip(headers, lanes, strict=True)]
@@ -58,23 +58,23 @@ class OwnPace:
         read, queued = min(1.0, header.reading_us * of_step), min(1.0, header.queued_us * of_step)
         self._board.show_pace(Pace(step, step_s, header.lane_us / 1e6, read, queued, slow))
 
-    def _compare(self, step: int, own: Work, others: Sequence[Work], now: float) -> None:
+    def _compare(self, step: int, own: SlotTimes, others: Sequence[SlotTimes], now: float) -> None:
         change = self._watch.note(own, others, now)
-        if change is Change.ROSE:
+        if change is Turn.ROSE:
             self._counters = read_counters()
-        elif change is Change.LASTS:
+        elif change is Turn.LASTS:
             found = self._watch.found(read_counters().since(self._counters))
             kind, reason = found.cause.kind, found.cause.reason
             replace = self._replace and found.others > 1  # of two nobody knows which one is as it should be
             self._send(
                 SlowWorker(step, found.times, found.others, found.steps, kind, reason, found.evidence, replace)
             )
-        elif change is Change.OVER:
+        elif change is Turn.OVER:
             self._send(FastAgain(step, round(self._watch.times.value, 2)))
 
     def _look_at_reading(self, step: int, share: float, now: float) -> None:
         """Tell if steps wait for data. One member tells it for all."""
-        if self._reading.note(share, now) is Change.LASTS:
+        if self._reading.note(share, now) is Turn.LASTS:
             self._send(
                 Alarm(
                     "data",
@@ -87,9 +87,9 @@ class OwnPace:
             )
 
 
-def _work(header: Header, lanes: int, slots: int) -> Work | None:
+def _slot_times(header: Header, lanes: int, slots: int) -> SlotTimes | None:
     """Return what a slot took a member; None if it is not known."""
     if not slots or not header.lane_us:
         return None
-    per_slot = lanes / slots
-    return Work(*(us * per_slot for us in (header.lane_us, header.reading_us, header.running_us, header.queued_us)))
+    of_lane = (header.lane_us, header.reading_us, header.running_us, header.queued_us)
+    return SlotTimes(*(us * lanes / slots for us in of_lane))

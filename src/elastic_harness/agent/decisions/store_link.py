@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from elastic_harness.errors import ConfigError, HarnessError, InfrastructureError
 from elastic_harness.etcd.once import Once
-from elastic_harness.health.lasting import Change, Lasting
+from elastic_harness.health.lasting import Lasting, Turn
 from elastic_harness.membership import line, node
 from elastic_harness.membership.store import Put, Store, TooLarge, Watch
 
@@ -98,7 +98,7 @@ class StoreLink:
         late = None
         while self._renewals:
             took_s = self._renewals.popleft()
-            if self._late.note(took_s, time.monotonic()) is Change.LASTS:
+            if self._late.note(took_s, time.monotonic()) is Turn.LASTS:
                 late = took_s
         return late
 

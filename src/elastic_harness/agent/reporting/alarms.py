@@ -13,7 +13,7 @@ from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.contract.messages import Alarm, Commit
 from elastic_harness.contract.wire import as_fields
 from elastic_harness.health.clock import ClockWatch
-from elastic_harness.health.lasting import Change, Lasting
+from elastic_harness.health.lasting import Lasting, Turn
 from elastic_harness.health.memory import MemoryWatch
 from elastic_harness.health.throughput import Slowdown, ThroughputWatch
 from elastic_harness.memory_pools import read_pools, resident_bytes
@@ -52,7 +52,7 @@ class Alarms:
             )
             self.tell(Alarm("clock", "warning", message, {"step_s": round(step_s, 3)}))
         took_s, self._records.slowest_write_s = self._records.slowest_write_s, 0.0
-        if self._writes.note(took_s, now) is Change.LASTS:
+        if self._writes.note(took_s, now) is Turn.LASTS:
             folder = self._records.folder.path
             message = (
                 f"the disk of {folder} took {took_s:.1f} s to write a line; the agent waits for that, and so may a "
