@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +17,15 @@ from elastic_harness.contract.board import Board, BoardReader
 from elastic_harness.contract.messages import Alarm, FastAgain, SlowWorker
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.omissions import Omitted
+from elastic_harness.runs.events import EVENTS, EventLog, read_events
+from elastic_harness.runs.ledger import LEDGER, LedgerWriter
 from elastic_harness.train import own_pace
 from elastic_harness.train.attempt import note_paces
 from elastic_harness.train.header import Header
 from elastic_harness.train.own_pace import OwnPace
 from elastic_harness.train.partials import SlotTable
 from elastic_harness.train.slots import Shape
+from elastic_harness.train.standalone import StandaloneLink
 
 HEALTH = HealthConfig(lasting_steps=5, lasting_s=0.0)
 STEP_S = 1.0
@@ -164,3 +168,18 @@ def test_one_member_that_waits_for_data_is_no_slow_dataset(monkeypatch: pytest.M
     job = Job(monkeypatch, THREE, rank=0)
     job.steps([120_000] * 3, reading_us=[0, 110_000, 0])
     assert not job.sent
+
+
+def test_without_an_agent_a_worker_says_it_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its log has it; rank 0 writes the events."""
+    slow, alarm = SlowWorker(7, 2.0, 2, 20, "cpu", "it had no processor", {}), Alarm("data", "warning", "late", {})
+    for rank in range(2):
+        link = StandaloneLink(tmp_path, rank, 3, None)
+        link._events = EventLog(tmp_path / EVENTS) if rank == 0 else None
+        link._ledger = LedgerWriter(tmp_path / LEDGER) if rank == 0 else None
+        for message in (slow, FastAgain(30, 1.0), alarm):
+            link.send(message)
+        said = capsys.readouterr().err
+        assert f"worker rank{rank} takes 2.0 times as long" in said and "alarm: late" in said
+    told = [(event["event"], event.get("member")) for event in read_events(tmp_path / EVENTS)]
+    assert told == [("worker_slow", "rank0"), ("worker_fast_again", "rank0"), ("alarm", None)]
