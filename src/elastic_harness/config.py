@@ -193,11 +193,18 @@ class HealthConfig(Section):
     spike_window: int = 128  # steps; half of them must be there before anything stands out
     spike_lr_scale: float = 0.1  # lower_lr: the factor of the learning rate in the step that stands out …
     spike_lr_steps: int = 32  # … from which it comes back in a straight line
+    slow_factor: float = 1.5  # a worker whose slots take so many times as long as those of the others is slow …
+    on_slow: Literal["warn", "replace"] = "warn"  # replace: a spare takes its place
+    lasting_steps: int = 20  # … if that lasts for so many steps in a row …
+    lasting_s: float = 60.0  # … and so many seconds; so must waits for data before they are told
     audit_interval: int | Literal["auto"] = "auto"  # steps after which workers compute lanes of others again; 0: never
 
     def check(self) -> None:
         value = self.audit_interval
         self._require(value == "auto" or value >= 0, "audit_interval", 'must be "auto" or at least 0')
+        self._require(self.slow_factor > 1, "slow_factor", "must be greater than 1", "use 1.2 at least: paces vary")
+        self._at_least(3, "lasting_steps")
+        self._at_least(0, "lasting_s")
         self._positive("spike_sigmas", "spike_norm_sigmas")
         self._at_least(4, "spike_window")
         self._at_least(0, "rollback_steps")

@@ -6,12 +6,14 @@ import contextlib
 import ctypes
 import os
 import re
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
+_SCHEDSTAT = threading.local()
 _THREADS_MAX = 64  # of a process, that are told of
 
 
@@ -41,6 +43,18 @@ def children() -> list[int]:
     with contextlib.suppress(OSError):
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     return []
+
+
+def queued_s() -> float:
+    """Return for how long the calling thread has been ready to run without a processor; 0 if the kernel does not tell.
+    Takes about 1 µs."""
+    try:
+        if getattr(_SCHEDSTAT, "process", None) != os.getpid():  # a fork has the descriptor of its parent's thread
+            _SCHEDSTAT.process = os.getpid()
+            _SCHEDSTAT.descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        return int(os.pread(_SCHEDSTAT.descriptor, 64, 0).split()[1]) / 1e9
+    except (OSError, IndexError, ValueError, AttributeError):
+        return 0.0
 
 
 def die_with_parent(parent_pid: int, signal_number: int) -> None:

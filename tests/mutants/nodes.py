@@ -98,8 +98,8 @@ PATCHES = [
     ),
     Planted(
         "a leader that begins takes its own workers, with or without the state",
-        "key=lambda m: m not in view.veterans",
-        "key=lambda m: False",
+        "(m not in view.veterans, node_of(m) in slow_nodes)",
+        "(False, node_of(m) in slow_nodes)",
         (("state=state, missed=True)._follow", "state=state)._follow"),),
         shape=JobShape(8, 4, 30, 8, kinds=("store loses all", "kill half")),
     ),

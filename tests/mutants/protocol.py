@@ -366,8 +366,8 @@ MUTANTS = [
         "the dead still count as finished",
         small(2, 2, joins=1, steps=1, lanes=1),
         "stuck",
-        "(self.ready, self.reports, self.finished, self.leaving)",
-        "(self.ready, self.reports, self.leaving)",
+        "(self.ready, self.reports, self.finished, self.leaving, self.slow)",
+        "(self.ready, self.reports, self.leaving, self.slow)",
     ),
     patched(
         "a report for an earlier generation counts",

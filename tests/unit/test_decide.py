@@ -340,3 +340,55 @@ def test_nobody_takes_the_place_of_a_member_that_is_about_to_leave() -> None:
     view = View(current, ("a", "b", "c", "x"), leaving=frozenset("c"), broken=broken, reform=True)
     apart, _ = chosen(0.0, view, Limits(1, 3, 2))
     assert apart is not None and apart.members == ("a", "b"), "its place is not free for another one"
+
+
+FOUR = Generation(3, ("n0/w0", "n1/w0", "n1/w1", "n2/w0"), False, "test")
+SLOW = frozenset({"n1/w1"})
+
+
+def slow_view(*spares: str, **more: object) -> View:
+    return replace(View(FOUR, (*FOUR.members, *spares), veterans=FOUR.member_set, slow=SLOW), **more)
+
+
+def test_a_slow_member_makes_room_for_a_spare_preferably_of_another_machine() -> None:
+    change, reason = chosen(0.0, slow_view("n1/w2", "n3/w0"), Limits(2, 6, 4))
+    assert change is not None and not change.urgent
+    assert change.members == ("n0/w0", "n1/w0", "n2/w0", "n3/w0")
+    assert reason == "1 joined, 1 removed, n1/w1 makes room, as it is slow"
+    change, _ = chosen(0.0, slow_view("n1/w2"), Limits(2, 6, 4))
+    assert change is not None and change.members == ("n0/w0", "n1/w0", "n2/w0", "n1/w2"), "better than none"
+
+
+def test_a_slow_member_stays_where_nobody_can_take_its_place() -> None:
+    limits = Limits(2, 6, 4)
+    assert isinstance(decide(0.0, slow_view(), limits), Keep)
+    lost = slow_view("n3/w0", ready=("n0/w0", "n1/w0", "n1/w1", "n3/w0"))
+    change, _ = chosen(0.0, lost, limits)
+    assert change is not None and change.urgent and "n1/w1" in change.members, "the spare fills the hole"
+    ending = slow_view("n3/w0", finished=frozenset({"n0/w0"}))
+    assert isinstance(decide(0.0, ending, limits), Keep)
+    two_nodes = Generation(3, ("n0/w0", "n0/w1", "n1/w1"), False, "test")
+    view = View(two_nodes, (*two_nodes.members, "n0/w2"), veterans=two_nodes.member_set, slow=SLOW)
+    assert isinstance(decide(0.0, view, Limits(2, 6, 3, min_nodes=2)), Keep), "two nodes are asked for"
+    alone = Generation(3, ("n1/w1",), False, "test")
+    view = View(alone, ("n1/w1", "n0/w2"), veterans=alone.member_set, slow=SLOW)
+    assert isinstance(decide(0.0, view, Limits(1, 6, 1)), Keep), "nobody else has the state"
+
+
+@given(st.floats(0, 1e4), views(), limits(), st.data())
+def test_for_a_slow_member_there_are_never_fewer_members(
+    now: float, view: View, limits: Limits, data: st.DataObject
+) -> None:
+    """Nor any other waiting, nor any more haste."""
+    if view.current is None:
+        return
+    slow = replace(view, slow=frozenset([data.draw(st.sampled_from(view.current.members))]))
+    before, after = decide(now, view, limits), decide(now, slow, limits)
+    if isinstance(before, Pause):
+        assert after == before
+        return
+    was = before.members if isinstance(before, Form) else view.current.members
+    will = after.members if isinstance(after, Form) else view.current.members
+    assert not isinstance(after, Pause) and len(will) == len(was)
+    if isinstance(after, Form) and set(will) != set(was):
+        assert not after.urgent and set(was) - set(will) == slow.slow and len(set(will) - set(was)) == 1

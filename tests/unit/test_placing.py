@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from elastic_harness.comm.placement import balanced_cuts, deal_to_rows, paced_cuts
 from elastic_harness.membership.types import Replica, node_of
-from elastic_harness.train.attempt import LaneTimes, in_dealing_order, plan_step
+from elastic_harness.train.attempt import in_dealing_order, plan_step
 from elastic_harness.train.batches import Shape
+from elastic_harness.train.lane_times import LaneTimes, Times
 from elastic_harness.train.placing import GAIN_MIN_PERCENT, GAIN_MIN_US, UNASKED, Paces, PlacementFacts, handicap
 
 LANE_US = 50_000
@@ -193,8 +194,9 @@ def test_lanes_of_unlike_length_say_nothing_of_speed(lanes: int, slots: int, slo
     told = []
     for lane in range(lanes):
         times = LaneTimes()
-        times.add(len(shape.unit_slots((lane, lane + 1))), len(shape.unit_slots((lane, lane + 1))) * slot_ms / 1e3)
-        told.append(times.lane_us(shape))
+        count = len(shape.unit_slots((lane, lane + 1)))
+        times.add(count, Times(count * slot_ms / 1e3))
+        told.append(times.per_lane_us(shape)["lane_us"])
     assert max(told) - min(told) <= 1
 
 

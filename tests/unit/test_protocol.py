@@ -34,6 +34,7 @@ from elastic_harness.membership.protocol import (
     Saved,
     Scaled,
     SlotFailed,
+    Slow,
     State,
     Tick,
     Trouble,
@@ -64,6 +65,7 @@ events: st.SearchStrategy[Event] = st.one_of(
         st.integers(0, 3), st.integers(0, 3),
     ),
     st.builds(Scaled, st.integers(0, 9)),
+    st.builds(Slow, members, st.booleans()),
     st.just(Tick()),
 )
 
@@ -349,6 +351,32 @@ def test_events_that_become_known_together_are_one_decision() -> None:
     (announced,) = actions
     assert isinstance(announced, protocol.Announce) and announced.generation.members == ("c", "d")
     assert announced.generation.number == 2
+
+
+def test_a_slow_member_is_replaced_as_soon_as_a_spare_is_ready_and_no_other_soon_after() -> None:
+    state, actions = run(formed(3, Limits(1, 4, 3), version=5), Slow("w1"), Tick())
+    assert actions == [] and protocol.timed(state), "nobody is there to take its place"
+    state, actions = run(state, Ready("w3"), now=7.0)
+    assert [(a.generation.members, a.generation.urgent) for a in actions if isinstance(a, Announce)] == [
+        (("w0", "w2", "w3"), False)
+    ]
+    state, _ = run(state, Lost("w1"), *(Reported(m, Report(2, 6)) for m in ("w0", "w2", "w3")), now=8.0)
+    assert state.formed and not state.slow
+    state, actions = run(state, Ready("w4"), Slow("w2"), Tick(), now=7.0 + protocol.REPLACED_S - 1)
+    assert actions == []
+    _, actions = run(state, Tick(), now=7.0 + protocol.REPLACED_S)
+    assert announced(actions) == [("w0", "w3", "w4")]
+    _, actions = run(state, Slow("w2", over=True), Tick(), now=7.0 + protocol.REPLACED_S)
+    assert actions == [], "meanwhile it is as fast as the others"
+
+
+def test_a_slow_member_comes_back_if_its_successor_dies_before_the_boundary() -> None:
+    state, actions = run(formed(3, Limits(1, 4, 3), version=5), Ready("w3"), Slow("w1"))
+    assert announced(actions) == [("w0", "w2", "w3")]
+    _, actions = run(state, Lost("w3"))
+    assert announced(actions) == [("w0", "w2", "w1")]
+    _, actions = run(state, Lost("w1"), Lost("w3"))
+    assert announced(actions) == [("w0", "w2")], "it has left already"
 
 
 def lost_everything() -> State:

@@ -27,6 +27,7 @@ EXHAUSTED = {
     "below the minimum and back": Size(workers=2, min_workers=2, faults=Faults(crashes=1, joins=1)),
     "a batch that follows the workers": Size(workers=3, lanes=2, follows=True, faults=Faults(crashes=1)),
     "all are asked to stop": Size(workers=2, faults=Faults(stops=1)),
+    "a slow one, and a spare": Size(workers=2, faults=Faults(joins=1, slows=1)),
     "a stop and a crash": Size(workers=2, faults=Faults(crashes=1, stops=1)),
 }
 SHARDED = {
@@ -58,6 +59,8 @@ LARGE = {
     "never talking, with a join": Size(cut=((0, 1),), faults=Faults(joins=1)),
     "three lanes, two blocks": Size(lanes=3, blocks=2, faults=Faults(crashes=2)),
     "two needed": Size(min_workers=2, faults=Faults(crashes=2, joins=1)),
+    "a slow one, a spare and a crash": Size(workers=2, faults=Faults(crashes=1, joins=1, slows=1)),
+    "a slow one of three, and crashes": Size(faults=Faults(crashes=2, joins=1, slows=1)),
     "a stop while growing": Size(workers=2, target=3, faults=Faults(joins=1, stops=1)),
 }
 LARGE_SHARDED = {

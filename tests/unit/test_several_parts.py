@@ -34,10 +34,12 @@ class Trouble:
         self.store = EmbeddedStore(time.monotonic)
         self.error: Exception | None = None
         self.lock = threading.Lock()
+        self.delay_s = 0.0  # of each renewal of a lease
         self.after: Exception | None = None  # raised once, after a transaction took place
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
+            time.sleep(self.delay_s if name == "keep_alive" else 0.0)
             with self.lock:
                 if self.error is not None:
                     raise self.error
@@ -148,6 +150,18 @@ def test_a_lease_that_ended_is_told(link: StoreLink, trouble: Trouble) -> None:
     registered(link)
     link.ask(write(2))
     heard(link, node.Wrote)
+
+
+def test_late_renewals_are_told_before_the_lease_is_lost(link: StoreLink, trouble: Trouble) -> None:
+    """Of the lease of one second a renewal takes more than a quarter. That is told once."""
+    registered(link)
+    trouble.delay_s = 0.3
+    late: list[float] = []
+    until(lambda: late.extend(filter(None, [link.late_renewal()])) or late)
+    assert 0.3 <= late[0] < 1.0 and link.trouble is None
+    assert not link.heard(), "the lease lives"
+    until(lambda: len(link._renewals) >= 2)
+    assert link.late_renewal() is None
 
 
 def test_the_lease_is_given_back(trouble: Trouble) -> None:

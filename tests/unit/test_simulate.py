@@ -20,7 +20,7 @@ from elastic_harness.errors import ConfigError
 from elastic_harness.membership import protocol
 from elastic_harness.membership.codec import decode, encode
 from elastic_harness.membership.types import Digest, Generation, Limits, Report, Source
-from elastic_harness.simulate.nodes import KINDS
+from elastic_harness.simulate.nodes import KINDS, Fault
 from mutants.nodes import PATCHES, Planted
 
 SMALL = JobShape(workers=6, nodes=3, steps=15, faults=8)
@@ -94,6 +94,20 @@ def test_nothing_in_doubt_is_kept() -> None:
     shape = replace(SMALL, kinds=("doubt", "doubt", *KINDS))
     failed = {e.seed: (e.violation, e.needed) for e in run_seeds(shape, range(100), 2) if e.violation}
     assert failed == {}
+
+
+@pytest.mark.slow
+def test_slow_members_are_replaced_and_nothing_is_violated() -> None:
+    """Any node tells it to the leader, among other faults. Without others the replacement is planned, and nobody is
+    lost."""
+    shape = JobShape(8, 4, 20, 8, spare_nodes=1, kinds=("slow", "slow", "slow", *KINDS))
+    failed = {e.seed: (e.violation, e.needed) for e in run_seeds(shape, range(60), 2) if e.violation}
+    assert failed == {}
+    simulation = shape.simulation(3, [Fault(4.0, "slow", (2,), 100.0)])
+    simulation.run()
+    first, second = simulation._announced.values()
+    assert not second.urgent and len(second.members) == len(first.members) == 6
+    assert "makes room, as it is slow" in second.reason
 
 
 @pytest.mark.slow

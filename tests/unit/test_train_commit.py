@@ -14,7 +14,6 @@ from elastic_harness.errors import Inconsistent
 from elastic_harness.train.gate import canaries_due, gate
 from elastic_harness.train.header import Header, combine
 from elastic_harness.train.partials import Contribution, SlotTable
-from elastic_harness.train.placing import UNASKED
 from elastic_harness.train.slots import batch_word
 
 
@@ -35,7 +34,8 @@ def test_a_header_survives_the_wire() -> None:
 
 
 def test_all_words_of_a_header_arrive_in_their_places() -> None:
-    sent = dataclasses.replace(header(), ends=True, audited=21, audit=22, certain=23, lane_us=UNASKED)
+    times = {"lane_us": 24, "reading_us": 25, "running_us": 26, "queued_us": 27}
+    sent = dataclasses.replace(header(), ends=True, by_speed=False, audited=21, audit=22, certain=23, **times)
     got = Header.unpack(sent.pack(), sent.table)
     assert dataclasses.replace(got, table=sent.table) == sent
 

@@ -19,11 +19,13 @@ from elastic_harness.agent.workers.worker import Release, Why, Worker
 from elastic_harness.contract.board import Phase
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
 from elastic_harness.contract.messages import (
+    Alarm,
     AllDone,
     AuditAsked,
     Commit,
     DoubtfulState,
     EndAsked,
+    FastAgain,
     GetValue,
     HandOver,
     Hello,
@@ -41,6 +43,7 @@ from elastic_harness.contract.messages import (
     ScriptError,
     SetValue,
     SlotError,
+    SlowWorker,
     Undecided,
     UnfitPeer,
     Value,
@@ -155,6 +158,7 @@ class ElasticRun:
                         self._rolled_back_to = -1
                     self.agent.report.decided(message)
                     self._last_commit = message.metrics
+                    self.agent.alarms.committed(message, self.agent.workers.values())
                 self.agreement.tell(protocol.Committed(message.step))
             case HandOver(line):
                 self.agent.records.handed_over(line)
@@ -179,6 +183,18 @@ class ElasticRun:
             case Rechecked():
                 self.agent.records.event("recheck", **as_fields(message))
                 self._notice(message.in_words())
+            case SlowWorker():
+                worker.slow = message
+                self.agent.records.event("worker_slow", member=worker.member, **as_fields(message))
+                self._notice(message.in_words(worker.member))
+                if message.replace:
+                    self.agreement.tell(protocol.Slow(worker.member))
+            case FastAgain():
+                worker.slow = None
+                self.agreement.tell(protocol.Slow(worker.member, over=True))
+                self.agent.records.event("worker_fast_again", member=worker.member, **as_fields(message))
+            case Alarm():
+                self.agent.alarms.tell(message, member=worker.member)
             case LeftOut(generation):
                 worker.release(Why.LEFT_OUT, f"left out of generation {generation}")
                 self.agreement.tell(protocol.Lost(worker.member))

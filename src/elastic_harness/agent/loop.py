@@ -128,7 +128,7 @@ class Agent:
         self.checkpoints: dict[str, int] = {}  # the newest that was saved to disk, and that was uploaded
         self.records = Records(folder)
         self.report = Reporter(self.records, console)
-        self._alarms = alarms.Alarms(self.records, console)
+        self.alarms = alarms.Alarms(self.records, console)
         if not self.records.born:
             folder.record.pop("fingerprint", None)  # nothing was trained with it: a corrected configuration may follow
         wake, log = shared_frames.wake_descriptor(), folder.logs / "checkpoint-writer.log"
@@ -457,7 +457,7 @@ class Agent:
 
     def _look_for_alarms(self) -> None:
         self.after(alarms.LOOK_S, self._look_for_alarms)
-        self._alarms.look(self.workers.values())
+        self.alarms.look(self.workers.values())
 
     def _turn(self, quiet: bool = False) -> None:
         now = time.monotonic()

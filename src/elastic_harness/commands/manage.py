@@ -354,8 +354,16 @@ def _print_status(shown: dict[str, Any]) -> None:
         print(f"incident   {shown['last_incident']}")
     for worker in shown.get("workers", []):
         rank = "-" if worker["rank"] is None else worker["rank"]
-        state = worker["leaving"] or worker["state"]
-        print(f"worker     {worker['member']:<8} rank {rank:<3} pid {worker['pid']:<8} {state}")
+        state, pace = worker["leaving"] or worker["state"], _pace(worker.get("pace"))
+        print(f"worker     {worker['member']:<8} rank {rank:<3} pid {worker['pid']:<8} {pace:<44} {state}")
+
+
+def _pace(pace: Mapping[str, Any] | None) -> str:
+    """Return how fast a worker was in its last step, in words."""
+    if pace is None:
+        return ""
+    slow = "  slow" if pace["slow"] else ""
+    return f"step {pace['step_s']:.3g} s, lane {1e3 * pace['lane_s']:.3g} ms, {pace['reading']:.0%} reading{slow}"
 
 
 def _log_files(path: Path, worker: str | None) -> list[Path]:

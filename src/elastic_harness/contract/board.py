@@ -5,6 +5,7 @@ worker's death.
     0   what the worker does: `Reading`
     56  the signal that it answers with its stacks; 0: none
     64  what it waits for: the head of a `Wait`, then its parts
+    2048  how fast it is: `Pace`
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import signal
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
 from itertools import chain
 
@@ -32,6 +33,7 @@ _LAYOUT = struct.Struct("<QqqqqdQ")  # the fields of Reading
 _ANSWERS, _ANSWERS_AT = struct.Struct("<Q"), 56
 _WAIT, _WAIT_AT = struct.Struct("<Qqdq"), 64  # the beat of the phase in which it waits, step, since, number of parts
 _PART, _PARTS_AT = struct.Struct("<4i"), 64 + _WAIT.size
+_PACE, _PACE_AT = struct.Struct("<qddddd"), 2048
 _PARTS = [struct.Struct(f"<{4 * count}i") for count in range(PARTS_MAX + 1)]
 
 
@@ -85,6 +87,18 @@ class Reading:
         return what if phase in _WITHOUT_STEP else f"{what}, step {self.step}"
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How fast the worker was in its last step."""
+
+    step: int
+    step_s: float  # from the commit before; 0: it is not known
+    lane_s: float  # for each of its lanes; 0: it had none
+    reading: float  # the part of the step that it spent in reading samples …
+    queued: float  # … and ready to compute, but without a processor
+    slow: float  # 1: it has been slower than the others for long
+
+
 class BoardReader:
     """The agent's side of one worker's board. The worker inherits `descriptor`."""
 
@@ -106,6 +120,13 @@ class BoardReader:
         content = self._page[_PARTS_AT : _PARTS_AT + listed * _PART.size]
         parts = tuple(Awaited(*part) for part in _PART.iter_unpack(content))
         return Wait(step, since, parts, count - listed) if head == _WAIT.unpack_from(self._page, _WAIT_AT) else None
+
+    def pace(self) -> Pace | None:
+        """Return how fast the worker was in its last step; None: it has done none, or is just writing that down."""
+        content = self._page[_PACE_AT : _PACE_AT + _PACE.size]
+        pace = Pace(*_PACE.unpack(content))
+        same = content == self._page[_PACE_AT : _PACE_AT + _PACE.size]
+        return pace if same and (pace.step_s or pace.lane_s) else None
 
     @property
     def answers(self) -> bool:
@@ -160,6 +181,10 @@ class Board:
         listed = parts[:PARTS_MAX]
         _PARTS[len(listed)].pack_into(self._page, _PARTS_AT, *chain.from_iterable(listed))
         _WAIT.pack_into(self._page, _WAIT_AT, self._beat, step, time.time(), len(parts))
+
+    def show_pace(self, pace: Pace) -> None:
+        """Show how fast this worker was in a step."""
+        _PACE.pack_into(self._page, _PACE_AT, *astuple(pace))
 
     def offer_stacks(self) -> None:
         """Offer the agent the stacks of all threads, unless the script handles STACKS_SIGNAL itself. A later call

@@ -186,6 +186,42 @@ class DoubtfulState:
 
 
 @dataclass(frozen=True)
+class SlowWorker:
+    """The worker has been slower than the others for long, by its own comparison. It says so once."""
+
+    step: int
+    times: float  # its slots take so many times as long as those of the others
+    others: int  # with so many it was compared
+    steps: int  # in a row
+    cause: str  # data, cpu, quota, steal, swapping, disk, clock or unknown
+    reason: str
+    evidence: dict[str, Any]
+    replace: bool = False  # a spare is to take its place
+
+    def in_words(self, member: str) -> str:
+        others = "the other worker" if self.others == 1 else f"the median of the {self.others} others"
+        return f"worker {member} takes {self.times:.1f} times as long for a slot as {others}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class FastAgain:
+    """A worker that was slow is about as fast as the others again."""
+
+    step: int
+    times: float
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Something may become a failure, or costs time. It is told, and nothing is done about it."""
+
+    kind: str
+    severity: Literal["warning", "critical"]
+    message: str
+    evidence: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Undecided:
     """Members have computed other bits for the same lanes, and nobody can say who is right. The job ends with exit code
     4."""
@@ -266,6 +302,9 @@ TO_AGENT = Codec(
         "error": ScriptError,
         "unfit": UnfitPeer,
         "recheck": Rechecked,
+        "slow": SlowWorker,
+        "fast_again": FastAgain,
+        "alarm": Alarm,
         "undecided": Undecided,
         "doubt": DoubtfulState,
         "leaving": LeftOut,

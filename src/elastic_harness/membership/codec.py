@@ -21,7 +21,7 @@ _CLASSES: dict[str, type[Any]] = {
         types.Generation, types.Report, types.Source, types.Digest, types.Limits, protocol.State,
         protocol.Ready, protocol.Lost, protocol.Reported, protocol.Trouble, protocol.Committed, protocol.Saved,
         protocol.Finished, protocol.SlotFailed, protocol.Overdue, protocol.Unfit, protocol.Doubted, protocol.Scaled,
-        protocol.Leaving, protocol.DrainAsked, protocol.StopAsked,
+        protocol.Leaving, protocol.Slow, protocol.DrainAsked, protocol.StopAsked,
         protocol.Announce, protocol.Publish, protocol.Pause, protocol.Evict, protocol.RollBack,
         protocol.GiveUp, protocol.Poison, protocol.Done, protocol.Stop, protocol.Drain,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product, zip_longest
 
 from elastic_harness.membership.replica import Columns, deal_columns, zip_rows
@@ -25,6 +25,7 @@ class View:
     broken: frozenset[frozenset[str]] = frozenset()  # pairs of living members that cannot talk, as one of them says
     reform: bool = False  # the current generation failed without a death, or its members waited: form it anew
     leaving: frozenset[str] = frozenset()  # living members that are to leave at the next step boundary
+    slow: frozenset[str] = frozenset()  # members of the current generation that another one is to replace
     gathering: bool = False  # others may be about to say that they leave too: nobody leaves yet
     first_ready_at: float = 0.0  # when the first member became ready: for the join timeout of the first generation
     veterans: frozenset[str] = frozenset()  # members that hold the state
@@ -74,6 +75,9 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
     boundary. Members that are to leave stay in an urgent generation, because they have finished lanes of the running
     step; the planned one after it leaves them out.
 
+    Slow members: one makes room at a boundary if another one is there to take its place. It stays if there would be
+    fewer members or too few nodes, if nobody else has the state, and in an urgent generation.
+
     The end: once a member has finished, the others only have to catch up. The minimum no longer applies. Nobody is
     admitted, except members that have finished, if no survivor holds the state.
 
@@ -99,7 +103,12 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
     ending = bool(finished) and view.current is not None  # without a generation, the leader has forgotten its members
     bereft = not _hold_all(surviving & (view.veterans | finished), view, limits)
     admitted = (finished if bereft else frozenset()) if ending else ready
-    newcomers = sorted((m for m in view.ready if m in admitted - surviving), key=lambda m: m not in view.veterans)
+    # A spare on another machine than a slow member's comes first: perhaps the machine is slow.
+    slow_nodes = {node_of(m) for m in view.slow}
+    newcomers = sorted(
+        (m for m in view.ready if m in admitted - surviving),
+        key=lambda m: (m not in view.veterans, node_of(m) in slow_nodes),
+    )
 
     # Members that were asked to leave go at a boundary. Near the end they stay: there will be no boundary any more.
     least = limits.shards if finished else limits.least
@@ -141,9 +150,10 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
     connected = mutually_connected(together, view.broken) if view.broken else together
     able = connected if _in_rows(_columns(connected, view, limits)) >= least else together
 
-    # If there are too many, members with nothing to go on from make room. The columns take turns, so that as few
-    # members as possible are left over. Each column keeps the members that have been in it for longest.
-    columns = _columns(sorted(able, key=lambda m: m in view.stateless), view, limits)
+    # If there are too many, members with nothing to go on from make room, and a slow one. The columns take turns, so
+    # that as few members as possible are left over. Each column keeps the members that have been in it for longest.
+    makes_room = frozenset() if urgent or ending or surviving <= view.slow else view.slow
+    columns = _columns(sorted(able, key=lambda m: (m in view.stateless, m in makes_room)), view, limits)
     in_turn = [m for each in zip_longest(*columns) for m in each if m is not None]
     chosen = {*[m for m in in_turn if m not in beyond][:most], *beyond.intersection(in_turn)}
     columns = tuple(tuple(m for m in column if m in chosen) for column in columns)
@@ -156,6 +166,8 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
         rest = f" in whole replicas of {limits.shards}" if limits.shards > 1 else ""
         return Pause(f"waiting: {_in_rows(columns)} of at least {least} workers are ready{rest}{why}")
     nodes = len({node_of(m) for m in wanted})
+    if nodes < limits.min_nodes and makes_room:
+        return decide(now, replace(view, slow=frozenset()), limits)
     if nodes < limits.min_nodes and not finished:
         return Pause(f"waiting: workers of {nodes} of at least {limits.min_nodes} nodes are ready{why}")
     # A first generation that has no state waits for latecomers, because to begin with all is cheaper than to grow.
@@ -182,6 +194,7 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
         [f"{lost} lost{named}"] * (lost > 0)
         + [f"{joined} joined"] * (joined > 0)
         + [f"{removed} removed"] * (removed > 0)
+        + [f"{m} makes room, as it is slow" for m in sorted(makes_room - chosen)]
     )
     if view.reform and not lost:
         parts.append("after a wait" if view.waited else "the exchange broke")

@@ -392,6 +392,7 @@ def _later(state: protocol.State, seconds: float) -> protocol.State:
         stateless_at=None if state.stateless_at is None else state.stateless_at + seconds,
         split_at=None if state.split_at is None else state.split_at + seconds,
         leaving_at=None if state.leaving_at is None else state.leaving_at + seconds,
+        replaced_at=None if state.replaced_at is None else state.replaced_at + seconds,
         first_ready_at=state.first_ready_at + seconds,
         apart=tuple((at + seconds, a, b) for at, a, b in state.apart),
     )

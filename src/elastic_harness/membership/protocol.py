@@ -28,6 +28,7 @@ TROUBLE_PATIENCE = 2  # a pair of members is separated when so many generations 
 TROUBLE_MEMORY = 4  # … out of so many; a break long ago says nothing about the link
 APART_S = 60.0  # two nodes whose network was seen to be cut are kept apart for so long, then they are tried again
 HEARING_S = 4.0  # a node that others cannot reach has so long to say that it lives
+REPLACED_S = 600.0  # from one slow member's replacement to the next: slowness that goes on has another cause
 LEAVING_S = 0.3  # notices that come within so long of the first count together: perhaps the whole job has to go
 
 # ---- events
@@ -146,6 +147,14 @@ class Leaving:
 
 
 @dataclass(frozen=True)
+class Slow:
+    """A member is slower than the others for long, or is so no longer (`over`). Another one is to take its place."""
+
+    member: str
+    over: bool = False
+
+
+@dataclass(frozen=True)
 class DrainAsked:
     """A node is to leave at a step boundary. Another node asks for that."""
 
@@ -178,6 +187,7 @@ Event = (
     | Doubted
     | Scaled
     | Leaving
+    | Slow
     | DrainAsked
     | StopAsked
     | Tick
@@ -296,6 +306,8 @@ class State:
     trouble_in: int = 0  # the newest generation with that trouble
     leaving: tuple[str, ...] = ()  # members that are to leave at a step boundary
     leaving_at: float | None = None  # when the first of them was told of
+    slow: tuple[str, ...] = field(default=(), metadata=UNTOLD)  # members that are to be replaced, oldest news first
+    replaced_at: float | None = field(default=None, metadata=UNTOLD)  # when the last of them was
     stateless: tuple[str, ...] = ()  # members that reported no state and no checkpoint, while nobody had any
     stateless_at: float | None = None  # when the first of them did
     split_at: float | None = field(default=None, metadata=UNTOLD)  # since when a cut parts the holders of all shards
@@ -324,10 +336,8 @@ def steps(state: State, events: Iterable[Event], now: float) -> tuple[State, tup
 
 def timed(state: State) -> bool:
     """Return whether anything may follow from time alone."""
-    waits = (
-        state.generation is None or state.trouble_at is not None or state.paused or state.apart or state.leaving
-    )
-    return not state.done and bool(waits)
+    waits = state.generation is None or state.trouble_at is not None or state.paused or state.apart
+    return not state.done and bool(waits or state.leaving or state.slow)
 
 
 class _Draft:
@@ -343,12 +353,13 @@ class _Draft:
         self.broken = set(state.broken)
         self.troubled = dict.fromkeys(state.troubled)
         self.leaving = dict.fromkeys(state.leaving)
+        self.slow = dict.fromkeys(state.slow)
         self._gone: set[str] = set()
         self._recent = False  # `broken` has only recent breaks
 
     def remove(self, member: str) -> None:
         """Forget a member that is gone for good. Its broken links are dropped later, for all such members at once."""
-        for by_member in (self.ready, self.reports, self.finished, self.leaving):
+        for by_member in (self.ready, self.reports, self.finished, self.leaving, self.slow):
             by_member.pop(member, None)
         self._gone.add(member)
 
@@ -375,6 +386,7 @@ class _Draft:
             broken=tuple(sorted(self.broken)),
             troubled=tuple(self.troubled),
             leaving=tuple(self.leaving),
+            slow=tuple(self.slow),
         )
 
 
@@ -454,6 +466,10 @@ def _apply(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
                 if not draft.leaving:
                     draft.state = replace(state, leaving_at=now)
                 draft.leaving[member] = None
+        case Slow(member, over):
+            draft.slow.pop(member, None)
+            if member in draft.ready and not over:
+                draft.slow[member] = None
         case DrainAsked(node):
             return (Drain(node),)
         case StopAsked(reason):
@@ -558,6 +574,7 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         broken=frozenset(p for p, n in counts.items() if n >= TROUBLE_PATIENCE),
         reform=reform,
         leaving=frozenset(state.leaving),
+        slow=_to_be_replaced(state, now),
         gathering=state.leaving_at is not None and now < state.leaving_at + LEAVING_S,
         first_ready_at=state.first_ready_at,
         veterans=frozenset({*state.veterans, *(m for m, report in state.reports if report.version >= 0)}),
@@ -590,8 +607,17 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         troubled=(),
         trouble_at=None,
         trouble_in=0,
+        replaced_at=state.replaced_at if view.slow <= generation.member_set else now,
     )
     return state, (Announce(generation),)
+
+
+def _to_be_replaced(state: State, now: float) -> frozenset[str]:
+    """Return the slow member that may be replaced now: one at a time, and not soon after another one."""
+    recent = state.replaced_at is not None and now < state.replaced_at + REPLACED_S
+    if recent or state.generation is None or state.limits.shards > 1:
+        return frozenset()
+    return frozenset([member for member in state.slow if member in state.generation.member_set][:1])
 
 
 def _held(state: State) -> dict[str, int]:

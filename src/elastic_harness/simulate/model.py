@@ -98,6 +98,12 @@ class Model(Workers):
             spent = world._replace(faults=faults._replace(stops=faults.stops - 1))
             stop = self.event(protocol.StopAsked("the model asked for it"))
             yield self.attempt(("all are asked to stop",), self.lead, spent, stop, fault=True)
+        if faults.slows:
+            spent = world._replace(faults=faults._replace(slows=faults.slows - 1))
+            for who, w in enumerate(world.workers):
+                if w.up and w.told and not w.fenced:
+                    slow = self.event(protocol.Slow(self.name(who)))
+                    yield self.attempt(("is slow", self.name(who)), self.lead, spent, slow, fault=True)
         if faults.scales:
             spent = world._replace(faults=faults._replace(scales=faults.scales[1:]))
             event = self.event(protocol.Scaled(faults.scales[0]))

@@ -710,6 +710,14 @@ class Simulation(Workers):
                     doubt = protocol.Doubted(w.lineage, version, "the simulation has it", (), omits)
                     self._tell_node(fault.nodes[0], nodes.Happened(doubt))
 
+            case "slow":
+                stepping = [who for who in hosts[fault.nodes[0]].workers if self.world.workers[who].mode == "step"]
+                if stepping:
+                    name = self.name(rng.choice(stepping))
+                    self._tell_node(fault.nodes[0], nodes.Happened(protocol.Slow(name)))
+                    over = nodes.Happened(protocol.Slow(name, over=True))
+                    self.after(fault.lasts_s, lambda: self._tell_node(fault.nodes[0], over))
+
     def _reconnect(self, pairs: set[frozenset[int]]) -> None:
         self._cuts -= pairs
         self._change()

@@ -89,6 +89,7 @@ class Faults(NamedTuple):
     breaks: int = 0
     scales: tuple[int, ...] = ()
     stops: int = 0
+    slows: int = 0
 
 
 class World(NamedTuple):

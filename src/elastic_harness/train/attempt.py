@@ -19,32 +19,15 @@ from elastic_harness.membership.types import Replica, node_of
 from elastic_harness.omissions import Omitted
 from elastic_harness.train.apply import Record
 from elastic_harness.train.audits import Audit, audits_due, resolved
-from elastic_harness.train.batches import Shape
 from elastic_harness.train.ending import ends
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import canaries_due
 from elastic_harness.train.header import FIXED_WORDS, Header, combine
+from elastic_harness.train.lane_times import LaneTimes
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import Partials, SlotTable
 from elastic_harness.train.placing import UNASKED, Paces, PlacementFacts, handicap
 from elastic_harness.train.progress import Formed, Progress
-
-
-@dataclass
-class LaneTimes:
-    """How long this member took for the slots of lanes that it computed whole in an attempt. Waiting for others does
-    not count."""
-
-    slots: int = 0
-    seconds: float = 0.0
-
-    def add(self, slots: int, seconds: float) -> None:
-        self.slots += slots
-        self.seconds += seconds
-
-    def lane_us(self, shape: Shape) -> int:
-        """Microseconds for a lane of usual length; 0: none was computed. Lanes may differ by a slot."""
-        return max(1, round(1e6 * self.seconds / self.slots * shape.slots / shape.lanes)) if self.slots else 0
 
 
 @dataclass
@@ -157,7 +140,21 @@ def paces_after(engine: Engine, progress: Progress, attempt: Attempt, headers: S
     order = in_dealing_order(tuple(map(node_of, members)), formed.generation.rows)
     rows = [[rank_of[member] for member in row] for row in order]
     dealt = [sum(hi - lo for lo, hi in attempt.placed[member]) for member in members]
-    return progress.paces.after([header.lane_us for header in headers], dealt, rows)
+    paces = [header.lane_us if header.by_speed else UNASKED for header in headers]
+    return progress.paces.after(paces, dealt, rows)
+
+
+def note_paces(engine: Engine, formed: Formed, attempt: Attempt, headers: Sequence[Header]) -> None:
+    """Look at the paces of a step that was committed. A step in which slots are empty or omitted says nothing, nor does the first one of a generation: members join in it,
+    and compute canaries."""
+    step, members = headers[0].version, formed.generation.members
+    if step == formed.digest.version:
+        engine.pace.begin()
+        return
+    shape = engine.batches.shape(step)
+    lanes = [sum(hi - lo for lo, hi in attempt.placed[member]) for member in members]
+    comparable = not engine.batches.is_short(step) and not attempt.omitted.slots
+    engine.pace.note(step, formed.rank, headers, lanes, shape.slots / shape.lanes if comparable else 0.0)
 
 
 def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> list[Header]:
@@ -184,7 +181,8 @@ def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> lis
         audit=attempt.audit,
         certain=progress.certain,
         asked=asked if asked > progress.audited and not attempt.omitted.slots else 0,
-        lane_us=attempt.lane_times.lane_us(shape) if engine.config.elastic.deal_by_speed else UNASKED,
+        by_speed=engine.config.elastic.deal_by_speed,
+        **attempt.lane_times.per_lane_us(shape),
     )
 
     def adder(packed: list[Tensor]) -> Add:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -28,7 +27,7 @@ def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[An
     begun = engine.slots.begun_unit()
     first = 0
     for unit in sorted(units(engine, attempt, begun), key=lambda unit: unit != begun):
-        began_at = time.perf_counter()
+        began = engine.slots.times()
         yield from run_slots(engine, progress, unit)
         gradients, contributions = engine.slots.take_gradients()
         if attempt.canary_due and unit == CANARY:
@@ -40,7 +39,7 @@ def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[An
         attempt.send_if_finished(span, partials)
         if unit != begun:
             slots = engine.batches.shape(attempt.step).unit_slots(unit)
-            attempt.lane_times.add(len(slots), time.perf_counter() - began_at)
+            attempt.lane_times.add(len(slots), engine.slots.times().since(began))
     if attempt.canary_due:
         again, _ = yield from compute_again(engine, progress, CANARY)
         attempt.canary, attempt.canary_batch = gradients_word(again), batch_word(engine.slots.canary_batches)

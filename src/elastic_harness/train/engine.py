@@ -20,6 +20,7 @@ from elastic_harness.train.batches import Batches
 from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.link import Link
+from elastic_harness.train.own_pace import OwnPace
 from elastic_harness.train.partials import Partials, SlotTable
 from elastic_harness.train.policies import Policies
 from elastic_harness.train.saver import RunSaver
@@ -40,6 +41,7 @@ class Engine:
     link: Link
     board: Board
     deadlines: Deadlines
+    pace: OwnPace
     batches: Batches
     layout: Layout
     dataset: Dataset

@@ -17,7 +17,7 @@ from typing import Any
 from elastic_harness.errors import PeerFailed, Recoverable
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.apply import Decided, Record
-from elastic_harness.train.attempt import Attempt, finish_exchange, paces_after, place, record_of
+from elastic_harness.train.attempt import Attempt, finish_exchange, note_paces, paces_after, place, record_of
 from elastic_harness.train.boundary import after_apply, after_commit, before_apply
 from elastic_harness.train.compute import compute
 from elastic_harness.train.engine import Engine
@@ -102,6 +102,7 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
         engine.accept_state(record.step + 1)
         failpoint("apply.finished", record.step)
         progress = after_apply(engine, progress, record, metrics, attempt)
+    note_paces(engine, formed, attempt, headers)
     return replace(progress, verdict=verdict)
 
 

@@ -66,6 +66,7 @@ from elastic_harness.train.layout import averaged_buffers, make_layout, optimize
 from elastic_harness.train.link import AgentLink, Left, Link
 from elastic_harness.train.loop import commit_step, settle_commit
 from elastic_harness.train.nonfinite import SkipNonfinite
+from elastic_harness.train.own_pace import OwnPace
 from elastic_harness.train.policies import Policies
 from elastic_harness.train.policies import settings as policy_settings
 from elastic_harness.train.progress import Progress
@@ -429,6 +430,7 @@ def start(
         link=link,
         board=board,
         deadlines=deadlines,
+        pace=OwnPace(config.health, str(data["dataset"].get("kind", type(source).__name__)), board, link.send),
         batches=batches,
         layout=layout,
         dataset=source,

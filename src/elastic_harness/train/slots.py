@@ -6,6 +6,7 @@ A slot is a pure function of (seed, step, slot, weights): nothing here knows the
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from elastic_harness.train.batch import own_memory
 from elastic_harness.train.batches import Batches
 from elastic_harness.train.buffers import Buffers
 from elastic_harness.train.gradients import HeldGradients
+from elastic_harness.train.lane_times import Times
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.partials import Contribution, Gradients
 from elastic_harness.train.rng import seed_everything
@@ -80,6 +82,7 @@ class SlotComputer:
         self._buffer_sums: list[Tensor] = []
         self._contributions: dict[int, Contribution] = {}
         self.canary_batches: list[int] = []  # a word for each batch of the newest canary
+        self._reading_s = 0.0  # spent in reading samples so far
 
     # ---- one unit: a lane, or two lanes of one slot each
 
@@ -111,7 +114,9 @@ class SlotComputer:
                 continue
             self._reading(step, slot, ids.tolist())
             seed_everything(self._seed, step, slot)
+            began_at = time.perf_counter()
             batch = own_memory(self._dataset.read(ids))
+            self._reading_s += time.perf_counter() - began_at
             if canary:
                 self.canary_batches.append(batch_word(batch))  # now: the user's code may change it
             self._slot = (step, slot, len(ids) / self._batches.micro_batch)
@@ -135,6 +140,10 @@ class SlotComputer:
         """Which samples a slot of any step reads."""
         found: list[int] = self._ids(step, slot).tolist()
         return found
+
+    def times(self) -> Times:
+        """What this thread has spent its time on so far."""
+        return Times.now(self._reading_s)
 
     def begun_unit(self) -> Span | None:
         """Return the unit that has a finished slot and whose gradients were not taken yet, or None."""

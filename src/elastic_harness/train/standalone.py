@@ -19,14 +19,17 @@ from typing import Any
 from elastic_harness import durable_file, file_lock
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
 from elastic_harness.contract.messages import (
+    Alarm,
     Commit,
     DoubtfulState,
     EndAsked,
+    FastAgain,
     HandOver,
     LastStepDone,
     Leave,
     LogEvent,
     Rechecked,
+    SlowWorker,
     UnfitPeer,
 )
 from elastic_harness.contract.wire import as_fields
@@ -166,6 +169,10 @@ class StandaloneLink:
                 print(f"elastic-harness: worker {member} computes wrong: {reason}", file=sys.stderr, flush=True)
             case Rechecked():
                 print(f"elastic-harness: {message.in_words()}", file=sys.stderr, flush=True)
+            case SlowWorker():
+                print(f"elastic-harness: {message.in_words(self.member)}", file=sys.stderr, flush=True)
+            case Alarm():
+                print(f"elastic-harness: alarm: {message.message}", file=sys.stderr, flush=True)
         if self._events is None or self._ledger is None:
             return
         match message:
@@ -180,6 +187,11 @@ class StandaloneLink:
                 self._events.emit(event, **fields)
             case Rechecked():
                 self._events.emit("recheck", **as_fields(message))
+            case Alarm():
+                self._events.emit("alarm", **as_fields(message))
+            case SlowWorker() | FastAgain():
+                slow = "worker_slow" if isinstance(message, SlowWorker) else "worker_fast_again"
+                self._events.emit(slow, member=self.member, **as_fields(message))
             case DoubtfulState(_, version, reason):
                 omits = {"omitted": listed(message.omissions)} if message.omissions else {}
                 self._events.emit("rollback", to=version, members=self._generation.members, reason=reason, **omits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import asdict
 from typing import Any
 
 from elastic_harness.agent.loop import Agent
@@ -56,6 +57,7 @@ def status(agent: Agent) -> dict[str, Any]:
             "pid": worker.pid,
             "state": worker.board.read().where if worker.hello else "starting",
             "leaving": worker.released.reason if worker.released is not None else "",
+            "pace": _pace(worker),
             "age_s": round(now - worker.started_at, 1),
             "log": str(worker.log.path),
         }
@@ -72,6 +74,12 @@ def status(agent: Agent) -> dict[str, Any]:
         "draining": agent.draining.status(),
         **agent.supervisor.status(),
     }
+
+
+def _pace(worker: Worker) -> dict[str, Any] | None:
+    """Return how fast a worker was in its last step; None if that is not known."""
+    pace = worker.board.pace()
+    return None if pace is None else {**asdict(pace), "slow": bool(pace.slow)}
 
 
 def _names(worker: Worker) -> tuple[str, ...]:

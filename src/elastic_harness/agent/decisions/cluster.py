@@ -15,7 +15,7 @@ from elastic_harness.agent.decisions.agreement import CarryOut, Deliver
 from elastic_harness.agent.decisions.store_link import StoreLink
 from elastic_harness.agent.decisions.store_view import store_of
 from elastic_harness.agent.loop import Agent
-from elastic_harness.contract.messages import PROTOCOL
+from elastic_harness.contract.messages import PROTOCOL, Alarm
 from elastic_harness.errors import EXIT_CONFIG, InfrastructureError
 from elastic_harness.membership import protocol
 from elastic_harness.membership.lead import HISTORY
@@ -65,6 +65,7 @@ class Together:
         store = store_of(options.store, options.store_id, wake=self._ring)
         keeper = store_of(options.store, options.store_id, ttl_s / 2)
         self._link = StoreLink(store, keeper, ttl_s, self._ring)
+        self._ttl_s = ttl_s
         self._ever = False  # a decision was carried out
         self._away_shown = False
         self._status_at = 0.0
@@ -101,6 +102,7 @@ class Together:
     def tick(self) -> None:
         self._take(NodeTick())
         self._say_if_away()
+        self._look_at_renewals()
         now = time.monotonic()
         if self._node.leads and now - self._status_at > STATUS_S:
             self._status_at = now
@@ -179,6 +181,18 @@ class Together:
             "that was begun otherwise is continued as it was, or begun anew with --fresh on all nodes"
         )
         self._agent.fail(EXIT_CONFIG, message)
+
+    def _look_at_renewals(self) -> None:
+        """Tell if the store answers so late that the lease may be lost: with it the workers here count as lost."""
+        took_s = self._link.late_renewal()
+        if took_s is not None:
+            message = (
+                f"the store takes {took_s:.2f} s to renew this node's lease of {self._ttl_s:g} s; if it takes longer "
+                "than the lease, the others go on without this node. Look at the store's disk and at the network, or "
+                "raise --node-timeout"
+            )
+            evidence = {"took_s": round(took_s, 3), "lease_s": self._ttl_s}
+            self._agent.alarms.tell(Alarm("store", "warning", message, evidence))
 
     def _say_if_away(self) -> None:
         trouble = self._link.trouble

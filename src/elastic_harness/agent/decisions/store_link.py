@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from elastic_harness.errors import ConfigError, HarnessError, InfrastructureError
 from elastic_harness.etcd.once import Once
+from elastic_harness.health.lasting import Lasting, Turn
 from elastic_harness.membership import line, node
 from elastic_harness.membership.store import Put, Store, TooLarge, Watch
 
@@ -23,6 +24,7 @@ PAUSE_S = 0.2
 ONCE = "once/"
 STATUS = "status"
 CLOSE_S_MAX = 1.0
+RENEWAL_MAX = 0.25  # of the lease; it is renewed every third of it
 
 _NO_ANSWER = (KeyError, TypeError, ValueError, AttributeError)  # JSON, but not what etcd answers: a proxy's, perhaps
 Asked = node.Register | node.Follow | node.Write
@@ -48,6 +50,8 @@ class StoreLink:
         self._failing: dict[str, tuple[float, str]] = {}  # by thread: since when, and why
         self._closed = threading.Event()
         self._status = ""
+        self._renewals: deque[float] = deque(maxlen=8)  # seconds that the newest ones took, failed ones too
+        self._late = Lasting(RENEWAL_MAX * ttl_s, 2, 0.0, smooth=1, rest=10)
         self._threads = [
             threading.Thread(target=self._guard, args=(self._make_requests,), name="store-requests", daemon=True),
             threading.Thread(target=self._guard, args=(self._keep_alive,), name="store-lease", daemon=True),
@@ -87,6 +91,16 @@ class StoreLink:
         """Since when (monotonic) the store cannot be used, and why; None if it can be used."""
         failing = sorted(self._failing.values())
         return failing[0] if failing else None
+
+    def late_renewal(self) -> float | None:
+        """Return how many seconds renewals of the lease take, if that has just become so long that the lease may be
+        lost."""
+        late = None
+        while self._renewals:
+            took_s = self._renewals.popleft()
+            if self._late.note(took_s, time.monotonic()) is Turn.LASTS:
+                late = took_s
+        return late
 
     def show_status(self, text: str) -> None:
         """Show this status in the store. It is written with the next keep-alive."""
@@ -161,8 +175,11 @@ class StoreLink:
             lease = self._lease
             if not lease or lease == ended:
                 continue
+            asked_at = time.monotonic()
             try:
-                if not self._keeper.keep_alive(lease):
+                alive = self._keeper.keep_alive(lease)
+                self._renewals.append(time.monotonic() - asked_at)
+                if not alive:
                     ended = lease
                     if lease == self._lease:
                         self._tell(node.LeaseEnded())
@@ -172,6 +189,7 @@ class StoreLink:
                         self._keeper.txn({}, [Put(STATUS, shown, lease)])
                 self._failing.pop("lease", None)
             except HarnessError as error:
+                self._renewals.append(time.monotonic() - asked_at)
                 self._fails("lease", error)
             except _NO_ANSWER as error:
                 self._fails("lease", _nonsense(error))

@@ -3,9 +3,10 @@ know."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elastic_harness.contract.messages import Commit
@@ -43,6 +44,7 @@ class Records:
         self.history: str = record.get("history") or ""
         self.committed, self.committed_at = -1, 0.0  # the newest step, and when it was told of
         self.farthest = self._ledger.reached.farthest  # the newest step of all lineages: what is beyond is new
+        self.slowest_write_s = 0.0  # since somebody set it to 0
         self.damaged = list(self._ledger.damaged)  # lines that were passed over
         self._learn_from(self._ledger.reached)
         if self.damaged:
@@ -73,11 +75,13 @@ class Records:
     def event(self, event: str, **fields: Any) -> None:
         """Write one event. `lineage` is filled in."""
         fields.setdefault("lineage", self.lineage)
-        self._events.emit(event, **fields)
+        with self._measured():
+            self._events.emit(event, **fields)
 
     def sync(self) -> None:
         """Make the ledger durable. A checkpoint that survives a power cut must not be ahead of it."""
-        self._ledger.sync()
+        with self._measured():
+            self._ledger.sync()
 
     def use_number(self, number: int) -> None:
         """Note that a generation number is used up, before any worker hears of it.
@@ -96,7 +100,8 @@ class Records:
         """Set some of what run.json has of the run, and keep it there."""
         for name, value in fields.items():
             setattr(self, name, value)
-        self.folder.update(**fields)
+        with self._measured():
+            self.folder.update(**fields)
 
     def commit(self, told: Commit) -> bool:
         """Write a committed step once per (lineage, step). Return False if it was written before. Raises Malformed if
@@ -128,7 +133,15 @@ class Records:
             line = parse_line(record)
         except LedgerError as error:
             raise Malformed(f"a line that does not fit the ledger: {error}") from error
-        return self._ledger.append(line)
+        with self._measured():
+            return self._ledger.append(line)
+
+    @contextlib.contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Note how long a write took."""
+        began_at = time.monotonic()
+        yield
+        self.slowest_write_s = max(self.slowest_write_s, time.monotonic() - began_at)
 
     def close(self) -> None:
         os.close(self._counter)

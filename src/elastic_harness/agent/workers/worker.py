@@ -18,7 +18,7 @@ from elastic_harness.agent.workers.logs import WorkerLog
 from elastic_harness.agent.workers.process import Process
 from elastic_harness.contract import variables, wire
 from elastic_harness.contract.board import BoardReader, Reading
-from elastic_harness.contract.messages import TO_WORKER, LastStepDone
+from elastic_harness.contract.messages import TO_WORKER, LastStepDone, SlowWorker
 from elastic_harness.processes import Stat, die_with_parent
 
 START_NICENESS = 5
@@ -70,6 +70,7 @@ class Worker:
     failure_reported: bool = False
     serves_from: int | None = None  # the run's farthest step when the worker began to take part, or to stand by
     finished: LastStepDone | None = None
+    slow: SlowWorker | None = None  # what it has said of being slow, if it still is
     error: str = ""  # of its own code, or why it is refused
     detected_at: float = 0.0
     detected_by: str = ""
