@@ -145,8 +145,8 @@ def paces_after(engine: Engine, progress: Progress, attempt: Attempt, headers: S
 
 
 def note_paces(engine: Engine, formed: Formed, attempt: Attempt, headers: Sequence[Header]) -> None:
-    """Look at the paces of a step that was committed. A step in which slots are empty or omitted says nothing, nor does the first one of a generation: members join in it,
-    and compute canaries."""
+    """Look at the paces of a step that was committed. A step in which slots are empty or omitted says nothing, nor does
+    the first one of a generation: members join in it, and compute canaries."""
     step, members = headers[0].version, formed.generation.members
     if step == formed.digest.version:
         engine.pace.begin()
