@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from elastic_harness.health.memory import MemoryReading
@@ -52,6 +52,27 @@ def memory_controllers(
         _, controllers, path = line.split(":", 2)
         if controllers == "" or "memory" in controllers.split(","):
             yield cgroups / "memory" if controllers else cgroups, Path(path.lstrip("/")), not controllers
+
+
+def oom_kill_counter(files: Sequence[Path] | None = None) -> int | None:
+    """Return how often the kernel killed for memory in this control group; None where that cannot be read."""
+    for path in files if files is not None else _counter_files():
+        try:
+            for line in path.read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _counter_files() -> list[Path]:
+    files: list[Path] = []
+    for root, inside, is_v2 in memory_controllers():
+        name = "memory.events" if is_v2 else "memory.oom_control"
+        files += [root / inside / name, root / name]
+    return files
 
 
 def _limited(proc: Path, cgroups: Path) -> Iterator[tuple[str, int, int]]:
