@@ -78,6 +78,7 @@ class Report:
     lineage: int = -1  # in which the member reached its state; -1: not known
     shard: int = field(default=0, metadata=UNTOLD)  # which one the state is
     sealed: bool = field(default=False, metadata=UNTOLD)
+    declined: tuple[tuple[int, int], ...] = field(default=(), metadata=UNTOLD)  # lanes and slots, as in Digest
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class Digest:
     """The leader's answer to all reports of a generation: the version to resume at, where each member's state comes
     from, which lanes of the running step each member has finished, and whose canary is due. `overdue` lists steps that
     are still to be done, and in which a member was ended because it did not finish its work within so many seconds.
-    `omissions`: steps and slots that nobody computes."""
+    `omissions`: steps and slots that nobody computes. `declined`: members, and the lanes for which each of them has not
+    the memory, because of one slot in them."""
 
     generation: int
     version: int
@@ -109,6 +111,7 @@ class Digest:
     unverified: tuple[str, ...] = ()
     overdue: tuple[tuple[int, float], ...] = ()
     omissions: tuple[Entry, ...] = field(default=(), metadata=UNTOLD)  # of the rollbacks so far
+    declined: tuple[tuple[str, tuple[int, ...]], ...] = field(default=(), metadata=UNTOLD)
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,8 @@ def place(engine: Engine, progress: Progress) -> Attempt:
     held = formed.digest.lanes if partials.step == formed.digest.version else {}
     fewer = handicap(PlacementFacts(lanes, formed.world, canaries, formed.late(partials.step)))
     finished, rows = tuple(sorted(held.items())), formed.generation.rows
-    placed, plan = plan_step(members, rows, lanes, finished, fewer, engine.layout.elements, formed.rank)
+    declined = formed.digest.declined if partials.step == formed.digest.version else ()
+    placed, plan = plan_step(members, rows, lanes, finished, fewer, engine.layout.elements, formed.rank, declined)
     exchange = Exchange(
         formed.transport,
         plan,
@@ -107,13 +108,14 @@ def plan_step(
     handicap: tuple[int, ...],
     elements: int,
     rank: int | None = None,
+    declined: tuple[tuple[str, tuple[int, ...]], ...] = (),
 ) -> tuple[dict[str, Ranges], Plan]:
     """Who holds which lanes in the end, and the exchange that follows, for this rank. The same in every undisturbed
     step. Rows of a node are dealt neighbouring lanes, whatever their ranks: so few sums have to leave it."""
     finished = dict(held)
     nodes = tuple(map(node_of, members))
     together = [row for node in dict.fromkeys(nodes) for row in rows if node_of(row[0]) == node]
-    dealt = deal_to_rows(lanes, together, finished, dict(zip(members, handicap, strict=True)))
+    dealt = deal_to_rows(lanes, together, finished, dict(zip(members, handicap, strict=True)), dict(declined))
     placed = {m: merge_ranges(finished.get(m, ()), dealt.get(m, ())) for m in members}
     return placed, make_plan(members, nodes, lanes, placed, elements, rank)
 

@@ -31,10 +31,11 @@ def after_apply(engine: Engine, progress: Progress, record: Record, metrics: Met
         progress.exchange.retire(engine.config.elastic.exchange_timeout_s)
     now = time.time()
     step_s = now - progress.committed_at if progress.committed_at else None
+    omitted = set(engine.shape.unit_slots(CANARY)).issubset(record.omitted.slots)
     progress = replace(
         progress.at(record.step + 1, record=record, metrics=metrics),
         exchange=attempt.exchange,
-        verified=progress.verified or not set(engine.shape.unit_slots(CANARY)).issubset(record.omitted.slots),
+        verified=progress.verified or not (omitted or (attempt.canary_due and not attempt.canary)),
         committed_at=now,
     )
     assert progress.formed is not None
