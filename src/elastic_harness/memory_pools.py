@@ -27,14 +27,19 @@ def read_pools(now_s: float, proc: Path = Path("/proc"), cgroups: Path = Path("/
     return readings
 
 
-def read_address_space(now_s: float) -> list[MemoryReading]:
-    """Return a reading of this process's address space, if `ulimit -v` limits it."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return []
-    pages = _words(Path("/proc/self/statm"))
-    size = int(pages[0]) * resource.getpagesize() if pages else 0
-    return [MemoryReading(now_s, "the address space (ulimit -v)", size, limit)]
+_OWN_LIMITS = (  # a limit, which field of /proc/self/statm counts against it, in words
+    (resource.RLIMIT_AS, 0, "the address space (ulimit -v)"),
+    (resource.RLIMIT_DATA, 5, "the data segment (ulimit -d)"),
+)
+
+
+def read_own_limits(now_s: float) -> list[MemoryReading]:
+    """Return a reading for each limit that this process has for itself."""
+    limits = [(resource.getrlimit(which)[0], field, name) for which, field, name in _OWN_LIMITS]
+    limited = [each for each in limits if each[0] != resource.RLIM_INFINITY]
+    pages = _words(Path("/proc/self/statm")) if limited else []
+    sizes = [(int(pages[field]) * resource.getpagesize() if pages else 0) for _, field, _ in limited]
+    return [MemoryReading(now_s, name, size, limit) for size, (limit, _, name) in zip(sizes, limited, strict=True)]
 
 
 def resident_bytes(pid: int | None = None) -> int:

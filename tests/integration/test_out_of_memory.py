@@ -57,7 +57,7 @@ def test_the_slot_is_computed_with_the_same_bits(tmp_path: Path, undisturbed: st
     assert verify(tmp_path / "run").ok
     assert about_slots(tmp_path / "run") == told
     (retried,) = events(tmp_path / "run", "slot_retried")
-    used, limit = retried["pools"]["the address space (ulimit -v)"]
+    used, limit = retried["pools"]["the data segment (ulimit -d)"]
     assert 0 < used < limit and retried["resident_bytes"] > 0 and "oom_kills" in retried
     lost = [e["signal"] for e in events(tmp_path / "run", "failure_detected")]
     assert lost == (["SIGKILL"] if kind == "killed" else []), "nobody else is ended"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from elastic_harness.memory_pools import oom_kill_counter, read_address_space, read_pools, resident_bytes
+from elastic_harness.memory_pools import oom_kill_counter, read_own_limits, read_pools, resident_bytes
 
 _MESSAGES = (  # of plain RuntimeErrors; other allocations of CUDA raise torch.OutOfMemoryError
     "DefaultCPUAllocator: can't allocate memory",
@@ -41,7 +41,7 @@ def free_unused() -> None:
 def memory_now() -> dict[str, Any]:
     """Return how full the memory is that this process may use, and how often the kernel has ended a process for it."""
     now_s = time.monotonic()
-    pools = [*read_pools(now_s), *read_address_space(now_s)]
+    pools = [*read_pools(now_s), *read_own_limits(now_s)]
     held: dict[str, Any] = {
         "resident_bytes": resident_bytes(),
         "pools": {each.pool: [each.used_bytes, each.limit_bytes] for each in pools},

@@ -8,7 +8,7 @@ python hungry.py KIND [--raises] [--run-dir DIR]
     killed    rank 0 has too little, and the first other worker to compute that sample is killed
     all       all workers have too little
 
-`ulimit -v` limits the memory, so the allocator itself fails. With --raises the script computes the loss by itself.
+`ulimit -d` limits the memory, so the allocator itself fails. With --raises the script computes the loss by itself.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Held:
         self.memory = torch.empty(6 * ROOM, dtype=torch.uint8)
 
 
-def address_space() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+def data_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
 
 
 def limit(size: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_DATA, (size, resource.RLIM_INFINITY))
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def main() -> None:
             if hungry and given.kind == "garbage" and most is None:
                 Held()
             if hungry and (given.kind in ("garbage", "all") or (given.kind in ("one", "killed") and run.rank == 0)):
-                most = most or address_space() + ROOM  # the same at the second try
+                most = most or data_bytes() + ROOM  # the same at the second try
                 limit(most)
             elif not hungry:
                 limit(resource.RLIM_INFINITY)
