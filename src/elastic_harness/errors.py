@@ -3,13 +3,15 @@
 HarnessError
 ├── ConfigError            fix the configuration            exit 2
 ├── UserCodeError          fix the training script          exit 1
-│   └── Diverged           fix the data or the settings     exit 1
+│   ├── Diverged           fix the data or the settings     exit 1
+│   └── OutOfMemory        use less memory                  exit 1
 ├── InfrastructureError    look at the machine              exit 4
 │   ├── CheckpointCorrupt  load an older checkpoint
 │   └── Inconsistent       report it: our own rules are broken
 └── Recoverable            handled inside the training loop, never seen by user code
     ├── PeerFailed         a peer or the link to it broke during a collective
     │   └── Unreachable    the network between here and some peers is cut
+    ├── Declined           this worker has not the memory for a slot
     └── GenerationChanged  the membership moved on
 """
 
@@ -17,6 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+LESS_MEMORY = (
+    "Use less memory for a slot: shorter samples, activation checkpointing, or in a new run (--from this one) a "
+    "smaller training.micro_batch_samples, which makes more and smaller slots of the same batch"
+)
 EXIT_SUCCESS = 0
 EXIT_USER_CODE = 1
 EXIT_CONFIG = 2
@@ -47,6 +53,18 @@ class UserCodeError(HarnessError):
 
 class Diverged(UserCodeError):
     """Training makes no progress: the updates of many steps in a row were not finite."""
+
+
+class OutOfMemory(UserCodeError):
+    """This worker has not the memory for a slot, not even after everything was freed that can be."""
+
+    def __init__(self, step: int, slot: int, samples: Sequence[int], cause: str) -> None:
+        super().__init__(
+            f"there is not enough memory for slot {slot} of step {step}: {cause}; its samples are {list(samples)}. "
+            f"{LESS_MEMORY}"
+        )
+        self.step, self.slot, self.samples = step, slot, tuple(samples)
+        self.cause = f"out of memory: {cause}"
 
 
 class InfrastructureError(HarnessError):
@@ -91,6 +109,14 @@ class Unreachable(PeerFailed):
         told = ", ".join(f"rank {rank} at {way}" for rank, way in sorted(ways.items()))
         super().__init__(f"the network is cut to {told}", ranks=tuple(sorted(ways)))
         self.ways = dict(sorted(ways.items()))
+
+
+class Declined(Recoverable):
+    """This worker has not the memory for a slot. Another one is to compute the slot's lane."""
+
+    def __init__(self, lane: int, cause: OutOfMemory) -> None:
+        super().__init__(cause.cause)
+        self.lane, self.slot, self.samples = lane, cause.slot, cause.samples
 
 
 class GenerationChanged(Recoverable):

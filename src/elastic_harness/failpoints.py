@@ -4,8 +4,8 @@
 
 Each rule has the name of a place, conditions and an action. The conditions are `member=`, `step=` and `hit=N`: act the
 N-th time that the place is reached with the other conditions met (default 1). The actions are `kill` (SIGKILL), `stop`
-(SIGSTOP), `raise` and `pause:SECONDS`. A worker ignores rules with another member's id. So a restarted worker, which is
-a new member, does not fail again.
+(SIGSTOP), `raise`, `exhaust` (MemoryError) and `pause:SECONDS`. A worker ignores rules with another member's id. So a
+restarted worker, which is a new member, does not fail again.
 """
 
 from __future__ import annotations
@@ -90,9 +90,10 @@ def _parse(text: str) -> list[_Rule]:
         unknown = conditions.keys() - {"member", "step", "hit"}
         unknown |= {name for name in ("step", "hit") if not conditions.get(name, "1").isdecimal()}
         action = words[-1]
-        if unknown or not (action in ("kill", "stop", "raise") or action.startswith("pause:")):
+        if unknown or not (action in ("kill", "stop", "raise", "exhaust") or action.startswith("pause:")):
             raise ConfigError(
-                f"{FAILPOINTS}: {part!r}: conditions are member=, step=, hit=; actions kill, stop, raise, pause:S"
+                f"{FAILPOINTS}: {part!r}: conditions are member=, step=, hit=; actions kill, stop, raise, exhaust, "
+                "pause:S"
             )
         step = int(conditions["step"]) if "step" in conditions else None
         rules.append(_Rule(place, conditions.get("member"), step, int(conditions.get("hit", 1)), action))
@@ -128,6 +129,8 @@ def _act(action: str, place: str, step: int | None) -> None:
     os.write(2, f"failpoint {place} (step {step}): {action}\n".encode())
     if action == "raise":
         raise InjectedError(f"injected at {place}, step {step}")
+    if action == "exhaust":
+        raise MemoryError(f"injected at {place}, step {step}")
     if action.startswith("pause:"):
         time.sleep(float(action.removeprefix("pause:")))
         return

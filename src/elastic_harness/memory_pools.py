@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from elastic_harness.health.memory import MemoryReading
@@ -27,14 +27,19 @@ def read_pools(now_s: float, proc: Path = Path("/proc"), cgroups: Path = Path("/
     return readings
 
 
-def read_address_space(now_s: float) -> list[MemoryReading]:
-    """Return a reading of this process's address space, if `ulimit -v` limits it."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return []
-    pages = _words(Path("/proc/self/statm"))
-    size = int(pages[0]) * resource.getpagesize() if pages else 0
-    return [MemoryReading(now_s, "the address space (ulimit -v)", size, limit)]
+_OWN_LIMITS = (  # a limit, which field of /proc/self/statm counts against it, in words
+    (resource.RLIMIT_AS, 0, "the address space (ulimit -v)"),
+    (resource.RLIMIT_DATA, 5, "the data segment (ulimit -d)"),
+)
+
+
+def read_own_limits(now_s: float) -> list[MemoryReading]:
+    """Return a reading for each limit that this process has for itself."""
+    limits = [(resource.getrlimit(which)[0], field, name) for which, field, name in _OWN_LIMITS]
+    limited = [each for each in limits if each[0] != resource.RLIM_INFINITY]
+    pages = _words(Path("/proc/self/statm")) if limited else []
+    sizes = [(int(pages[field]) * resource.getpagesize() if pages else 0) for _, field, _ in limited]
+    return [MemoryReading(now_s, name, size, limit) for size, (limit, _, name) in zip(sizes, limited, strict=True)]
 
 
 def resident_bytes(pid: int | None = None) -> int:
@@ -52,6 +57,27 @@ def memory_controllers(
         _, controllers, path = line.split(":", 2)
         if controllers == "" or "memory" in controllers.split(","):
             yield cgroups / "memory" if controllers else cgroups, Path(path.lstrip("/")), not controllers
+
+
+def oom_kill_counter(files: Sequence[Path] | None = None) -> int | None:
+    """Return how often the kernel killed for memory in this control group; None where that cannot be read."""
+    for path in files if files is not None else _counter_files():
+        try:
+            for line in path.read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _counter_files() -> list[Path]:
+    files: list[Path] = []
+    for root, inside, is_v2 in memory_controllers():
+        name = "memory.events" if is_v2 else "memory.oom_control"
+        files += [root / inside / name, root / name]
+    return files
 
 
 def _limited(proc: Path, cgroups: Path) -> Iterator[tuple[str, int, int]]:

@@ -137,32 +137,43 @@ def scaled_by_hand(script: Script, step: Any, batch: Tensor) -> None:
     step.backward(script.loss(batch) * 8.0)
 
 
-class Fails(torch.autograd.Function):
+def fails_once(error: Exception) -> type[torch.autograd.Function]:
     """Identity whose backward fails the first time."""
 
-    failed = False
+    class Fails(torch.autograd.Function):
+        failed = False
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        return x.clone()
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+            return x.clone()
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        if not Fails.failed:
-            Fails.failed = True
-            raise MemoryError("planted")
-        return gradient
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            if not Fails.failed:
+                Fails.failed = True
+                raise error
+            return gradient
+
+    return Fails
+
+
+Fails, RunsOut = fails_once(ArithmeticError("planted")), fails_once(MemoryError("planted"))
+
+
+def loss_through(kind: type[torch.autograd.Function], script: Script, batch: Tensor) -> Tensor:
+    hidden = kind.apply(script.model.embedding(batch.flatten()))  # type: ignore[no-untyped-call]
+    return F.cross_entropy(script.model.head(script.model.body(hidden)), batch.flatten())
 
 
 def retried_backward(script: Script, step: Any, batch: Tensor) -> None:
-    def loss() -> Tensor:
-        hidden = Fails.apply(script.model.embedding(batch.flatten()))
-        return F.cross_entropy(script.model.head(script.model.body(hidden)), batch.flatten())
-
     try:
-        step.backward(loss())
-    except MemoryError:
-        step.backward(loss())
+        step.backward(loss_through(Fails, script, batch))
+    except ArithmeticError:
+        step.backward(loss_through(Fails, script, batch))
+
+
+def backward_without_memory(script: Script, step: Any, batch: Tensor) -> None:
+    step.backward(loss_through(RunsOut, script, batch))
 
 
 def without_gradients(script: Script, step: Any, batch: Tensor) -> None:
@@ -335,6 +346,7 @@ HABITS = {
     "loss.backward()": Habit("step.backward", own_backward),
     "loss.backward(retain_graph=True) as well": Habit("step.backward", both_backwards),
     "a backward that failed is repeated": Habit("failed", retried_backward),
+    "a backward that runs out of memory": Habit(None, backward_without_memory),
     "loss scaled by hand": Habit(None, scaled_by_hand),
     "own GradScaler": Habit("gradient", own_scaler),
     "hook on gradients": Habit(None, build=doubling_hook),

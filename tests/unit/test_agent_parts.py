@@ -24,6 +24,7 @@ from elastic_harness.agent.workers.hangs import HangWatch
 from elastic_harness.agent.workers.logs import WorkerLog
 from elastic_harness.contract.board import BoardReader, Phase, Reading
 from elastic_harness.errors import ConfigError
+from elastic_harness.memory_pools import oom_kill_counter
 from elastic_harness.runs import folder
 from elastic_harness.runs.fingerprints import HARDWARE_KEYS
 from elastic_harness.runs.origin import versions_in
@@ -201,9 +202,9 @@ def test_the_oom_counter_is_read_from_either_kind_of_control_group(tmp_path: Pat
     v2, v1 = tmp_path / "memory.events", tmp_path / "memory.oom_control"
     v2.write_text("low 0\noom 2\noom_kill 3\n")
     v1.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 5\n")
-    assert incident.oom_kill_counter([v2]) == 3
-    assert incident.oom_kill_counter([tmp_path / "missing", v1]) == 5
-    assert incident.oom_kill_counter([tmp_path / "missing"]) is None
+    assert oom_kill_counter([v2]) == 3
+    assert oom_kill_counter([tmp_path / "missing", v1]) == 5
+    assert oom_kill_counter([tmp_path / "missing"]) is None
 
 
 # ---- fingerprint

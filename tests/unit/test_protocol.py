@@ -46,7 +46,8 @@ from elastic_harness.omissions import Omission
 
 members = st.sampled_from(["a/w0", "a/w1", "b/w2", "c/w3", "c/w4"])
 numbers = st.integers(0, 6)
-reports = st.builds(Report, generation=numbers, version=st.integers(-1, 3), record=st.none())
+declined = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2)), max_size=2).map(tuple)
+reports = st.builds(Report, generation=numbers, version=st.integers(-1, 3), record=st.none(), declined=declined)
 events: st.SearchStrategy[Event] = st.one_of(
     st.builds(Ready, members),
     st.builds(Ready, members),
@@ -216,11 +217,10 @@ def test_a_slot_that_fails_on_two_members_stops_the_job() -> None:
     assert actions == [Poison(4, 7, ("w0", "w1"), "it failed by itself")] and state.done
 
 
-@pytest.mark.parametrize("how", ["memory", "overdue"])
-def test_evidence_other_than_an_error_needs_a_third_member(how: poison.How) -> None:
-    state, actions = run(formed(3), SlotFailed("w0", 4, 7, how), SlotFailed("w1", 4, 7, how))
+def test_a_slot_that_is_not_done_in_time_needs_a_third_member() -> None:
+    state, actions = run(formed(3), SlotFailed("w0", 4, 7, "overdue"), SlotFailed("w1", 4, 7, "overdue"))
     assert actions == []
-    _, actions = run(state, SlotFailed("w2", 4, 7, how))
+    _, actions = run(state, SlotFailed("w2", 4, 7, "overdue"))
     assert [type(a) for a in actions] == [Poison]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from elastic_harness.errors import ConfigError
 from elastic_harness.health import DetectedFault, FaultDetector, FaultDetectorConfig, FaultError
-from elastic_harness.memory_pools import read_address_space
+from elastic_harness.memory_pools import read_own_limits
 
 if TYPE_CHECKING:
     from unit.ranks import Here
@@ -130,7 +130,7 @@ def refused(here: Here) -> None:
 def leak(here: Here) -> None:
     """Keep some memory in every step, below a limit, until the detector raises."""
     resource.setrlimit(resource.RLIMIT_AS, (1 << 40, resource.RLIM_INFINITY))
-    size = read_address_space(0.0)[0].used_bytes
+    size = read_own_limits(0.0)[0].used_bytes
     resource.setrlimit(resource.RLIMIT_AS, (size + ROOM_STEPS * STEP_BYTES, resource.RLIM_INFINITY))
     config = FaultDetectorConfig(
         on_hang="ignore", on_memory="raise", memory_interval_s=1e-6, memory_fraction_max=1.0, memory_forecast_s=1e6

@@ -42,6 +42,7 @@ from elastic_harness.contract.messages import (
     Refusal,
     ScriptError,
     SetValue,
+    SlotDeclined,
     SlotError,
     SlowWorker,
     Undecided,
@@ -55,13 +56,14 @@ from elastic_harness.errors import (
     EXIT_SUCCESS,
     EXIT_TERMINATED,
     EXIT_USER_CODE,
+    LESS_MEMORY,
     ConfigError,
     InfrastructureError,
 )
 from elastic_harness.exits import Exit, read_exit
 from elastic_harness.health.preemption import ON_REQUEST
 from elastic_harness.membership import protocol
-from elastic_harness.membership.poison import evidence
+from elastic_harness.membership.poison import How, evidence
 from elastic_harness.membership.reconcile import worth_telling
 from elastic_harness.membership.records import Known, Values
 from elastic_harness.membership.types import Generation, Limits, Report, node_of
@@ -78,6 +80,8 @@ _ADVICE: dict[Cause, str] = {
     "of torch, numpy or random, which are seeded for each slot; or compare this machine's copy of the data",
     "refused": "correct what differs, or start anew with --fresh or another --run-dir",
     "config": "correct the configuration; the message is in the log",
+    "memory": "use less memory for a slot, or look for what is kept from step to step; if your forward raised it, "
+    "give step.backward() a function that computes the loss: then the slot is tried again before any worker ends",
 }
 _ONCE: tuple[Cause, ...] = ("user_error", "refused", "config", "machine", "other_samples")  # shown in full but once
 
@@ -171,9 +175,17 @@ class ElasticRun:
             case CheckpointEvent(event, fields):
                 self.agent.on_checkpoint(event, fields)
             case SlotError(step, slot, error):
-                worker.error = error
+                worker.error, worker.out_of_memory = error, message.out_of_memory
                 self._slot_errors[step, slot] = message
-                self.agreement.tell(protocol.SlotFailed(worker.member, step, slot, "error"))
+                how: How = "memory" if message.out_of_memory else "error"
+                self.agreement.tell(protocol.SlotFailed(worker.member, step, slot, how))
+            case SlotDeclined(generation, step, slot, error, samples):
+                fields = {"step": step, "slot": slot, "samples": samples, "error": error}
+                self.agent.records.event("slot_declined", member=worker.member, **fields)
+                self._notice(f"worker {worker.member} leaves slot {slot} of step {step} to another one: {error}")
+                self._slot_errors[step, slot] = SlotError(step, slot, error, samples=samples, out_of_memory=True)
+                why = f"slot {slot} is another worker's"
+                self.agreement.tell(protocol.Trouble(worker.member, generation, holds=True, why=why))
             case ScriptError(error):
                 worker.error = error
             case UnfitPeer(member, reason, samples):
@@ -259,6 +271,11 @@ class ElasticRun:
             return []
         code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
         how = evidence(read_exit(code), for_memory=bool(worker.oom_kills))
+        if how == "memory":
+            samples = worker.board.samples(reading.step, reading.slot)
+            error = "the kernel ended it for memory"
+            known = SlotError(reading.step, reading.slot, error, samples=samples, out_of_memory=True)
+            self._slot_errors.setdefault((reading.step, reading.slot), known)
         return [protocol.SlotFailed(worker.member, reading.step, reading.slot, how)] if how else []
 
     def on_exit(self, worker: Worker) -> None:
@@ -267,7 +284,7 @@ class ElasticRun:
             self._on_exit_after_done(worker)
             return
         if self.agent.outcome is not None:
-            if cause == "user_error" and not worker.released:
+            if cause in ("user_error", "memory") and not worker.released:
                 self._report(worker, "the job is ending", cause, error)
             elif read_exit(worker.exit_code or 0) is not Exit.SUCCESS:
                 self.agent.draining.note_end(f"its worker {worker.member} was lost")
@@ -542,10 +559,11 @@ class ElasticRun:
     def _on_poison(self, at_step: int, slot: int, members: tuple[str, ...], reason: str) -> None:
         known = self._slot_errors.get((at_step, slot), SlotError(at_step, slot, reason))
         samples = f"; its samples are {list(known.samples)}" if known.samples else ""
+        advice = LESS_MEMORY if known.out_of_memory else "Fix the code or the data"
         self.agent.fail(
             EXIT_USER_CODE,
             f"slot {slot} of step {at_step} failed on {len(members)} workers ({', '.join(members)}): {known.error}"
-            f"{samples}. Fix the code or the data; the same --run-dir resumes at the newest checkpoint",
+            f"{samples}. {advice}; the same --run-dir resumes at the newest checkpoint",
         )
 
     def _on_stop(self, reason: str) -> None:
@@ -652,7 +670,7 @@ class ElasticRun:
         if end is Exit.MACHINE:
             return "machine", error
         if worker.error:
-            return "user_error", error
+            return "memory" if worker.out_of_memory else "user_error", error
         if worker.released or (worker.finished and end is Exit.SUCCESS):
             return "released", ""
         if end.by_signal:

@@ -197,6 +197,7 @@ class Agent:
         if self.writer.restart_in_s is not None:  # it has just died
             self._start_writer()
         self.after(WRITER_NOTICE_S, self._say_what_is_waited_for)
+        self.forks.close()  # which takes as long as the kernel needs for their memory: the writer ends meanwhile
         while not self.writer.over:
             self._turn()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 from elastic_harness.comm.tree import maximal_spans
@@ -14,14 +14,19 @@ _SEARCH_LIMIT = 16  # members up to which the best cut points are searched; beyo
 
 
 def deal(
-    lanes: int, members: Sequence[str], held: Mapping[str, Ranges], handicap: Mapping[str, int] | None = None
+    lanes: int,
+    members: Sequence[str],
+    held: Mapping[str, Ranges],
+    handicap: Mapping[str, int] | None = None,
+    declined: Mapping[str, Collection[int]] | None = None,
 ) -> dict[str, Ranges]:
     """Return the lanes each member still has to compute, given those already finished (`held`).
 
     The missing lanes are cut into contiguous runs. Normally these are balanced (`balanced_cuts`). `handicap` gives
     members other work that they have to do first, in lanes; then the runs are cut so that all members end at about the
     same time. Members take the runs in the order of the lanes they already hold, so that neighbouring lanes meet and
-    can be summed before they are sent.
+    can be summed before they are sent. A lane that a member has `declined` goes to the one of the others that has the
+    least to do; if all have declined it, it stays.
     """
     finished = [False] * lanes
     for ranges in held.values():
@@ -40,7 +45,21 @@ def deal(
     loads = tuple((handicap or {}).get(member, 0) for member in order)
     # Without handicaps no member has more than ⌈missing / members⌉ lanes. With them all end at about the same time.
     cuts = levelled_cuts(len(missing), loads) if any(loads) else balanced_cuts(len(missing), len(members))
-    return {m: _ranges(missing[cuts[i] : cuts[i + 1]]) for i, m in enumerate(order)}
+    dealt = {m: missing[cuts[i] : cuts[i + 1]] for i, m in enumerate(order)}
+    if declined:
+        _pass_on(dealt, declined, dict(zip(order, loads, strict=True)))
+    return {m: _ranges(dealt[m]) for m in order}
+
+
+def _pass_on(dealt: dict[str, list[int]], declined: Mapping[str, Collection[int]], loads: Mapping[str, int]) -> None:
+    """Move lanes that are dealt to members that have declined them."""
+    for member, lanes in declined.items():
+        for lane in sorted(set(dealt.get(member, ())).intersection(lanes)):
+            others = [other for other in dealt if lane not in declined.get(other, ())]
+            if others:
+                to = min(others, key=lambda other: loads[other] + len(dealt[other]))
+                dealt[member].remove(lane)
+                dealt[to] = sorted([*dealt[to], lane])
 
 
 def deal_to_rows(
@@ -48,11 +67,14 @@ def deal_to_rows(
     rows: Sequence[Sequence[str]],
     held: Mapping[str, Ranges],
     handicap: Mapping[str, int] | None = None,
+    declined: Mapping[str, Collection[int]] | None = None,
 ) -> dict[str, Ranges]:
     """Deal the lanes to rows of members that compute together: all members of a row hold the same, and are dealt the
-    same. The longest handicap in a row is the row's. A member in no row is dealt nothing."""
+    same. The longest handicap in a row is the row's, and what one of its members has declined. A member in no row is
+    dealt nothing."""
     busy = {row[0]: max(handicap.get(member, 0) for member in row) for row in rows} if handicap else None
-    dealt = deal(lanes, [row[0] for row in rows], {row[0]: held.get(row[0], ()) for row in rows}, busy)
+    refused = {row[0]: {lane for m in row for lane in declined.get(m, ())} for row in rows} if declined else None
+    dealt = deal(lanes, [row[0] for row in rows], {row[0]: held.get(row[0], ()) for row in rows}, busy, refused)
     return {member: dealt[row[0]] for row in rows for member in row}
 
 

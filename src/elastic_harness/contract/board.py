@@ -6,6 +6,7 @@ worker's death.
     56  the signal that it answers with its stacks; 0: none
     64  what it waits for: the head of a `Wait`, then its parts
     2048  how fast it is: `Pace`
+    2560  the slot that it computes, and the samples of it: step, slot, how many, the first ones
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from elastic_harness.processes import caught_signals
 STACKS_SIGNAL = signal.SIGRTMIN + 11
 """The agent asks for stacks with this signal (decision 0041)."""
 PARTS_MAX = 64  # parts of a wait that the board lists
+SAMPLES_MAX = 128  # samples of a slot that it lists
 _STACKS_BYTES_MAX = 1 << 20
 _LAYOUT = struct.Struct("<QqqqqdQ")  # the fields of Reading
 _ANSWERS, _ANSWERS_AT = struct.Struct("<Q"), 56
 _WAIT, _WAIT_AT = struct.Struct("<Qqdq"), 64  # the beat of the phase in which it waits, step, since, number of parts
 _PART, _PARTS_AT = struct.Struct("<4i"), 64 + _WAIT.size
 _PACE, _PACE_AT = struct.Struct("<qddddd"), 2048
+_SAMPLES_AT = 2560
 _PARTS = [struct.Struct(f"<{4 * count}i") for count in range(PARTS_MAX + 1)]
 
 
@@ -128,6 +131,13 @@ class BoardReader:
         same = content == self._page[_PACE_AT : _PACE_AT + _PACE.size]
         return pace if same and (pace.step_s or pace.lane_s) else None
 
+    def samples(self, step: int, slot: int) -> tuple[int, ...]:
+        """Return the first samples of a slot, if that is the newest one that the worker has read."""
+        at_step, at_slot, count = struct.unpack_from("<3q", self._page, _SAMPLES_AT)
+        if (at_step, at_slot) != (step, slot) or not 0 <= count <= SAMPLES_MAX:
+            return ()
+        return struct.unpack_from(f"<{count}q", self._page, _SAMPLES_AT + 24)
+
     @property
     def answers(self) -> bool:
         """Whether the worker writes its stacks when it is asked with STACKS_SIGNAL."""
@@ -166,7 +176,7 @@ class Board:
         self.phase = Phase.STARTING
         self.step = -1
         self.slot = -1
-        self.sample_ids: list[int] = []  # of the slot; for error reports, not on the page
+        self.sample_ids: list[int] = []  # of the slot
 
     def show(self, phase: Phase, step: int = -1, slot: int = -1, deadline_s: float = 0.0) -> None:
         """Enter a phase. `deadline_s`: if it lasts longer, the agent takes the worker for hung; 0: never."""
@@ -175,6 +185,12 @@ class Board:
         _LAYOUT.pack_into(
             self._page, 0, self._beat, self.generation, phase, step, slot, time.time(), int(deadline_s * 1000)
         )
+
+    def show_samples(self, step: int, slot: int, sample_ids: list[int]) -> None:
+        """Show which samples a slot reads."""
+        self.sample_ids = sample_ids
+        listed = sample_ids[:SAMPLES_MAX]
+        struct.pack_into(f"<{3 + len(listed)}q", self._page, _SAMPLES_AT, step, slot, len(listed), *listed)
 
     def wait_for(self, step: int, parts: Sequence[Awaited]) -> None:
         """Show what this worker waits for, until it shows something else or enters a phase. No parts: it goes on."""

@@ -13,7 +13,7 @@ from elastic_harness.membership.types import Digest, Generation, Report
 from elastic_harness.omissions import Entry
 from elastic_harness.shape import UNTOLD
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 # ---- worker → agent
@@ -134,6 +134,18 @@ class SlotError:
     error: str
     traceback: str | None = None
     samples: tuple[int, ...] = ()
+    out_of_memory: bool = field(default=False, metadata=UNTOLD)
+
+
+@dataclass(frozen=True)
+class SlotDeclined:
+    """The worker has not the memory for a slot. It waits for a generation in which another one computes it."""
+
+    generation: int
+    step: int
+    slot: int
+    error: str
+    samples: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -299,6 +311,7 @@ TO_AGENT = Codec(
         "event": LogEvent,
         "checkpoint": CheckpointEvent,
         "slot_error": SlotError,
+        "declined": SlotDeclined,
         "error": ScriptError,
         "unfit": UnfitPeer,
         "recheck": Rechecked,

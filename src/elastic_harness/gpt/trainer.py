@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,11 +50,15 @@ def train(config: TrainerConfig, run_dir: str | None = None) -> None:
             f"{config.training.global_batch_samples * config.data.seq_length:,} tokens a step",
             flush=True,
         )
+
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        with autocast(config, device):
+            return cross_entropy(forward, batch, device)
+
     for step in run.steps():
         for batch in step.micro_batches():
-            with autocast(config, device):
-                loss, labels = cross_entropy(forward, batch, device)
-            step.backward(loss, weight=labels / (config.training.micro_batch_samples * config.data.seq_length))
+            weight = labels_in(batch) / (config.training.micro_batch_samples * config.data.seq_length)
+            step.backward(partial(loss_of, batch), weight=weight)
         if run.rank == 0 and run.step % config.trainer.log_interval_steps == 0:
             print(f"step {step.index + 1:>5}  loss {step.loss:.4f}  workers {run.world_size}", flush=True)
         every = config.trainer.eval_interval_steps
@@ -116,13 +121,17 @@ def check_vocabulary(config: TrainerConfig, index: Index) -> None:
         )
 
 
-def cross_entropy(model: Any, batch: dict[str, Tensor], device: torch.device) -> tuple[Tensor, int]:
-    """Mean loss over the labels of a micro-batch, and how many there are."""
+def labels_in(batch: dict[str, Tensor]) -> int:
+    """How many labels a micro-batch has."""
+    return int((batch["labels"] != NO_LABEL).sum()) if "document_ids" in batch else batch["labels"].numel()
+
+
+def cross_entropy(model: Any, batch: dict[str, Tensor], device: torch.device) -> Tensor:
+    """Mean loss over the labels of a micro-batch."""
     batch = {name: values.to(device) for name, values in batch.items()}
     documents = (batch["document_ids"],) if "document_ids" in batch else ()
     logits_BTV = model(batch["input_ids"], *documents)
-    loss = F.cross_entropy(logits_BTV.flatten(0, 1), batch["labels"].flatten(), ignore_index=NO_LABEL)
-    return loss, int((batch["labels"] != NO_LABEL).sum()) if documents else batch["labels"].numel()
+    return F.cross_entropy(logits_BTV.flatten(0, 1), batch["labels"].flatten(), ignore_index=NO_LABEL)
 
 
 @torch.no_grad()
@@ -133,7 +142,7 @@ def validate(config: TrainerConfig, model: Any, dataset: ResumableDataset, devic
     for index in range(config.trainer.eval_batches):
         batch = dataset.validation_batch(index, config.training.micro_batch_samples)
         with autocast(config, device):
-            loss, count = cross_entropy(model, batch, device)
+            loss, count = cross_entropy(model, batch, device), labels_in(batch)
         losses.append(float(loss) * count if count else 0.0)
         labels += count
     model.train()

@@ -24,6 +24,7 @@ class View:
     finished: frozenset[str] = frozenset()  # members that reached the final version
     broken: frozenset[frozenset[str]] = frozenset()  # pairs of living members that cannot talk, as one of them says
     reform: bool = False  # the current generation failed without a death, or its members waited: form it anew
+    why: str = ""  # … as its members say
     leaving: frozenset[str] = frozenset()  # living members that are to leave at the next step boundary
     slow: frozenset[str] = frozenset()  # members of the current generation that another one is to replace
     gathering: bool = False  # others may be about to say that they leave too: nobody leaves yet
@@ -33,6 +34,7 @@ class View:
     unheard: frozenset[str] = frozenset()  # nodes of the current generation that are cut and have been silent since
     heard_out: bool = True  # the unheard nodes have had the time to say something
     stateless: frozenset[str] = frozenset()  # members without state and checkpoint, while nodes with one may still come
+    unable: frozenset[str] = frozenset()  # members of which none has the memory for some slot, while others may come
     waited: bool = False  # the members of the current generation waited for others
     held: Mapping[str, int] = field(default_factory=dict)  # the shard that each member holds, if there are several
     hopes: bool = True  # a cut between members that only together hold all shards may still heal
@@ -85,7 +87,8 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
     because the link may have healed. Nodes whose network is known to be cut are kept apart in any case. If all shards
     are held on both sides of a cut only together, everybody waits for the link: to go on would give the state up.
 
-    Nothing to go on from: members without state and checkpoint make room for others, and wait for them.
+    Nothing to go on from: members without state and checkpoint make room for others, and wait for them. Members of
+    which none has the memory for a slot wait for others too.
 
     With several shards a generation needs at least one whole row, and only members in whole rows count for the minimum.
     If there are too many members, the columns take turns to keep their first ones. A member that is left over is a
@@ -182,6 +185,10 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
         patience = f"they have {limits.join_timeout_s:.0f} s (--join-timeout), then the run begins again at step 0"
         return Pause(f"waiting: no node that is ready has a checkpoint of this run; others may: {patience}")
 
+    # A slot that is too large for all of these members may not be so for another one.
+    if view.unable.issuperset(wanted):
+        return Pause("waiting: no worker that is ready has the memory for a slot of this step; another one is to come")
+
     # A loss cannot wait. Everything else happens at a step boundary.
     members = tuple(wanted)
     if view.current is not None and members == view.current.members and not view.reform:
@@ -197,7 +204,7 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
         + [f"{m} makes room, as it is slow" for m in sorted(makes_room - chosen)]
     )
     if view.reform and not lost:
-        parts.append("after a wait" if view.waited else "the exchange broke")
+        parts.append("after a wait" if view.waited else view.why or "the exchange broke")
     reason = ", ".join(parts) or "first generation"
     if limits.shards == 1:
         return Form(members, urgent, reason)

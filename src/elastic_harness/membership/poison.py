@@ -13,13 +13,15 @@ from typing import Literal
 from elastic_harness.exits import Exit
 
 How = Literal["error", "memory", "overdue", "killed"]
-"""error: an exception or a crash of the worker itself. memory: the kernel ended the worker for memory. overdue: the
-worker did not finish within the longest deadline that is allowed. killed: by SIGKILL, nobody knows why."""
+"""error: an exception or a crash of the worker itself. memory: the kernel ended the worker for memory, or the worker
+itself ended because it could get none. overdue: the worker did not finish within the longest deadline that is allowed.
+killed: by SIGKILL, nobody knows why."""
 Failure = tuple[int, int, str, How]
 """Step, slot, member, how."""
 
 ERRORS = 2  # members that fail in a slot by themselves before the slot is blamed
-EVIDENT = 3  # … that fail by themselves, are ended by the kernel for memory, or do not finish in time
+OUT_OF_MEMORY = 2  # … that end for want of memory, more than do so in other slots of the step
+EVIDENT = 3  # … that fail in any of these ways, or do not finish in time
 KILLS = 10  # … that are killed, nobody knows why, more than are killed in other slots of the step
 
 
@@ -39,17 +41,21 @@ def blame(failures: Iterable[Failure], step: int, slot: int, overdue_s: float) -
     here = {member: how for j, member, how in in_step if j == slot}
     errors = {member for member, how in here.items() if how == "error"}
     evident = {member for member, how in here.items() if how != "killed"}
+    hungry = {member for member, how in here.items() if how == "memory"}
     killed = here.keys() - evident
-    # Kills in other slots of the step speak for an operator or a preemption, not for the slot.
+    # Kills in other slots of the step speak for an operator, a preemption or a full machine, not for the slot.
     elsewhere = {member for j, member, how in in_step if j != slot and how == "killed"}
+    hungry_elsewhere = {member for j, member, how in in_step if j != slot and how == "memory"}
     words: dict[How, str] = {
         "error": "it failed by itself",
-        "memory": "the kernel ended it for memory",
+        "memory": "there was not enough memory for it",
         "overdue": f"it did not finish within {overdue_s:g} s, as long as elastic.progress_timeout_max_s and "
         "elastic.first_step_timeout_s allow",
     }
     if len(errors) >= ERRORS:
         return tuple(sorted(here)), "it failed by itself"
+    if len(hungry) - len(hungry_elsewhere) >= OUT_OF_MEMORY:
+        return tuple(sorted(here)), words["memory"]
     if len(evident) >= EVIDENT:
         return tuple(sorted(here)), " or ".join(words[how] for how in dict.fromkeys(here[m] for m in sorted(evident)))
     if len(killed) - len(elsewhere) >= KILLS:

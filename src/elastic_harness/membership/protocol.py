@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from elastic_harness.membership.decide import Form, View, decide
 from elastic_harness.membership.decide import Pause as Pause
 from elastic_harness.membership.poison import Failure, How, blame
-from elastic_harness.membership.reconcile import reconcile, scattered
+from elastic_harness.membership.reconcile import declined_by_all, reconcile, scattered
 from elastic_harness.membership.types import Digest, Generation, Limits, Report, node_of
 from elastic_harness.omissions import Entry, no_help, since
 from elastic_harness.shape import UNTOLD
@@ -65,6 +65,7 @@ class Trouble:
     peers: tuple[str, ...] = ()  # that it could not reach, as far as known
     cut: bool = False  # the kernel says that the network to them is cut, so none of them need be at fault
     holds: bool = False  # the member has the state
+    why: str = "the exchange broke"
 
 
 @dataclass(frozen=True)
@@ -304,12 +305,14 @@ class State:
     troubled: tuple[str, ...] = ()  # members that reported trouble since the newest generation was announced
     trouble_at: float | None = None  # when the trouble began that the next generation is to end
     trouble_in: int = 0  # the newest generation with that trouble
+    trouble_why: str = ""  # what the first member that told of it says
     leaving: tuple[str, ...] = ()  # members that are to leave at a step boundary
     leaving_at: float | None = None  # when the first of them was told of
     slow: tuple[str, ...] = field(default=(), metadata=UNTOLD)  # members that are to be replaced, oldest news first
     replaced_at: float | None = field(default=None, metadata=UNTOLD)  # when the last of them was
     stateless: tuple[str, ...] = ()  # members that reported no state and no checkpoint, while nobody had any
     stateless_at: float | None = None  # when the first of them did
+    unable: tuple[str, ...] = ()  # members of which none has the memory for some slot of the running step
     split_at: float | None = field(default=None, metadata=UNTOLD)  # since when a cut parts the holders of all shards
     done: bool = False  # the job is over; the leader ignores all events
 
@@ -429,7 +432,7 @@ def _apply(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
             if _current(draft, member, report.generation) and not state.formed:
                 draft.reports.pop(member, None)
                 draft.reports[member] = report
-        case Trouble(member, generation, peers, cut, holds):
+        case Trouble(member, generation, peers, cut, holds, why):
             # Trouble of an earlier generation counts only while this member may still step in it.
             if _current(draft, member, generation) or _still_before(draft, member, generation):
                 if cut:
@@ -439,7 +442,9 @@ def _apply(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
                 draft.state = state
                 _note_trouble(draft, member, generation, peers)
                 first_at = now if state.trouble_at is None else state.trouble_at
-                draft.state = replace(state, trouble_at=first_at, trouble_in=max(state.trouble_in, generation))
+                trouble_in = max(state.trouble_in, generation)
+                first_why = state.trouble_why or why
+                draft.state = replace(state, trouble_at=first_at, trouble_in=trouble_in, trouble_why=first_why)
         case Committed():
             draft.state = replace(state, born=True)
         case Saved():
@@ -477,7 +482,7 @@ def _apply(draft: _Draft, event: Event, now: float) -> tuple[Action, ...]:
         case Scaled(target):
             limits = state.limits
             target = max(limits.least, min(target, limits.max_workers))
-            draft.state = replace(state, limits=replace(limits, target=target))
+            draft.state = replace(state, limits=replace(limits, target=target), unable=())
         case Tick():
             pass
     return ()
@@ -573,6 +578,7 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         finished=frozenset(m for m, _ in state.finished),
         broken=frozenset(p for p, n in counts.items() if n >= TROUBLE_PATIENCE),
         reform=reform,
+        why=state.trouble_why,
         leaving=frozenset(state.leaving),
         slow=_to_be_replaced(state, now),
         gathering=state.leaving_at is not None and now < state.leaving_at + LEAVING_S,
@@ -584,6 +590,7 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         stateless=frozenset(state.stateless if _others_may_come(state, now) else ()),
         waited=bool(state.paused or state.stateless),
         held=_held(state) if state.limits.shards > 1 else {},
+        unable=frozenset(state.unable),
         hopes=state.split_at is None or now < state.split_at + state.limits.join_timeout_s,
     )
     outcome = decide(now, view, state.limits)
@@ -607,6 +614,7 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         troubled=(),
         trouble_at=None,
         trouble_in=0,
+        trouble_why="",
         replaced_at=state.replaced_at if view.slow <= generation.member_set else now,
     )
     return state, (Announce(generation),)
@@ -662,6 +670,14 @@ def _form(state: State, generation: Generation, now: float) -> tuple[State, tupl
         stateless_at = now if state.stateless_at is None else state.stateless_at
         stateless = tuple(dict.fromkeys((*state.stateless, *generation.members)))
         return _propose(replace(state, stateless=stateless, stateless_at=stateless_at), now, True)
+    slot = declined_by_all(generation, dict(state.reports), digest.version)
+    # A slot for which no member has the memory waits for those that are missing. A worker that is the only one tries
+    # again, and ends if it fails: the next one has all the memory to itself.
+    if slot is not None and len(generation.members) < state.limits.target:
+        return _propose(replace(state, unable=generation.members), now, True)
+    if slot is not None and len(generation.members) > 1:
+        why = "there was not enough memory for it"
+        return replace(state, done=True), (Poison(digest.version, slot, generation.members, why),)
     # Steps that the run has passed are not done again, so their deadlines no longer matter.
     overdue = tuple(pair for pair in state.overdue if pair[0] >= digest.version)
     digest = replace(digest, overdue=overdue, omissions=state.omissions)
@@ -680,6 +696,7 @@ def _form(state: State, generation: Generation, now: float) -> tuple[State, tupl
         overdue=digest.overdue,
         stateless=(),
         stateless_at=None,
+        unable=(),
         split_at=None,
     )
     return state, (Publish(digest, reason),)

@@ -64,12 +64,26 @@ def reconcile(
         lanes=_finished(generation.rows, same, reports),
         unverified=tuple(m for m in members if not reports[m].verified),
         workers=workers,
+        declined=tuple(
+            (m, tuple(sorted(lane for lane, _ in reports[m].declined)))
+            for m in ahead
+            if m in same and reports[m].declined
+        ),
     )
     forward = sum(s.kind == "forward" for s in sources.values())
     replayed = sum(s.kind == "replay" for s in sources.values())
     received = sum(s.kind == "state" for s in sources.values())
     went = f"{forward} go forward, " if forward else ""
     return digest, f"resume at version {version}: {len(ahead)} keep, {went}{replayed} replay, {received} take the state"
+
+
+def declined_by_all(generation: Generation, reports: Mapping[str, Report], version: int) -> int | None:
+    """Return a slot of the step `version` for which no row of members has the memory; None if there is none."""
+    declined = [
+        {slot for m in row for _, slot in reports[m].declined if reports[m].version == version}
+        for row in generation.rows
+    ]
+    return min(set.intersection(*declined), default=None) if declined else None
 
 
 def scattered(generation: Generation, reports: Mapping[str, Report], lineage: int) -> bool:

@@ -80,6 +80,7 @@ class Report:
     shard: int = field(default=0, metadata=UNTOLD)  # which one the state is
     sealed: bool = field(default=False, metadata=UNTOLD)
     begun_for: tuple[int, int] = field(default=(0, 0), metadata=UNTOLD)
+    declined: tuple[tuple[int, int], ...] = field(default=(), metadata=UNTOLD)  # lanes and slots, as in Digest
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Digest:
     from, which lanes of the running step each member has finished, and whose canary is due. `overdue` lists steps that
     are still to be done, and in which a member was ended because it did not finish its work within so many seconds.
     `omissions`: steps and slots that nobody computes. `workers`: for how many replicas the step at `version` is, if its
-    batch follows them and somebody has begun it; 0: for as many as the generation has."""
+    batch follows them and somebody has begun it; 0: for as many as the generation has. `declined`: members, and the
+    lanes for which each of them has not the memory, because of one slot in them."""
 
     generation: int
     version: int
@@ -113,6 +115,7 @@ class Digest:
     overdue: tuple[tuple[int, float], ...] = ()
     omissions: tuple[Entry, ...] = field(default=(), metadata=UNTOLD)  # of the rollbacks so far
     workers: int = field(default=0, metadata=UNTOLD)
+    declined: tuple[tuple[str, tuple[int, ...]], ...] = field(default=(), metadata=UNTOLD)
 
 
 @dataclass(frozen=True)

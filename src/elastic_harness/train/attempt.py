@@ -74,7 +74,8 @@ def place(engine: Engine, progress: Progress) -> Attempt:
     facts = PlacementFacts(lanes, formed.world, canaries, formed.late(partials.step), progress.paces.fewer_of(lanes))
     fewer = handicap(facts)
     finished, rows = tuple(sorted(held.items())), formed.generation.rows
-    placed, plan = plan_step(members, rows, lanes, finished, fewer, engine.layout.elements, formed.rank)
+    declined = formed.digest.declined if partials.step == formed.digest.version else ()
+    placed, plan = plan_step(members, rows, lanes, finished, fewer, engine.layout.elements, formed.rank, declined)
     exchange = Exchange(
         formed.transport,
         plan,
@@ -113,12 +114,14 @@ def plan_step(
     handicap: tuple[int, ...],
     elements: int,
     rank: int | None = None,
+    declined: tuple[tuple[str, tuple[int, ...]], ...] = (),
 ) -> tuple[dict[str, Ranges], Plan]:
     """Who holds which lanes in the end, and the exchange that follows, for this rank. The same in every undisturbed
     step."""
     finished = dict(held)
     nodes = tuple(map(node_of, members))
-    dealt = deal_to_rows(lanes, in_dealing_order(nodes, rows), finished, dict(zip(members, handicap, strict=True)))
+    order, fewer = in_dealing_order(nodes, rows), dict(zip(members, handicap, strict=True))
+    dealt = deal_to_rows(lanes, order, finished, fewer, dict(declined))
     placed = {m: merge_ranges(finished.get(m, ()), dealt.get(m, ())) for m in members}
     return placed, make_plan(members, nodes, lanes, placed, elements, rank)
 

@@ -46,6 +46,10 @@ class Shape:
         """The slots of some consecutive lanes; lanes differ by at most one slot."""
         return range(unit[0] * self.slots // self.lanes, unit[1] * self.slots // self.lanes)
 
+    def lane_of(self, slot: int) -> int:
+        """The lane that a slot is in."""
+        return ((slot + 1) * self.lanes - 1) // self.slots
+
     def units(self, lanes: Sequence[int], alone: Collection[int] = ()) -> list[Span]:
         """How to compute `lanes`, ascending: one by one, except that two siblings of one slot each are accumulated
         by autograd in place, which is the very addition the tree asks for, and cheaper. Not so where a parameter is

@@ -32,10 +32,11 @@ def after_apply(engine: Engine, progress: Progress, record: Record, metrics: Met
         progress.exchange.retire(engine.config.elastic.exchange_timeout_s)
     now, first_lane = time.time(), engine.batches.shape(record.step).unit_slots(CANARY)
     step_s = now - progress.committed_at if progress.committed_at else None
+    omitted = set(first_lane).issubset(record.omitted.slots)
     progress = replace(
         progress.at(record.step + 1, record=record, metrics=metrics),
         exchange=attempt.exchange,
-        verified=progress.verified or not set(first_lane).issubset(record.omitted.slots),
+        verified=progress.verified or not (omitted or (attempt.canary_due and not attempt.canary)),
         committed_at=now,
     )
     assert progress.formed is not None

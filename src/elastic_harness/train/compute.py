@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Iterator
 from typing import Any
 
 from elastic_harness.comm.tree import Span
 from elastic_harness.contract.board import Phase
-from elastic_harness.errors import GenerationChanged, UserCodeError
+from elastic_harness.contract.messages import LogEvent
+from elastic_harness.errors import Declined, GenerationChanged, OutOfMemory, UserCodeError
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.attempt import Attempt
 from elastic_harness.train.engine import Engine
+from elastic_harness.train.memory import free_unused, is_out_of_memory, memory_now
 from elastic_harness.train.partials import Contribution, Gradients
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.slots import batch_word, gradients_word
 
 CANARY: Span = (0, 1)
 """The lane that members new to a run compute once more, for comparison with others and with the first time."""
+DECLINES_MAX = 2
+"""So many slots in a row, without one finished in between, are another worker's. One more, and this worker ends."""
 
 
 def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[Any]:
@@ -28,7 +33,10 @@ def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[An
     first = 0
     for unit in sorted(units(engine, attempt, begun), key=lambda unit: unit != begun):
         began = engine.slots.times()
-        yield from run_slots(engine, progress, unit)
+        try:
+            yield from run_slots(engine, progress, unit)
+        except OutOfMemory as error:
+            raise given_up(engine, progress, error.with_traceback(None)) from None
         gradients, contributions = engine.slots.take_gradients()
         if attempt.canary_due and unit == CANARY:
             first = gradients_word(gradients)
@@ -41,13 +49,15 @@ def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[An
             slots = engine.batches.shape(attempt.step).unit_slots(unit)
             attempt.lane_times.add(len(slots), engine.slots.times().since(began))
     if attempt.canary_due:
-        again, _ = yield from compute_again(engine, progress, CANARY)
-        attempt.canary, attempt.canary_batch = gradients_word(again), batch_word(engine.slots.canary_batches)
-        check_pure(first, attempt.canary, partials.step)
+        with contextlib.suppress(OutOfMemory):  # without its word this member stays unverified
+            again, _ = yield from compute_again(engine, progress, CANARY)
+            attempt.canary, attempt.canary_batch = gradients_word(again), batch_word(engine.slots.canary_batches)
+            check_pure(first, attempt.canary, partials.step)
     for audit in attempt.audits:
         if audit.auditor == attempt.rank:
-            again, _ = yield from compute_again(engine, progress, (audit.lane, audit.lane + 1))
-            attempt.audit = gradients_word(again)
+            with contextlib.suppress(OutOfMemory):  # without its word the lane is not audited in this step
+                again, _ = yield from compute_again(engine, progress, (audit.lane, audit.lane + 1))
+                attempt.audit = gradients_word(again)
 
 
 def compute_again(
@@ -85,11 +95,43 @@ def impure(what: str) -> UserCodeError:
     )
 
 
+def given_up(engine: Engine, progress: Progress, error: OutOfMemory) -> Declined | OutOfMemory:
+    """Return how a slot ends here for which the memory does not suffice: another worker is to compute it, or this
+    worker ends. It ends if it is asked for a slot a second time, because then nobody else is left to compute it; and if
+    it had no memory for several slots in a row, because then it is not the slot that takes too much."""
+    lane = engine.batches.shape(progress.version).lane_of(error.slot)
+    in_a_row = progress.declining(lane, error.slot, engine.slots.finished).declines
+    ends = engine.saver.alone or lane in dict(progress.declined) or in_a_row > DECLINES_MAX
+    return error if ends else Declined(lane, error)
+
+
 def run_slots(
     engine: Engine, progress: Progress, unit: Span, *, canary: bool = False, slots: range | None = None
 ) -> Iterator[Any]:
-    """Yield the batches of a unit's slots, or of `slots` in their place; between two slots is where an urgent change of
-    generation is noticed."""
+    """Yield the batches of a unit's slots, or of `slots` in their place. A slot for which memory runs out is computed
+    once more, with all free memory given back, and everything else as it was. Raises OutOfMemory the second time."""
+    tried = set[int]()
+    while True:
+        try:
+            yield from _run_slots(engine, progress, unit, canary=canary, slots=slots)
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            slot, text = engine.slots.slot, str(error) or type(error).__name__
+        held = memory_now()
+        engine.slots.start_over()  # not in the handler: there the error keeps all that its frames hold
+        free_unused()
+        samples = engine.slots.sample_ids(progress.version, slot)
+        fields = {"member": engine.link.member, "step": progress.version, "slot": slot, "samples": samples}
+        if slot in tried:
+            raise OutOfMemory(progress.version, slot, samples, text)
+        tried.add(slot)
+        engine.link.send(LogEvent("slot_retried", {**fields, "error": text, **held}))
+
+
+def _run_slots(engine: Engine, progress: Progress, unit: Span, *, canary: bool, slots: range | None) -> Iterator[Any]:
+    """Yield the batches. Between two slots is where an urgent change of generation is noticed."""
     step = progress.version
     assert progress.formed is not None
     omitted = engine.omitted(progress.formed.digest, step).slots if slots is None else ()

@@ -82,11 +82,12 @@ def compare_states(states: Sequence[int], reference: int | None, compared: str) 
 
 
 def odd(words: Sequence[int], reference: int | None) -> tuple[tuple[int, ...], int]:
-    """The ranks whose word is not the one that counts (0: nothing to compare), and that one."""
+    """The ranks whose word is not the one that counts (0: nothing to compare), and that one. If the reference gives
+    none, the most frequent one counts."""
     given = [word for word in words if word]
     if not given:
         return (), 0
-    expected = words[reference] if reference is not None else Counter(given).most_common(1)[0][0]
+    expected = (words[reference] if reference is not None else 0) or Counter(given).most_common(1)[0][0]
     return tuple(rank for rank, word in enumerate(words) if word not in (0, expected)), expected
 
 

@@ -14,7 +14,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
-from elastic_harness.errors import PeerFailed, Recoverable
+from elastic_harness.errors import Declined, PeerFailed, Recoverable
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.apply import Decided, Record
 from elastic_harness.train.attempt import Attempt, finish_exchange, note_paces, paces_after, place, record_of
@@ -49,6 +49,8 @@ def commit_step(engine: Engine, progress: Progress) -> Generator[Any, None, Prog
             yield from compute(engine, progress, attempt)
             progress = yield from exchange_and_apply(engine, progress, attempt)
         except Recoverable as failure:
+            if isinstance(failure, Declined):
+                progress = progress.declining(failure.lane, failure.slot, engine.slots.finished)
             progress = recover(engine, progress, failure)
     return progress
 

@@ -77,6 +77,11 @@ class Progress:
     paces: Paces = field(default_factory=Paces)  # of the members, since this generation began
     announced: int = 0  # newest generation number this worker has reacted to
     committed_at: float = 0.0
+    declined: tuple[
+        tuple[int, int], ...
+    ] = ()  # lanes of the running step, and the slot for which memory did not suffice
+    declines: int = 0  # slots that it declined without having finished one in between
+    declined_after: int = -1  # so many slots that it had finished, ever
 
     @property
     def ended(self) -> bool:
@@ -89,5 +94,10 @@ class Progress:
 
     def at(self, version: int, *, record: Record | None, metrics: Metrics | None) -> Progress:
         """The same worker at another version, with nothing of the next step done."""
-        fresh = replace(self, partials=None, begun_for=(0, 0), verdict=None)
+        fresh = replace(self, partials=None, begun_for=(0, 0), verdict=None, declined=())
         return replace(fresh, version=version, record=record, metrics=metrics)
+
+    def declining(self, lane: int, slot: int, finished: int) -> Progress:
+        """The same worker, which leaves a lane to another one. finished: slots that it has finished, ever."""
+        declines = 1 + (self.declines if finished == self.declined_after else 0)
+        return replace(self, declined=(*self.declined, (lane, slot)), declines=declines, declined_after=finished)

@@ -27,11 +27,12 @@ from elastic_harness import shape
 from elastic_harness.comm.placement import Ranges, merge_ranges
 from elastic_harness.comm.transport import Transport
 from elastic_harness.contract.board import Phase
-from elastic_harness.contract.messages import LinkTrouble
+from elastic_harness.contract.messages import LinkTrouble, SlotDeclined
 from elastic_harness.contract.waits import CONNECTION, REPORT, TRANSFER, Awaited
 from elastic_harness.errors import (
     EXIT_INFRASTRUCTURE,
     CheckpointCorrupt,
+    Declined,
     Inconsistent,
     PeerFailed,
     Recoverable,
@@ -76,6 +77,8 @@ def recover(engine: Engine, progress: Progress, failure: Recoverable | None) -> 
         try:
             if isinstance(failure, PeerFailed) and not engine.link.urgent(progress.announced):
                 _report_trouble(engine, progress, failure)
+            if isinstance(failure, Declined):
+                _report_declined(engine, progress, failure)
             with stages.timed("generation"):
                 engine.board.show(Phase.WAITING, progress.version)
                 formed_in = progress.formed.generation.number if progress.formed is not None else 0
@@ -128,6 +131,12 @@ def _report_trouble(engine: Engine, progress: Progress, failure: PeerFailed) -> 
     engine.link.send(LinkTrouble(progress.announced, progress.version, tuple(failure.peers), ways, error))
 
 
+def _report_declined(engine: Engine, progress: Progress, failure: Declined) -> None:
+    """Tell of a slot that another worker is to compute: this one waits for a generation in which one does."""
+    error = str(failure)[:2000]
+    engine.link.send(SlotDeclined(progress.announced, progress.version, failure.slot, error, failure.samples))
+
+
 def _meet(engine: Engine, generation: Generation, stages: Stages) -> Formed:
     """Connect to the members while the leader gathers the reports, and learn the digest."""
     number, members = generation.number, generation.members
@@ -173,6 +182,7 @@ def _report(engine: Engine, progress: Progress, number: int) -> Report:
         lineages=tuple(checkpoints.values()),
         lineage=progress.lineage,
         begun_for=progress.begun_for,
+        declined=progress.declined,
     )
 
 

@@ -43,6 +43,7 @@ from elastic_harness.errors import (
     Diverged,
     HarnessError,
     InfrastructureError,
+    OutOfMemory,
     UserCodeError,
 )
 from elastic_harness.failpoints import failpoint
@@ -65,6 +66,7 @@ from elastic_harness.train.inherited import Inherited
 from elastic_harness.train.layout import averaged_buffers, make_layout, optimized, state_buffers
 from elastic_harness.train.link import AgentLink, Left, Link
 from elastic_harness.train.loop import commit_step, settle_commit
+from elastic_harness.train.memory import is_out_of_memory
 from elastic_harness.train.nonfinite import SkipNonfinite
 from elastic_harness.train.own_pace import OwnPace
 from elastic_harness.train.policies import Policies
@@ -290,9 +292,13 @@ class Step:
             Phase.USER, run._progress.version, deadline_s=run._engine.config.elastic.exchange_timeout_s
         )
 
-    def backward(self, loss: Tensor, weight: float | None = None) -> None:
+    def backward(self, loss: Tensor | Callable[[], Tensor], weight: float | None = None) -> None:
         """Backward of the mean loss of the current batch. `weight`: its number of target tokens relative to a full
-        micro-batch, if it differs from its number of samples (padding, masks); default: samples / micro-batch."""
+        micro-batch, if it differs from its number of samples (padding, masks); default: samples / micro-batch.
+
+        loss: or a function of no arguments that computes it. If memory runs out in there, the micro-batch is computed
+        once more, with everything freed, and then by another worker: `micro_batches` gives the batch anew. With a
+        tensor this covers the backward alone; an error of your own forward ends the worker."""
         engine = self._run._engine
         engine.watch.check_modes(engine.slots.where())
         engine.slots.backward(loss, weight)
@@ -415,7 +421,7 @@ def start(
     deadlines = Deadlines(config.elastic, board)
 
     def reading(step: int, slot: int, sample_ids: list[int]) -> None:
-        board.sample_ids = sample_ids
+        board.show_samples(step, slot, sample_ids)
         deadlines.enter_phase(Phase.DATA, step, slot)
 
     device = next(model.parameters()).device
@@ -574,9 +580,13 @@ def _report_errors(link: AgentLink, board: Board) -> None:
         text = "".join(traceback.format_exception(kind, error, trace))
         print(text, file=sys.stderr, flush=True)
         summary = "".join(traceback.format_exception_only(kind, error)).strip()
+        if isinstance(error, OutOfMemory):
+            link.send(SlotError(error.step, error.slot, error.cause, text, error.samples, out_of_memory=True))
+            _leave(error.exit_code)
         in_slot = board.phase in (Phase.SLOT, Phase.DATA) and board.slot >= 0
         if in_slot:
-            link.send(SlotError(board.step, board.slot, summary, text, tuple(board.sample_ids)))
+            samples, hungry = tuple(board.sample_ids), is_out_of_memory(error)
+            link.send(SlotError(board.step, board.slot, summary, text, samples, hungry))
         else:
             link.send(ScriptError(summary, text))
         _leave(error.exit_code if isinstance(error, HarnessError) else EXIT_USER_CODE)

@@ -29,6 +29,7 @@ from elastic_harness.train.buffers import Buffers
 from elastic_harness.train.gradients import HeldGradients
 from elastic_harness.train.lane_times import Times
 from elastic_harness.train.layout import Layout
+from elastic_harness.train.memory import is_out_of_memory
 from elastic_harness.train.partials import Contribution, Gradients
 from elastic_harness.train.rng import seed_everything
 
@@ -79,6 +80,9 @@ class SlotComputer:
         self._slot: tuple[int, int, float] | None = None  # step, slot, share of a full slot
         self._seen: tuple[float, float] | None = None  # loss, weight of the running slot
         self._failed = False  # whether a backward of the running slot ended half-way
+        self._ran_out = ""  # the error, if memory did not suffice for the running slot
+        self.slot = -1  # the running one, or the next
+        self.finished = 0  # slots, ever
         self._buffer_sums: list[Tensor] = []
         self._contributions: dict[int, Contribution] = {}
         self.canary_batches: list[int] = []  # a word for each batch of the newest canary
@@ -103,10 +107,12 @@ class SlotComputer:
         if self._unit != (step, unit, canary):
             self.drop_unit()
             self._unit = (step, unit, canary)
-        self._buffers.check_unchanged()
         slots = self._batches.shape(step).unit_slots(unit) if slots is None else slots
+        self.slot = slots[min(len(self._contributions), len(slots) - 1)]
+        self._buffers.check_unchanged()
         self._prefetch(step + 1, slots)
         for slot in slots[len(self._contributions) :]:
+            self.slot = slot
             ids = self._ids(step, slot)
             read = int(ids_hash(ids), 16)  # goes with the slot's contribution into the header, and on to the ledger
             if len(ids) == 0 or slot in omitted:
@@ -120,12 +126,16 @@ class SlotComputer:
             if canary:
                 self.canary_batches.append(batch_word(batch))  # now: the user's code may change it
             self._slot = (step, slot, len(ids) / self._batches.micro_batch)
-            self._seen, self._failed = None, False
+            self._seen, self._failed, self._ran_out = None, False, ""
             yield slot, batch
+            if self._ran_out:
+                raise MemoryError(self._ran_out)
             self._gradients.take_back(self.where())
-            self._contributions[slot] = Contribution(*self._contributed(step, slot), read)
+            contribution = Contribution(*self._contributed(step, slot), read)
+            self._buffers.finish_slot(self._buffer_sums, counts=contribution.weight > 0)
+            self._contributions[slot] = contribution
             self._slot = None
-            self._buffers.finish_slot(self._buffer_sums, counts=self._contributions[slot].weight > 0)
+            self.finished += 1
 
     def _prefetch(self, step: int, slots: Sequence[int]) -> None:
         """Have a dataset that reads from far away fetch what these slots need next time."""
@@ -166,6 +176,11 @@ class SlotComputer:
         if self._gradients.lent:
             self.drop_unit()
 
+    def start_over(self) -> None:
+        """Undo all that was done of the unit, with the slot that was left half-way: wherever that was."""
+        self.undo_slot()
+        self.drop_unit()
+
     def accept_buffers(self) -> None:
         """Take the buffers as they are now for those of the step that begins."""
         self._buffers.accept_values()
@@ -178,14 +193,15 @@ class SlotComputer:
             )
         return self._seen
 
-    def backward(self, loss: Tensor, weight: float | None = None) -> None:
-        """Backward of a slot's mean loss. `weight`: its share of a full slot's target tokens (default: of its
-        samples); a full slot's loss is multiplied by exactly 1, that is, not at all. A slot of weight 0 adds nothing,
-        whatever its loss; nor does one that is left out, because its loss is not finite."""
+    def backward(self, loss: Tensor | Callable[[], Tensor], weight: float | None = None) -> None:
+        """Backward of a slot's mean loss, or of what a function returns as such. `weight`: its share of a full slot's
+        target tokens (default: of its samples); a full slot's loss is multiplied by exactly 1, that is, not at all. A
+        slot of weight 0 adds nothing, whatever its loss; nor does one that is left out, because its loss is not finite.
+        If memory runs out, the exception ends here, and `run` raises MemoryError when the next batch is asked for."""
         if self._slot is None:
             raise UserCodeError("step.backward(loss) was called outside step.micro_batches()")
         step, slot, share = self._slot
-        if self._seen is not None:
+        if self._seen is not None or self._ran_out:
             raise UserCodeError(
                 f"step.backward(loss) was called twice for slot {slot} of step {step}; add up the losses of a batch "
                 "before calling it once"
@@ -202,6 +218,20 @@ class SlotComputer:
         if share == 0:
             self._seen = (0.0, 0.0)
             return
+        try:
+            self._seen = self._backward(loss() if callable(loss) else loss, share, step, slot)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._ran_out = str(error) or type(error).__name__  # the error itself would keep all that its frames hold
+
+    def _backward(self, loss: Tensor, share: float, step: int, slot: int) -> tuple[float, float]:
+        """Return the loss and the weight of the slot."""
+        if not isinstance(loss, Tensor):
+            raise UserCodeError(
+                f"step.backward() was given {str(loss)[:80]!r} for slot {slot} of step {step}; give the loss as a "
+                "tensor, or a function that returns it"
+            )
         if not loss.requires_grad:
             raise UserCodeError(
                 f"The loss of slot {slot} of step {step} has no gradient: it was computed under torch.no_grad() or "
@@ -209,8 +239,7 @@ class SlotComputer:
             )
         value = loss.detach()
         if self._leaves_out and not bool(value.isfinite()):
-            self._seen = (float(value), 0.0)
-            return
+            return float(value), 0.0
         scaled = loss if share == 1.0 else loss * share
         if self._scaler is not None and self._scaler.is_enabled():
             scaled = self._scaler.scale(scaled)
@@ -220,7 +249,7 @@ class SlotComputer:
         self._failed = False
         self._gradients.note_backward()
         failpoint("slot.backward", step)
-        self._seen = (float(value), share)
+        return float(value), share
 
     def take_gradients(self) -> tuple[Gradients, dict[int, Contribution]]:
         """The finished unit's gradients, one per entry of the layout (None where absent), and what each of its slots

@@ -1,17 +1,14 @@
-"""One incident, one block: what, who, evidence, what was done, what you can do, where the log is. Pure, except that it
-reads the kernel's out-of-memory counter."""
+"""One incident, one block: what, who, evidence, what was done, what you can do, where the log is. Pure."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from elastic_harness.contract.messages import Commit, PolicyDecision
 from elastic_harness.exits import Exit, read_exit
-from elastic_harness.memory_pools import memory_controllers
 
 
 @dataclass(frozen=True)
@@ -177,24 +174,3 @@ def _signal_evidence(number: int, oom_kills: int | None) -> str:
     if oom_kills:
         return f"{name}; the control group's out-of-memory counter rose by {oom_kills}: the kernel ended it for memory"
     return f"{name}; by whom is unknown; the control group's out-of-memory counter did not rise"
-
-
-def oom_kill_counter(files: Sequence[Path] | None = None) -> int | None:
-    """Return how often the kernel killed for memory in this control group; None where that cannot be read."""
-    for path in files if files is not None else _counter_files():
-        try:
-            for line in path.read_text().splitlines():
-                name, _, value = line.partition(" ")
-                if name == "oom_kill":
-                    return int(value)
-        except (OSError, ValueError):
-            continue
-    return None
-
-
-def _counter_files() -> list[Path]:
-    files: list[Path] = []
-    for root, inside, is_v2 in memory_controllers():
-        name = "memory.events" if is_v2 else "memory.oom_control"
-        files += [root / inside / name, root / name]
-    return files

@@ -16,6 +16,7 @@ from elastic_harness.agent.reporting.records import Records
 from elastic_harness.agent.workers.diagnosis import Conclusion
 from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.contract.messages import Commit
+from elastic_harness.memory_pools import oom_kill_counter
 from elastic_harness.runs.ledger import LEDGER
 
 
@@ -26,7 +27,7 @@ class Reporter:
         self.host = socket.gethostname()
         self._records = records
         self._console = console
-        self._oom_kills = incident.oom_kill_counter()
+        self._oom_kills = oom_kill_counter()
         self._decided: dict[str, int] = {}  # policy → the last step whose update it did not let through
 
     def failure(self, worker: Worker) -> None:
@@ -62,7 +63,7 @@ class Reporter:
 
     def oom_kills_since(self) -> int | None:
         """Return by how much the out-of-memory counter rose since the last call; None if it cannot be read."""
-        before, self._oom_kills = self._oom_kills, incident.oom_kill_counter()
+        before, self._oom_kills = self._oom_kills, oom_kill_counter()
         return None if before is None or self._oom_kills is None else self._oom_kills - before
 
     def incident(self, worker: Worker, done: str, advice: str = "") -> None:

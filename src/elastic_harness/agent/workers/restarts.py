@@ -12,6 +12,7 @@ Cause = Literal[
     "killed",
     "hung",
     "user_error",
+    "memory",
     "exit",
     "machine",
     "config",
@@ -102,7 +103,7 @@ def failure_exit_code(causes: Sequence[Cause]) -> tuple[int, str]:
         return EXIT_CONFIG, "every worker was configured in a way that cannot work"
     if kinds == {"other_samples"}:
         return EXIT_USER_CODE, "the workers read different samples under the same numbers"
-    if kinds and kinds <= {"user_error", "exit", "config"}:
+    if kinds and kinds <= {"user_error", "memory", "exit", "config"}:
         return EXIT_USER_CODE, "every worker failed in user code"
     if kinds and kinds <= {"spawn", "machine"}:
         return EXIT_INFRASTRUCTURE, "the machine failed every worker"

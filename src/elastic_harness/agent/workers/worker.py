@@ -66,6 +66,7 @@ class Worker:
     diagnosis: tuple[str, ...] = ()  # what was found out before it was ended for a hang, in lines
     overdue: Reading | None = None  # the work that took too long, so that the worker was ended
     deadline_max_s: float = 0.0  # the longest that it may ever give itself for a piece of work
+    out_of_memory: bool = False  # it says so itself
     oom_kills: int | None = None  # by how much the out-of-memory counter had risen when it was gone
     failure_reported: bool = False
     serves_from: int | None = None  # the run's farthest step when the worker began to take part, or to stand by

@@ -35,7 +35,7 @@ from elastic_harness.health.watching.gpu import read_gpu
 from elastic_harness.health.watching.numbers import StepNumbers, read_numbers
 from elastic_harness.health.watching.signals import StopSignals
 from elastic_harness.health.watching.watchdog import HangWatchdog, HungStep
-from elastic_harness.memory_pools import read_address_space, read_pools, resident_bytes
+from elastic_harness.memory_pools import read_own_limits, read_pools, resident_bytes
 from elastic_harness.policies import StepFacts
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ class FaultDetector:
         if self.config.on_memory == "ignore" or now < self._memory_at + self.config.memory_interval_s:
             return
         self._memory_at = now
-        for found in self._memory.judge([*read_pools(now), *read_address_space(now), *read_gpu(now)]):
+        for found in self._memory.judge([*read_pools(now), *read_own_limits(now), *read_gpu(now)]):
             evidence = {**found.evidence, "resident_bytes": resident_bytes()}
             yield DetectedFault(FaultKind.MEMORY, found.severity, found.message, self._step, evidence)
 
