@@ -210,7 +210,9 @@ def test_what_is_no_loss_is_named(given: Any) -> None:
 
 def decided(progress: Progress, finished: int, *, alone: bool = False, slot: int = 5) -> type[Exception]:
     engine: Any = SimpleNamespace(
-        batches=SimpleNamespace(shape=lambda step: Shape(8, 4, 1)), slots=SimpleNamespace(finished=finished), saver=SimpleNamespace(alone=alone)
+        batches=SimpleNamespace(shape=lambda step: Shape(8, 4, 1)),
+        slots=SimpleNamespace(finished=finished),
+        saver=SimpleNamespace(alone=alone),
     )
     return type(given_up(engine, progress, OutOfMemory(7, slot, (1, 2), "no memory")))
 
