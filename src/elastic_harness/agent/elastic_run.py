@@ -14,7 +14,7 @@ from elastic_harness.agent.decisions.unreachable import Cuts
 from elastic_harness.agent.loop import Agent, JobOutcome, spawn_error
 from elastic_harness.agent.workers.environment import JobEnvironment, free_port
 from elastic_harness.agent.workers.places import Places
-from elastic_harness.agent.workers.restarts import Cause, Ending, failure_exit_code
+from elastic_harness.agent.workers.restarts import Cause, Ending, failure_code
 from elastic_harness.agent.workers.worker import Release, Why, Worker
 from elastic_harness.contract.board import Phase
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
@@ -48,15 +48,14 @@ from elastic_harness.contract.messages import (
 )
 from elastic_harness.contract.wire import as_fields
 from elastic_harness.errors import (
-    EXIT_INFRASTRUCTURE,
     EXIT_SUCCESS,
     EXIT_TERMINATED,
-    EXIT_USER_CODE,
     ConfigError,
     InfrastructureError,
 )
 from elastic_harness.exits import Exit, read_exit
 from elastic_harness.health.preemption import ON_REQUEST
+from elastic_harness.incidents import table
 from elastic_harness.membership import protocol
 from elastic_harness.membership.poison import evidence
 from elastic_harness.membership.reconcile import worth_telling
@@ -168,10 +167,12 @@ class ElasticRun:
                 self.agent.on_checkpoint(event, fields)
             case SlotError(step, slot, error):
                 worker.error = error
+                worker.blame(table.SLOT_FAILED)
                 self._slot_errors[step, slot] = message
                 self.agreement.tell(protocol.SlotFailed(worker.member, step, slot, "error"))
             case ScriptError(error):
                 worker.error = error
+                worker.blame(table.SCRIPT_FAILED)
             case UnfitPeer(member, reason, samples):
                 self.agreement.tell(protocol.Unfit(member, reason, samples))
             case DoubtfulState(lineage, version, reason, unfit, omissions):
@@ -186,10 +187,14 @@ class ElasticRun:
                 self.agent.forks.learn(modules)
             case EndAsked():
                 self._on_end_asked(worker.member, message)
-            case PolicyHalt(reason) | LoopLeft(reason):
-                self.agent.fail(EXIT_USER_CODE, reason)
-            case WeightsNotSaved(error) | Undecided(error):
-                self.agent.fail(EXIT_INFRASTRUCTURE, error)
+            case PolicyHalt(reason):
+                self.agent.fail(table.POLICY_HALTED, reason)
+            case LoopLeft(reason):
+                self.agent.fail(table.LOOP_LEFT, reason)
+            case WeightsNotSaved(error):
+                self.agent.fail(table.WEIGHTS_NOT_SAVED, error)
+            case Undecided(reason):
+                self.agent.fail(table.UNDECIDED, reason)
             case LastStepDone(version):
                 worker.finished = message
                 self._finished[worker.member] = message
@@ -239,7 +244,7 @@ class ElasticRun:
                 shown.append(protocol.SlotFailed(worker.member, late.step, late.slot, "overdue"))
             return shown
         reading = worker.board.read()
-        if worker.hang or worker.killed_on_request or reading.phase != Phase.SLOT or reading.slot < 0:
+        if worker.ended_for is not None or reading.phase != Phase.SLOT or reading.slot < 0:
             return []
         code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
         how = evidence(read_exit(code), for_memory=bool(worker.oom_kills))
@@ -407,7 +412,7 @@ class ElasticRun:
                 in_doubt = (records.lineage, records.from_step) in records.doubts
                 if begins and in_doubt and records.from_step > 0 and self.agreement.saved:
                     self.agent.fail(
-                        EXIT_INFRASTRUCTURE,
+                        table.NOTHING_BEFORE_DOUBT,
                         f"the run is in doubt since version {records.from_step}, and no checkpoint from before is "
                         "left: begin anew with --fresh; to have an older one next time, raise checkpoint.keep_last",
                     )
@@ -435,7 +440,7 @@ class ElasticRun:
             case protocol.RollBack():
                 self._roll_back(action)
             case protocol.GiveUp(reason):
-                self.agent.fail(EXIT_USER_CODE, reason)
+                self.agent.fail(table.WENT_BACK_IN_VAIN, reason)
             case protocol.Poison(at_step, slot, members, reason):
                 self._on_poison(at_step, slot, members, reason)
             case protocol.Done(version):
@@ -482,10 +487,13 @@ class ElasticRun:
             self.agent.console.notice(text)
 
     def _evict(self, member: str, cause: Cause, reason: str) -> None:
+        code = table.OTHER_SAMPLES if cause == "other_samples" else table.OTHER_BITS
         self._unfit[member] = cause, reason
+        self.agent.records.event("evicted", member=member, reason=reason, code=code.id)
         self.agent.console.notice(f"worker {member} is not fit for this run: {reason}")
         worker = self.agent.workers.get(member)
         if worker:
+            worker.blame(code)
             self.agent.send(worker, Refusal(reason))
             worker.lost = True
             self.agent.after(2.0, lambda: worker.signal(9))
@@ -499,7 +507,7 @@ class ElasticRun:
             self.agent.hear(worker)
         records = self.agent.records
         if version <= self._rolled_back_to and not decided.omissions:
-            self.agent.fail(EXIT_INFRASTRUCTURE, f"{reason}. It happened before, and going back did not help")
+            self.agent.fail(table.STILL_IN_DOUBT, f"{reason}. It happened before, and going back did not help")
             return
         if not decided.omissions:
             self._rolled_back_to, self._in_doubt_until = version, records.committed
@@ -527,7 +535,7 @@ class ElasticRun:
         known = self._slot_errors.get((at_step, slot), SlotError(at_step, slot, reason))
         samples = f"; its samples are {list(known.samples)}" if known.samples else ""
         self.agent.fail(
-            EXIT_USER_CODE,
+            table.POISON,
             f"slot {slot} of step {at_step} failed on {len(members)} workers ({', '.join(members)}): {known.error}"
             f"{samples}. Fix the code or the data; the same --run-dir resumes at the newest checkpoint",
         )
@@ -548,7 +556,7 @@ class ElasticRun:
         if len(set(hashes.values())) > 1 and not self._relaxed:
             named = ", ".join(f"{m}: {h}" for m, h in sorted(hashes.items()))
             self.agent.fail(
-                EXIT_INFRASTRUCTURE,
+                table.WEIGHTS_DIFFER,
                 f"the members finished with different weights ({named}); one machine computes wrongly, or the "
                 f"training code is not deterministic (see docs/exactness.md)",
             )
@@ -567,10 +575,12 @@ class ElasticRun:
         end = read_exit(worker.exit_code or 0)
         if done and worker.finished and end is not Exit.SUCCESS:
             worker.released = None
+            if not end.by_signal:
+                worker.blame(table.FAILED_AFTER_TRAINING)
             self.agent.report.incident(worker, "training had finished; the trained weights are complete")
             if not end.by_signal:
                 message = f"training finished, but the code after it failed in worker {worker.member}"
-                self.agent.fail(EXIT_USER_CODE, message)
+                self.agent.fail(table.FAILED_AFTER_TRAINING, message)
         self._end_if_all_left(leaving=worker)
 
     def _end_if_all_left(self, leaving: Worker | None = None) -> None:
@@ -686,6 +696,7 @@ class ElasticRun:
         except OSError as error:
             self._last_error = str(spawn_error(error))
             self.agent.console.notice(self._last_error)
+            self.agent.records.event("worker_not_started", local_index=index, error=self._last_error)
             ending = Ending("spawn", self._last_error, 0.0)
             delay_s, _ = self._places.ended(index, ending, born=self.agreement.born)
             if delay_s is None:
@@ -705,9 +716,9 @@ class ElasticRun:
             return
         living, minimum = len(self._living()), self.agreement.least
         if not self.agreement.born and not living and all(c == "user_error" for c in self._places.newest_causes()):
-            code, message = EXIT_USER_CODE, f"every worker failed before the first step: {self._last_error}"
+            code, message = table.ALL_FAILED, f"every worker failed before the first step: {self._last_error}"
         elif living + len(self._places.planned) < minimum:
-            code, reason = failure_exit_code(list(self._places.given_up.values()))
+            code, reason = failure_code(list(self._places.given_up.values()))
             message = f"{reason} ({living} of at least {minimum} workers are left); the last one: {self._last_error}"
         else:
             return

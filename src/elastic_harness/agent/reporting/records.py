@@ -44,6 +44,10 @@ class Records:
         self.committed, self.committed_at = -1, 0.0  # the newest step, and when it was told of
         self.farthest = self._ledger.reached.farthest  # the newest step of all lineages: what is beyond is new
         self.damaged = list(self._ledger.damaged)  # lines that were passed over
+        newest = next(newest_events(folder.path / EVENTS), None)
+        self.cut_off_at: float | None = None  # the time of the newest event, if an earlier launch did not end in order
+        if newest is not None and newest["event"] != "run_finished":
+            self.cut_off_at = newest.get("t")
         self._learn_from(self._ledger.reached)
         if self.damaged:
             self.event("damaged_lines", count=len(self.damaged), first=self.damaged[0])

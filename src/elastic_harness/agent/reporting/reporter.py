@@ -16,6 +16,8 @@ from elastic_harness.agent.reporting.records import Records
 from elastic_harness.agent.workers.diagnosis import Conclusion
 from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.contract.messages import Commit
+from elastic_harness.incidents import table
+from elastic_harness.incidents.naming import of_end
 from elastic_harness.runs.ledger import LEDGER
 
 
@@ -46,14 +48,18 @@ class Reporter:
             exit_code=code if code is not None and code >= 0 else None,
             detected_by=worker.detected_by,
             t_detected=worker.detected_at,
+            code=of_end(code, known=worker.ended_for, oom_kills=worker.oom_kills).id,
         )
 
-    def hang(self, members: Sequence[str], concluded: Conclusion, stacks: Path | None, took_s: float) -> None:
-        """Write what was found out about a hang. members: those who were ended for it. stacks: the file with all
+    def hang(self, workers: Sequence[Worker], concluded: Conclusion, stacks: Path | None, took_s: float) -> None:
+        """Write what was found out about a hang. workers: those who were ended for it. stacks: the file with all
         stacks. took_s: from when the hang was noticed until they were ended."""
+        codes = [worker.ended_for for worker in workers if worker.ended_for is not None]
+        first = next((code for code in codes if code is not table.WAITED_IN_VAIN), codes[0])
         self._records.event(
             "hang",
-            members=members,
+            code=first.id,
+            members=[worker.member for worker in workers],
             culprits=[asdict(culprit) for culprit in concluded.culprits],
             why=concluded.sentences,
             stacks=str(stacks.relative_to(self._records.folder.path)) if stacks else None,
@@ -78,11 +84,10 @@ class Reporter:
                 lived_s=time.monotonic() - worker.started_at,
                 where=reading.where if reading and worker.hello else "before elastic_harness.start()",
                 exit_code=worker.exit_code,
+                code=of_end(worker.exit_code, known=worker.ended_for, oom_kills=worker.oom_kills),
                 error=worker.error,
                 hang=worker.hang,
                 garbled=worker.garbled,
-                requested=worker.killed_on_request,
-                overdue=worker.overdue is not None,
                 diagnosis=worker.diagnosis,
                 oom_kills=worker.oom_kills,
                 tail=tuple(worker.log.tail()),
@@ -118,5 +123,5 @@ class Reporter:
         )
 
     def _show(self, block: Incident) -> None:
-        self._records.event("incident", **asdict(block))
+        self._records.event("incident", **block.fields())
         self._console.block(block.render())
