@@ -163,8 +163,8 @@ def test_a_checkpoint_counts_only_with_its_manifest(tmp_path: Path) -> None:
 
 
 FACTS = incident.Evidence(
-    member="w2-1", rank=2, host="h", pid=12, lived_s=3.0, where="computing slot 4, step 7", exit_code=-9, error="",
-    code=table.KILLED, hang="", diagnosis=(), garbled="", oom_kills=0, tail=("a", "b"), log="/l",
+    member="w2-1", rank=2, host="h", pid=12, lived_s=3.0, where="computing slot 4, step 7", place=(7, 4), exit_code=-9,
+    error="", code=table.KILLED, hang="", diagnosis=(), garbled="", oom_kills=0, tail=("a", "b"), log="/l",
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ class Evidence:
     pid: int
     lived_s: float
     where: str  # where in its work it was
+    place: tuple[int | None, int | None]  # step and slot
     exit_code: int | None  # negative for a signal
     code: Code
     error: str  # of the user's code
@@ -47,6 +48,9 @@ class Incident:
     done: str
     advice: str
     log: str
+    member: str | None = None  # None: all members alike
+    step: int | None = None
+    slot: int | None = None
 
     def render(self) -> str:
         """Return the block as shown to the user."""
@@ -122,7 +126,7 @@ def build(facts: Evidence, done: str, advice: str = "") -> Incident:
     rank = "no rank yet" if facts.rank is None else f"rank {facts.rank}"
     who = f"{rank}, host {facts.host}, pid {facts.pid}, {facts.lived_s:.1f} s after its start"
     who += f", {facts.where}" if facts.where else ""
-    return Incident(facts.code, what, who, tuple(evidence), done, advice, facts.log)
+    return Incident(facts.code, what, who, tuple(evidence), done, advice, facts.log, facts.member, *facts.place)
 
 
 def policy_decision(commit: Commit, decision: PolicyDecision, ledger: str) -> Incident:
@@ -146,6 +150,8 @@ def policy_decision(commit: Commit, decision: PolicyDecision, ledger: str) -> In
         done[decision.verdict],
         "look at the data of this step and at the learning rate, if it happens again",
         ledger,
+        step=commit.step,
+        slot=int(next(iter(commit.bad_samples))) if commit.bad_samples else None,
     )
 
 

@@ -37,6 +37,7 @@ class Reporter:
             return
         worker.failure_reported = True
         code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
+        step, slot = worker.board.read().place if worker.hello else (None, None)
         self._records.event(
             "failure_detected",
             member=worker.member,
@@ -48,6 +49,8 @@ class Reporter:
             exit_code=code if code is not None and code >= 0 else None,
             detected_by=worker.detected_by,
             t_detected=worker.detected_at,
+            step=step,
+            slot=slot,
             code=of_end(code, known=worker.ended_for, oom_kills=worker.oom_kills).id,
         )
 
@@ -83,6 +86,7 @@ class Reporter:
                 pid=worker.pid,
                 lived_s=time.monotonic() - worker.started_at,
                 where=reading.where if reading and worker.hello else "before elastic_harness.start()",
+                place=reading.place if reading and worker.hello else (None, None),
                 exit_code=worker.exit_code,
                 code=of_end(worker.exit_code, known=worker.ended_for, oom_kills=worker.oom_kills),
                 error=worker.error,
