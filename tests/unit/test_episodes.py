@@ -25,6 +25,10 @@ from unit.made_up_run import make_run, write_lines
 STEP_S = 0.5
 
 
+def tell(logs: dict[str, list[dict[str, Any]]], damaged: list[str]) -> Tale:
+    return episodes.tell(episodes.in_order(logs, damaged.append), damaged.append)
+
+
 class Log:
     """Events of a run of steps that take half a second each."""
 
@@ -46,7 +50,15 @@ class Log:
 
     def commit(self, steps: int = 1, after_s: float = STEP_S, **more: Any) -> Log:
         for _ in range(steps):
-            fields = {"step": self.step, "world_size": 3, "step_s": STEP_S, "tokens": 8, **more}
+            fields = {
+                "step": self.step,
+                "world_size": 3,
+                "step_s": STEP_S,
+                "tokens": 8,
+                "loss": 1.0,
+                "generation": 1,
+                **more,
+            }
             self.add("step_committed", after_s, **fields)
             self.step += 1
         return self
@@ -59,7 +71,7 @@ class Log:
 
     def tale(self) -> Tale:
         damaged: list[str] = []
-        told = episodes.tell({"": self.events}, damaged.append)
+        told = tell({"": self.events}, damaged)
         assert not damaged
         return told
 
@@ -215,7 +227,7 @@ def test_a_run_that_was_cut_off_goes_on() -> None:
 
 def test_commits_that_two_nodes_tell_of_count_once() -> None:
     log = Log(6).lost("b", "EH-W101").commit(4)
-    tale = episodes.tell({"n1": log.events, "n2": [e for e in log.events if e["event"] != "failure_detected"]}, print)
+    tale = tell({"n1": log.events, "n2": [e for e in log.events if e["event"] != "failure_detected"]}, [])
     assert len(tale.commits) == 10 and len(tale.episodes) == 1 and tale.episodes[0].redone_steps == 0
     assert tale.failures[0].node == "n1"
 
@@ -233,7 +245,7 @@ NAMES = st.sampled_from(
 @given(st.lists(st.tuples(NAMES, st.dictionaries(st.sampled_from(KNOWN), VALUES))))
 def test_no_log_is_too_odd_to_be_told(lines: list[tuple[str, dict[str, Any]]]) -> None:
     damaged: list[str] = []
-    tale = episodes.tell({"": [{"t": 1.0, **fields, "event": name} for name, fields in lines]}, damaged.append)
+    tale = tell({"": [{"t": 1.0, **fields, "event": name} for name, fields in lines]}, damaged)
     assert all(episode.failures for episode in tale.episodes)
 
 

@@ -84,7 +84,7 @@ KILLED_ON_REQUEST = Code(
     evidence="the agent was asked on its control socket, and sent the signal itself",
     inferred="nothing",
     done=_GO_ON,
-    next=("see how long the recovery took: `elastic-harness explain {run}`",),
+    next=("see how long the recovery took: `elastic-harness report {run}`",),
 )  # fmt: skip
 CHILD_KILLED = Code(
     "EH-W107", "its child was killed", "unknown", "yes",

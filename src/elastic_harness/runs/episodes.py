@@ -21,6 +21,8 @@ from elastic_harness.incidents.naming import of_event
 
 HEALTHY_STEPS = 32  # before an episode: their median says how long a step takes
 Event = Mapping[str, Any]
+TimedEvent = tuple[float, str, Event]
+"""Time, node, event."""
 
 _OF_A_WORKER = {"failure_detected", "evicted"}
 _INTERRUPTING = _OF_A_WORKER | {"exchange_broke", "rollback", "rollback_decided", "run_cut_off", "hang"}
@@ -59,6 +61,7 @@ class Episode:
     failures: list[Failure]  # first causes, the first one first
     interrupted: bool = False  # whether training waited for it
     world_before: int = 0
+    gap_s: float | None = None  # between the new steps before and after it, without the time between launches
     cost_s: float | None = None  # by which the next new step came later; None: not known, or nobody waited
     redone_steps: int = 0  # that were committed again
     restored_version: int | None = None  # to which all members went back
@@ -95,7 +98,8 @@ class Tale:
     newest_at: float | None = None
     run_id: str = ""
     launches: int = 0
-    down_s: float = 0.0  # between launches
+    down_s: float = 0.0  # between a launch that failed, or was cut off, and the next one
+    paused_s: float = 0.0  # between a launch that did what it was asked to, and the next one
     finished: Event | None = None  # the end of the newest launch
 
     @property
@@ -110,20 +114,27 @@ class Tale:
         return statistics.median(known) if known else None
 
 
-def tell(logs: Mapping[str, Iterable[Event]], damaged: Callable[[str], object]) -> Tale:
-    """Return the tale of a run from the logs of its nodes, by the node's name. `damaged` is called for each event that
-    cannot be used."""
+def in_order(logs: Mapping[str, Iterable[Event]], damaged: Callable[[str], object]) -> Iterator[TimedEvent]:
+    """Yield the events of a run's nodes, whose logs are given by their names, in the order of time. `damaged` is called
+    for each event that cannot be used."""
+    return heapq.merge(*(_timed(node, events, damaged) for node, events in logs.items()), key=lambda each: each[0])
+
+
+def tell(events: Iterable[TimedEvent], damaged: Callable[[str], object]) -> Tale:
+    """Return the tale of a run. `damaged` is called for each event that cannot be used."""
     teller = _Teller()
-    streams = [_timed(node, events, damaged) for node, events in logs.items()]
-    for t, node, event in heapq.merge(*streams, key=lambda each: each[0]):
+    for t, node, event in events:
         try:
             teller.take(t, node, event)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             damaged(f"an event {event['event']!r} with other fields than its kind has ({error!r})")
+    for episode in teller.tale.episodes:  # so early that no step was timed before
+        if episode.cost_s is None and episode.gap_s is not None and teller.tale.healthy_s is not None:
+            episode.cost_s = max(0.0, episode.gap_s - teller.tale.healthy_s)
     return teller.tale
 
 
-def _timed(node: str, events: Iterable[Event], damaged: Callable[[str], object]) -> Iterator[tuple[float, str, Event]]:
+def _timed(node: str, events: Iterable[Event], damaged: Callable[[str], object]) -> Iterator[TimedEvent]:
     for event in events:
         t = event.get("t")
         if isinstance(t, int | float) and math.isfinite(t):
@@ -176,8 +187,12 @@ class _Teller:
         tale.run_id = tale.run_id or str(event.get("run_id") or "")
         tale.launches += 1
         if not self._live and self._down_since is not None:
-            self._down_s += t - self._down_since
-            tale.down_s += t - self._down_since
+            away_s = t - self._down_since
+            self._down_s += away_s
+            if tale.finished is None or tale.finished.get("status") == "failed":
+                tale.down_s += away_s
+            else:
+                tale.paused_s += away_s
         self._down_since = None
         self._live.add(node)
         tale.finished = None
@@ -204,9 +219,9 @@ class _Teller:
     def _close(self, episode: Episode, t: float, step: int) -> None:
         episode.over_at, episode.over_step = t, step
         before = [commit.step_s for commit in self.tale.commits[-HEALTHY_STEPS:] if commit.step_s]
-        if episode.interrupted and before:
-            gap_s = t - self.tale.commits[-1].t - self._down_s
-            episode.cost_s = max(0.0, gap_s - statistics.median(before))
+        if episode.interrupted and self.tale.commits:
+            episode.gap_s = t - self.tale.commits[-1].t - self._down_s
+            episode.cost_s = max(0.0, episode.gap_s - statistics.median(before)) if before else None
 
     # ---- failures
 
