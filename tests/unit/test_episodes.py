@@ -142,6 +142,15 @@ def test_an_exchange_that_breaks_for_nobody_is_a_cause_itself() -> None:
     assert told(log.commit()) == [["L101", "W101"]], "its own death is another matter"
 
 
+def test_an_exchange_breaks_because_the_step_is_refused() -> None:
+    log = Log(3).add("exchange_broke", member="a", peers=[], error="the canary of ranks (1,) differs")
+    log.add("recheck", outcome="ill", ill=["b"]).add("evicted", member="b", reason="the canary of ranks (1,) differs",
+                                                    code="EH-C101")  # fmt: skip
+    log.add("exchange_broke", member="c", peers=[], error="the canary of ranks (1,) differs")
+    log.add("exchange_broke", member="d", peers=[], error="damaged on its way").lost("b", "EH-C101").commit()
+    assert told(log) == [[("C101", ["L101", "L101"]), "L101"]], "a damaged message is another matter"
+
+
 def test_a_rollback_follows_from_the_worker_that_was_sent_away() -> None:
     log = Log(9).add("recheck", step=9, what="lanes 0-1", outcome="ill", ill=["c"])
     log.add("evicted", member="c", reason="other bits", code="EH-C101")
@@ -181,10 +190,19 @@ def test_a_policy_that_halts_is_the_cause_of_the_end() -> None:
 
 
 def test_waiting_at_the_start_is_no_failure_and_after_a_loss_it_follows_from_it() -> None:
-    log = Log(0).add("waiting", reason="1 of 3").add("waiting", reason="2 of 3").commit(4)
-    assert told(log) == []
-    log.lost("a", "EH-W101").add("waiting", reason="2 of 3").add("waiting", reason="2 of 3").commit()
-    assert told(log) == [[("W101", ["L105"])]]
+    log = Log(0).add("waiting", reason="1 of 3").add("waiting", reason="2 of 3")
+    assert told(log) == [] and log.tale().waiting == "2 of 3"
+    log.members("a", "b").commit(4).lost("a", "EH-W101")
+    for _ in range(2):
+        log.add("waiting", reason="1 of 2", code="EH-L105")
+    assert told(log.commit()) == [[("W101", ["L105"])]]
+
+
+def test_a_node_that_is_asked_to_go_is_stopped_for_that() -> None:
+    log = Log(3).add("drain", source="SIGTERM", why="asked").commit()
+    assert told(log.add("run_finished", status="stopped", exit_code=143)) == [[("P102", ["P105"])]]
+    log.add("run_started").commit().add("run_finished", status="stopped", exit_code=143)
+    assert told(log)[1:] == [["P105"]], "another time"
 
 
 def test_a_failure_before_any_step_is_told_and_its_cost_is_not_known() -> None:

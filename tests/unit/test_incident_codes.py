@@ -110,7 +110,7 @@ HARMLESS = {
     "worker_joined", "worker_started", "worker_stopped",
 }  # fmt: skip
 """Events that are no failures."""
-NAMED_BY_THEIR_WRITER = {"drained", "evicted", "hang", "incident"}
+NAMED_BY_THEIR_WRITER = {"drained", "evicted", "hang", "incident", "waiting"}
 """Events that are written with a code, because their other fields do not tell it."""
 
 

@@ -453,7 +453,8 @@ class ElasticRun:
 
     def _say_waiting(self, reason: str) -> None:
         self._waiting_shown_at = time.monotonic()
-        self.agent.records.event("waiting", reason=reason)
+        lost = self._generation is not None and self.agent.outcome is None  # at the start and at the end it is none
+        self.agent.records.event("waiting", reason=reason, **({"code": table.WAITING.id} if lost else {}))
         self._notice(reason)
 
     def _announce(self, generation: Generation) -> None:

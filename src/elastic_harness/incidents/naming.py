@@ -162,7 +162,6 @@ _BY_EVENT: Mapping[str, Code | Callable[[Mapping[str, Any]], Code | None]] = {
     "run_cut_off": table.CUT_OFF,
     "unreachable": table.UNREACHABLE,
     "upload_failed": _of_save,
-    "waiting": table.WAITING,
     "worker_not_started": table.NOT_STARTED,
 }
 """Events that are failures by their name, or whose fields decide."""

@@ -81,7 +81,8 @@ def _of_episode(episode: Episode, run: str) -> dict[str, Any]:
 def of_failure(failure: Failure, run: str) -> dict[str, Any]:
     """Return a failure, with all that followed from it, for --json."""
     code = failure.code
-    row = {name: value for name, value in vars(failure).items() if name not in ("code", "consequences", "peers")}
+    left_out = ("code", "consequences", "peers", "reason")
+    row = {name: value for name, value in vars(failure).items() if name not in left_out}
     return {
         "code": code.id,
         "name": code.name,
@@ -201,7 +202,7 @@ def _end(tale: Tale, *, live: bool) -> str:
     newest = tale.commits[-1] if tale.commits else None
     so_far = f"step {newest.step} was committed at {_moment(newest.t)[11:]}" if newest else "no step was committed"
     if now == "going on":
-        return f"the run goes on; {so_far}"
+        return f"the run goes on; {printable(tale.waiting) or so_far}"
     if tale.finished is None:
         ends = f"the log ends at {_moment(tale.newest_at or 0.0)[11:]} without a last word"
         return f"{so_far}, and {ends}: {CUT_OFF.meaning}"

@@ -11,7 +11,7 @@ import heapq
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,7 @@ class Failure:
     times: int = 1  # that the same was told
     consequences: list[Failure] = field(default_factory=list)
     peers: frozenset[str] = frozenset()  # of a broken exchange: whom the worker was waiting for
+    reason: str = ""  # word for word, by which events that tell of one matter are known
 
     @property
     def codes(self) -> list[Code]:
@@ -100,6 +101,7 @@ class Tale:
     launches: int = 0
     down_s: float = 0.0  # between a launch that failed, or was cut off, and the next one
     paused_s: float = 0.0  # between a launch that did what it was asked to, and the next one
+    waiting: str = ""  # what for, if it waits for workers
     finished: Event | None = None  # the end of the newest launch
 
     @property
@@ -128,9 +130,12 @@ def tell(events: Iterable[TimedEvent], damaged: Callable[[str], object]) -> Tale
             teller.take(t, node, event)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             damaged(f"an event {event['event']!r} with other fields than its kind has ({error!r})")
-    for episode in teller.tale.episodes:  # so early that no step was timed before
-        if episode.cost_s is None and episode.gap_s is not None and teller.tale.healthy_s is not None:
-            episode.cost_s = max(0.0, episode.gap_s - teller.tale.healthy_s)
+    healthy_s = teller.tale.healthy_s
+    for episode in teller.tale.episodes:
+        episode.failures = _by_cause(episode.failures)
+        early = episode.cost_s is None and episode.gap_s is not None  # no step was timed before
+        if early and healthy_s is not None:
+            episode.cost_s = max(0.0, (episode.gap_s or 0.0) - healthy_s)
     return teller.tale
 
 
@@ -156,6 +161,7 @@ class _Teller:
         self._down_s = 0.0  # since the newest commit
         self._live: set[str] = set()  # nodes whose launch has not ended
         self._by_member: dict[str, Failure] = {}
+        self._asked: Failure | None = None  # that this node goes, since it was launched
 
     def take(self, t: float, node: str, event: Event) -> None:
         """Take one event."""
@@ -165,13 +171,15 @@ class _Teller:
             self._start(t, node, event)
         elif name == "generation":
             members = frozenset(map(str, event["members"]))
-            self._members = [*self._members[-1:], members]
+            self._members, tale.waiting = [*self._members[-1:], members], ""
+        elif name == "waiting":
+            tale.waiting = str(event.get("reason") or "")
         elif name == "worker_joined" and event.get("source") == "restore" and self._open is not None:
             self._open.restored_version = int(event["version"])
         code = of_event(event)
         if name == "incident":
             self._complete(t, node, event, code)
-        elif code is not None and not (name == "waiting" and not tale.commits and self._open is None):
+        elif code is not None:
             self._fail(t, node, event, code)
         if name == "step_committed":
             self._commit(t, event)
@@ -195,7 +203,7 @@ class _Teller:
                 tale.paused_s += away_s
         self._down_since = None
         self._live.add(node)
-        tale.finished = None
+        tale.finished, self._asked = None, None
 
     def _commit(self, t: float, event: Event) -> None:
         tale, step = self.tale, int(event["step"])
@@ -237,6 +245,11 @@ class _Teller:
         if known is not None:
             _merge(known, failure)
             return
+        if failure.code is table.STOPPED_ON_REQUEST and self._asked is not None:
+            self._asked.consequences.append(failure)
+            return
+        if name == "drain":
+            self._asked = failure
         episode = self._note(failure)
         episode.interrupted |= self._interrupts(name, failure)
         if failure.member is not None and name != "exchange_broke":
@@ -260,20 +273,14 @@ class _Teller:
         return alike[0] if alike and self._open is not None else None
 
     def _note(self, failure: Failure) -> Episode:
-        """Put a failure where it belongs: below its cause, or beside the other first causes. Return its episode."""
+        """Add a failure to the episode that goes on, or begin one. Return it."""
         newest = self.tale.episodes[-1] if self.tale.episodes else None
         if self._open is None and failure.event == "run_finished" and newest and self._reaches_to_now(newest):
             self._open = newest
         if self._open is None:
             self._open = Episode([], world_before=self._world)
             self.tale.episodes.append(self._open)
-        roots = self._open.failures
-        cause = next((root for root in roots if _follows(failure, root)), None)
-        followers = [root for root in roots if cause is None and _follows(root, failure)]
-        for root in followers:
-            roots.remove(root)
-        failure.consequences.extend(followers)
-        (roots if cause is None else cause.consequences).append(failure)
+        self._open.failures.append(failure)
         return self._open
 
     def _reaches_to_now(self, episode: Episode) -> bool:
@@ -326,8 +333,15 @@ def _failure(t: float, node: str, event: Event, code: Code) -> Failure:
         evidence=tuple(told),
         done=str(event.get("done") or ""),
         log=str(event.get("log") or ""),
+        reason=_reason(name, event),
         peers=frozenset(map(str, event.get("peers") or ())) if name == "exchange_broke" else frozenset(),
     )
+
+
+def _reason(name: str, event: Event) -> str:
+    if name == "rollback_decided":
+        return _in_words(name, event)
+    return str(event.get("error" if name == "exchange_broke" else "reason") or "")
 
 
 def _in_words(name: str, event: Event) -> str:
@@ -383,9 +397,32 @@ def _merge(known: Failure, again: Failure) -> None:
         known.times += 1
     known.step = known.step if known.step is not None else again.step
     known.evidence = known.evidence or again.evidence
+    known.reason = known.reason or again.reason
 
 
+_OF_A_SLOT = {table.SLOT_FAILED, table.OVERDUE, table.OUT_OF_MEMORY}
 _HANGS = {table.STANDS_STILL, table.STOPPED, table.OVERDUE, table.DEADLOCK}
+
+
+def _by_cause(failures: Sequence[Failure]) -> list[Failure]:
+    """Return the first causes among failures, which are given in the order of time, with all that followed below
+    them."""
+    causes: dict[int, int] = {}  # of failures, by their numbers
+    for number, failure in enumerate(failures):
+        for other, cause in enumerate(failures):
+            if _first(other, causes) != number and _follows(failure, cause):
+                causes[number] = other
+                break
+    for number in causes:
+        failures[_first(number, causes)].consequences.append(failures[number])
+    return [failure for number, failure in enumerate(failures) if number not in causes]
+
+
+def _first(number: int, causes: Mapping[int, int]) -> int:
+    """Return the first cause of a failure, over all between."""
+    while number in causes:
+        number = causes[number]
+    return number
 
 
 def _follows(failure: Failure, cause: Failure) -> bool:
@@ -393,13 +430,14 @@ def _follows(failure: Failure, cause: Failure) -> bool:
     if failure.code is table.WAITED_IN_VAIN:
         return cause.code in _HANGS
     if failure.code is table.EXCHANGE_BROKE:
-        return cause.member in failure.peers or cause.code is table.UNREACHABLE
+        refused = failure.reason != "" and failure.reason == cause.reason and cause.event != "exchange_broke"
+        return cause.member in failure.peers or cause.code is table.UNREACHABLE or refused
     if failure.code is table.IN_DOUBT:
         return cause.code in (table.OTHER_BITS, table.OTHER_SAMPLES)
     if failure.code is table.WAITING:
         return cause.code is not table.WAITING
     if failure.code is table.DRAINED_LATE:
         return cause.code.family == "P"
-    if failure.code is cause.code is table.SLOT_FAILED:  # the slot, which another worker has computed
+    if failure.code is cause.code and failure.code in _OF_A_SLOT:  # which another worker has computed as well
         return failure.slot is not None and (failure.step, failure.slot) == (cause.step, cause.slot)
     return failure.event == "run_finished"

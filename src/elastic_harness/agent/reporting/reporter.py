@@ -59,9 +59,12 @@ class Reporter:
         stacks. took_s: from when the hang was noticed until they were ended."""
         codes = [worker.ended_for for worker in workers if worker.ended_for is not None]
         first = next((code for code in codes if code is not table.WAITED_IN_VAIN), codes[0])
+        step, slot = next(worker for worker in workers if worker.ended_for is first).board.read().place
         self._records.event(
             "hang",
             code=first.id,
+            step=step,
+            slot=slot,
             members=[worker.member for worker in workers],
             culprits=[asdict(culprit) for culprit in concluded.culprits],
             why=concluded.sentences,
