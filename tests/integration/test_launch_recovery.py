@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -154,13 +155,13 @@ def test_no_checkpoint_is_ahead_of_what_the_agent_wrote_down(start: Start) -> No
 def test_scaling_up_and_down_restarts_nobody(start: Start) -> None:
     job = start("--steps", 400, "--step-s", 0.02, options=workers(2))
     job.until_step(3)
-    assert run("scale", job.run_dir, "--workers", 4).returncode == 0
+    assert json.loads(run("scale", job.run_dir, "--workers", 4, "--json").stdout)["target"] == 4
     job.until(lambda: job.events("step_committed")[-1]["world_size"] == 4, "4 workers")
     refused = run("scale", job.run_dir, "--workers", 99)
     assert refused.returncode == 2 and "allows 1 to 8" in refused.stderr
     assert run("scale", job.run_dir, "--workers", 1).returncode == 0
     job.until(lambda: job.events("step_committed")[-1]["world_size"] == 1, "1 worker")
-    assert run("stop", job.run_dir).returncode == 0
+    assert json.loads(run("stop", job.run_dir, "--json").stdout) == {"stopped": str(job.run_dir), "exit_code": 143}
     assert job.wait() == 143
     assert not job.events("failure_detected", "incident")
     assert all(not e["urgent"] for e in job.events("generation")[1:4])

@@ -250,6 +250,24 @@ def test_commits_that_two_nodes_tell_of_count_once() -> None:
     assert tale.failures[0].node == "n1"
 
 
+def test_a_node_that_vanished_is_told_by_the_others_once() -> None:
+    log = Log(6).add("peers_lost", node="n3", members=["n3/w0-1", "n3/w1-1"], reason="2 lost").commit(after_s=3.0)
+    tale = tell({"n1": log.events, "n2": log.events}, [])
+    assert tree(tale.failures) == ["L107"] and tale.episodes[0].cost_s == pytest.approx(3.0 - STEP_S, abs=0.02)
+
+
+def test_of_a_worker_that_died_its_own_node_says_why() -> None:
+    log = Log(6).add("peers_lost", node="n3", members=["n3/w0-1"], reason="1 lost").commit()
+    own = Log(6).members("n3/w0-1").lost("n3/w0-1", "EH-M101")
+    assert tree(tell({"n1": log.events, "n3": own.events}, []).failures) == [("M101", ["L107"])]
+
+
+def test_nodes_that_cannot_reach_each_other_are_kept_apart_for_that() -> None:
+    log = Log(6).add("peers_lost", node="n3-a", members=["n3-a/w0-1"], reason="1 removed, the exchange broke")
+    log.add("unreachable", node="n1-b", peer="n3-a", way="10.0.0.3:7").commit()
+    assert told(log) == [[("L102", ["L107"])]]
+
+
 # ---- any log at all
 
 VALUES = st.one_of(st.none(), st.integers(-2, 9), st.floats(), st.text(max_size=3), st.lists(st.integers()))

@@ -88,6 +88,7 @@ PUBLISHED = {
     "EH-L104": "a value in the store is not ours",
     "EH-L105": "the run waits for workers",
     "EH-L106": "too few workers are left",
+    "EH-L107": "workers of another node were lost",
     "EH-U101": "the script raised an error",
     "EH-U102": "the script raised an error in a slot",
     "EH-U103": "a slot fails wherever it is computed",

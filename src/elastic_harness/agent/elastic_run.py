@@ -104,6 +104,7 @@ class ElasticRun:
         self._admission = Admission(agent)
         self._unfit: dict[str, tuple[Cause, str]] = {}
         self._rolled_back_to, self._in_doubt_until = -1, -1
+        self._sent_away: set[str] = set()  # members that the run decided to go on without
         self._ever_members: set[str] = set()  # a worker that was told of any generation hears of every later one
         self._finished: dict[str, LastStepDone] = {}
         self._slot_errors: dict[tuple[int, int], SlotError] = {}
@@ -465,6 +466,7 @@ class ElasticRun:
         for stood_by in self.agent.workers.values():
             if stood_by.member in set(members) - self._ever_members:
                 stood_by.serves_from = None  # from now on it has to be of use as a member
+        self._tell_of_lost_peers(generation)
         self._ever_members.update(members)
         left_out = [w.member for w in self.agent.workers.values() if w.member in self._ever_members - set(members)]
         self._generation, self._formed, self._waiting = generation, False, ""
@@ -483,6 +485,15 @@ class ElasticRun:
         self.agent.records.event("generation", **as_fields(generation), world_size=len(members))
         self._notice(f"generation {number}: {plural(len(members))} ({reason})")
 
+    def _tell_of_lost_peers(self, generation: Generation) -> None:
+        """Write which members of other nodes the run goes on without. Their own nodes say why, if they still can."""
+        lost: dict[str, list[str]] = {}
+        for member in self._members if generation.urgent else ():
+            if member not in (*generation.members, *self._sent_away) and node_of(member) != self.agreement.node:
+                lost.setdefault(node_of(member), []).append(member)
+        for node, members in lost.items():
+            self.agent.records.event("peers_lost", node=node, members=members, reason=generation.reason)
+
     def _notice(self, text: str) -> None:
         if self.agent.outcome is None:
             self.agent.console.notice(text)
@@ -490,6 +501,7 @@ class ElasticRun:
     def _evict(self, member: str, cause: Cause, reason: str) -> None:
         code = table.OTHER_SAMPLES if cause == "other_samples" else table.OTHER_BITS
         self._unfit[member] = cause, reason
+        self._sent_away.add(member)
         self.agent.records.event("evicted", member=member, reason=reason, code=code.id)
         self.agent.console.notice(f"worker {member} is not fit for this run: {reason}")
         worker = self.agent.workers.get(member)
@@ -503,6 +515,7 @@ class ElasticRun:
         """Start the members here again. That the lineage has ended is on disk first. The second time at the same place
         the job stops, unless a policy omits something: what others compute again gives other bits again."""
         members, lineage, version, reason = decided.members, decided.lineage, decided.version, decided.reason
+        self._sent_away.update(members)
         running = [w for w in map(self.agent.workers.get, members) if w and w.running]
         for worker in running:  # a snapshot counts only if the steps before it are in the ledger
             self.agent.hear(worker)

@@ -152,6 +152,7 @@ _BY_EVENT: Mapping[str, Code | Callable[[Mapping[str, Any]], Code | None]] = {
     "keeper_failed": table.MEMORY_NOT_KEPT,
     "memory_passed_over": table.MEMORY_PASSED_OVER,
     "peer_copy_failed": table.NOT_COPIED,
+    "peers_lost": table.PEERS_LOST,
     "recheck": _of_recheck,
     "rollback": _of_rollback,
     "rollback_decided": table.WENT_BACK,

@@ -729,6 +729,19 @@ TOO_FEW = Code(
     exit_code=EXIT_TOO_FEW_WORKERS,
 )  # fmt: skip
 
+PEERS_LOST = Code(
+    "EH-L107", "workers of another node were lost", "unknown", "yes",
+    symptom="generation …: … lost, and the event `peers_lost`",
+    meaning="Workers of another node are no members any more: they died there, or the node or its network is gone.",
+    evidence="the generation that all nodes agreed on is without them, and was urgent",
+    inferred="nothing: what befell them is in the log of their own node, if that still exists",
+    done="the others finish the same step without them; the node may join again",
+    next=(
+        "explain that node's own folder, on its machine: `elastic-harness explain {run}`",
+        "see which nodes are there: `elastic-harness status {run}`",
+    ),
+)  # fmt: skip
+
 # ---- U: user code and data
 
 SCRIPT_FAILED = Code(

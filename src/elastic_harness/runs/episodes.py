@@ -25,7 +25,7 @@ TimedEvent = tuple[float, str, Event]
 """Time, node, event."""
 
 _OF_A_WORKER = {"failure_detected", "evicted"}
-_INTERRUPTING = _OF_A_WORKER | {"exchange_broke", "rollback", "rollback_decided", "run_cut_off", "hang"}
+_INTERRUPTING = _OF_A_WORKER | {"exchange_broke", "rollback", "rollback_decided", "run_cut_off", "hang", "peers_lost"}
 _WORKER = re.compile(r"worker (\S+) ")
 
 
@@ -46,7 +46,7 @@ class Failure:
     log: str = ""
     times: int = 1  # that the same was told
     consequences: list[Failure] = field(default_factory=list)
-    peers: frozenset[str] = frozenset()  # of a broken exchange: whom the worker was waiting for
+    peers: frozenset[str] = frozenset()  # other members and nodes that it is about
     reason: str = ""  # word for word, by which events that tell of one matter are known
 
     @property
@@ -266,6 +266,8 @@ class _Teller:
             return self._by_member.get(failure.member)
         newest = self.tale.episodes[-1].failures if self.tale.episodes else []
         alike = [f for f in every(newest) if f.code is failure.code and f.member == failure.member]
+        if failure.event == "peers_lost":  # every other node tells of it
+            return next((f for f in alike if f.peers == failure.peers), None)
         if failure.event == "run_finished":
             alike = [f for f in alike if f.event == "run_finished"]
         elif failure.step is not None and failure.code.family == "N":  # a row of steps is one failure
@@ -328,14 +330,25 @@ def _failure(t: float, node: str, event: Event, code: Code) -> Failure:
         what=_in_words(name, event),
         member=None if member is None else str(member),
         node=node or None,
-        step=step if isinstance(step, int) else None,
+        step=step if isinstance(step, int) and step >= 0 else None,
         slot=slot if isinstance(slot, int) else None,
         evidence=tuple(told),
         done=str(event.get("done") or ""),
         log=str(event.get("log") or ""),
         reason=_reason(name, event),
-        peers=frozenset(map(str, event.get("peers") or ())) if name == "exchange_broke" else frozenset(),
+        peers=_peers(name, event),
     )
+
+
+def _peers(name: str, event: Event) -> frozenset[str]:
+    match name:
+        case "exchange_broke":
+            return frozenset(map(str, event.get("peers") or ()))
+        case "peers_lost":
+            return frozenset({str(event.get("node")), *map(str, event.get("members") or ())})
+        case "unreachable":
+            return frozenset({str(event.get("node")), str(event.get("peer"))})
+    return frozenset()
 
 
 def _reason(name: str, event: Event) -> str:
@@ -376,6 +389,10 @@ def _in_words(name: str, event: Event) -> str:
             return f"{event.get('source')}: {event.get('why')}"
         case "drained":
             return str(event.get("how"))
+        case "peers_lost":
+            return (
+                f"{', '.join(map(str, event.get('members') or ()))} of node {event.get('node')}: {event.get('reason')}"
+            )
         case "damaged_lines":
             return f"{event.get('count')} damaged lines, the first: {event.get('first')}"
     said = event.get("what") or event.get("message") or event.get("error") or event.get("reason")
@@ -432,6 +449,8 @@ def _follows(failure: Failure, cause: Failure) -> bool:
     if failure.code is table.EXCHANGE_BROKE:
         refused = failure.reason != "" and failure.reason == cause.reason and cause.event != "exchange_broke"
         return cause.member in failure.peers or cause.code is table.UNREACHABLE or refused
+    if failure.code is table.PEERS_LOST:
+        return cause.member in failure.peers or (cause.code is table.UNREACHABLE and bool(cause.peers & failure.peers))
     if failure.code is table.IN_DOUBT:
         return cause.code in (table.OTHER_BITS, table.OTHER_SAMPLES)
     if failure.code is table.WAITING:
