@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from elastic_harness import cli, file_lock
 from elastic_harness.incidents.table import TABLE
+from elastic_harness.report import figures, words
 from elastic_harness.runs import episodes
 from elastic_harness.runs.episodes import Failure, Tale
 from unit.made_up_run import make_run, write_lines
@@ -270,8 +271,13 @@ def test_nodes_that_cannot_reach_each_other_are_kept_apart_for_that() -> None:
 
 # ---- any log at all
 
-VALUES = st.one_of(st.none(), st.integers(-2, 9), st.floats(), st.text(max_size=3), st.lists(st.integers()))
-KNOWN = ("t", "member", "members", "step", "code", "peers", "evidence", "decisions", "culprits", "ill", "lineage", "to")
+VALUES = st.one_of(
+    st.none(), st.integers(-2, 9), st.floats(), st.text(max_size=3), st.lists(st.integers()), st.just(1e308)
+)
+KNOWN = (
+    "t", "t_detected", "at", "member", "members", "step", "slot", "code", "peers", "evidence", "decisions", "culprits",
+    "ill", "lineage", "to", "step_s", "tokens", "world_size", "version", "source", "status", "why", "what",
+)  # fmt: skip
 NAMES = st.sampled_from(
     ["run_started", "generation", "step_committed", "failure_detected", "incident", "hang", "recheck", "rollback",
      "evicted", "exchange_broke", "run_finished", "run_cut_off", "worker_joined", "waiting", "alarm", "drain", "odd"]
@@ -283,6 +289,10 @@ def test_no_log_is_too_odd_to_be_told(lines: list[tuple[str, dict[str, Any]]]) -
     damaged: list[str] = []
     tale = tell({"": [{"t": 1.0, **fields, "event": name} for name, fields in lines]}, damaged)
     assert all(episode.failures for episode in tale.episodes)
+    if tale.newest_at is not None:
+        assert list(words.tale_in_words("run", [], tale, damaged, live=False))
+        told = words.of_tale("run", [], tale, damaged, live=False), figures.as_object(tale, 5.0)
+        json.loads(json.dumps(told, allow_nan=False))
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(sorted(TABLE))), max_size=12), st.integers(0, 99))

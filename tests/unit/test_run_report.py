@@ -67,7 +67,7 @@ def test_the_throughput_after_a_loss_is_measured_until_all_are_there_again() -> 
     log = Log(10).lost("b", "EH-W101").commit(5, world_size=2, step_s=STEP_S * 1.25).commit(5)
     (episode,) = log.tale().episodes
     kept = figures.kept(log.tale(), episode)
-    assert kept == figures.Kept(3, 2, 5, pytest.approx(0.8))
+    assert kept == figures.KeptThroughput(3, 2, 5, pytest.approx(0.8))
     log = Log(10).lost("b", "EH-W101").commit(5)
     assert figures.kept(log.tale(), log.tale().episodes[0]) is None, "a spare took the place at once"
     log = Log(10).lost("b", "EH-W101").commit(2, world_size=2)

@@ -312,6 +312,7 @@ def _summary(path: Path, record: dict[str, Any], *events: str) -> dict[str, Any]
         "loss": committed.get("loss"),
         "last_recovery": newest.get("recovery"),
         "last_incident": newest.get("incident", {}).get("what"),
+        "last_incident_code": newest.get("incident", {}).get("code"),
         "damaged": damaged,
     }
 
@@ -367,7 +368,8 @@ def _print_status(shown: dict[str, Any]) -> None:
     if shown.get("damaged"):
         print(f"log        {passed_over(shown['damaged'])}")
     if shown.get("last_incident"):
-        print(f"incident   {shown['last_incident']}")
+        code = f"{shown['last_incident_code']} " if shown.get("last_incident_code") else ""
+        print(f"incident   {code}{shown['last_incident']}")
     for worker in shown.get("workers", []):
         rank = "-" if worker["rank"] is None else worker["rank"]
         state = worker["leaving"] or worker["state"]

@@ -80,7 +80,7 @@ def _story(events: Sequence[episodes.TimedEvent]) -> Story:
     for _, _, event in events:
         try:
             story.apply(event)
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             continue
     return story
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_harness.runs.episodes import HEALTHY_STEPS, Commit, Episode, Tale
+from elastic_harness.runs.episodes import HEALTHY_STEPS, Episode, NewStep, Tale
 
 STEPS_MIN = 3  # of which a speed is told
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptThroughput:
     """What of the throughput was kept between a loss and the full size."""
 
     workers_before: int
@@ -60,7 +60,7 @@ def account(tale: Tale) -> Account:
     return Account(wall_s, start_s, trained_s, held_up_s, tale.down_s, tale.paused_s, after_s)
 
 
-def kept(tale: Tale, episode: Episode) -> Kept | None:
+def kept(tale: Tale, episode: Episode) -> KeptThroughput | None:
     """Return what of the throughput was kept after an episode, until all workers were there again; None if they were at
     once, or if too few steps are known."""
     if episode.over_step is None or not episode.interrupted:
@@ -72,17 +72,17 @@ def kept(tale: Tale, episode: Episode) -> Kept | None:
     if min(len(speed_before), len(speed_after)) < STEPS_MIN:
         return None
     share = statistics.median(speed_after) / statistics.median(speed_before)
-    return Kept(episode.world_before, min(commit.world_size for commit in after), len(speed_after), share)
+    return KeptThroughput(episode.world_before, min(commit.world_size for commit in after), len(speed_after), share)
 
 
-def _until_full(commits: Sequence[Commit], at: int, workers: int) -> Iterator[Commit]:
+def _until_full(commits: Sequence[NewStep], at: int, workers: int) -> Iterator[NewStep]:
     for commit in itertools.islice(commits, at, None):
         if commit.world_size >= workers:
             return
         yield commit
 
 
-def _speeds(commits: Sequence[Commit]) -> list[float]:
+def _speeds(commits: Sequence[NewStep]) -> list[float]:
     """Return tokens in a second, or steps where there are no tokens. The first step after a recovery has no time."""
     return [(commit.tokens or 1) / commit.step_s for commit in commits if commit.step_s]
 

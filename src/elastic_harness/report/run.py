@@ -12,7 +12,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from elastic_harness.report import plots
-from elastic_harness.report.figures import Account, Kept, account, held_up, kept
+from elastic_harness.report.figures import Account, KeptThroughput, account, held_up, kept
 from elastic_harness.report.page import page, picture, table, text, tiles
 from elastic_harness.report.words import state, tale_in_words
 from elastic_harness.runs.episodes import Episode, Tale, every
@@ -153,7 +153,7 @@ def _row(facts: Facts, episode: Episode) -> tuple[str, ...]:
     )
 
 
-def _kept(found: Kept | None) -> str:
+def _kept(found: KeptThroughput | None) -> str:
     if found is None:
         return "–"
     return f"{100 * found.share:.0f} % with {found.workers_after} of {found.workers_before} workers"

@@ -8,7 +8,6 @@ that died, a rollback for a worker that was sent away. Everything else stands fo
 from __future__ import annotations
 
 import heapq
-import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from elastic_harness.incidents import table
 from elastic_harness.incidents.code import Code
 from elastic_harness.incidents.naming import of_event
 
+SECONDS_MAX = 1e11  # the year 5138
 HEALTHY_STEPS = 32  # before an episode: their median says how long a step takes
 Event = Mapping[str, Any]
 TimedEvent = tuple[float, str, Event]
@@ -79,14 +79,14 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class NewStep:
     """A step that was committed for the first time."""
 
     t: float
     step: int
     step_s: float | None
     world_size: int
-    tokens: int | None
+    tokens: int  # 0: not told
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Tale:
     """A run as its events tell it."""
 
     episodes: list[Episode] = field(default_factory=list)
-    commits: list[Commit] = field(default_factory=list)
+    commits: list[NewStep] = field(default_factory=list)
     started_at: float | None = None
     newest_at: float | None = None
     run_id: str = ""
@@ -128,7 +128,7 @@ def tell(events: Iterable[TimedEvent], damaged: Callable[[str], object]) -> Tale
     for t, node, event in events:
         try:
             teller.take(t, node, event)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             damaged(f"an event {event['event']!r} with other fields than its kind has ({error!r})")
     healthy_s = teller.tale.healthy_s
     for episode in teller.tale.episodes:
@@ -141,11 +141,16 @@ def tell(events: Iterable[TimedEvent], damaged: Callable[[str], object]) -> Tale
 
 def _timed(node: str, events: Iterable[Event], damaged: Callable[[str], object]) -> Iterator[TimedEvent]:
     for event in events:
-        t = event.get("t")
-        if isinstance(t, int | float) and math.isfinite(t):
-            yield float(t), node, event
+        t = _seconds(event.get("t"))
+        if t is not None:
+            yield t, node, event
         else:
             damaged(f"an event {event['event']!r} without a time")
+
+
+def _seconds(value: object) -> float | None:
+    """Return a duration, or a time since 1970, in seconds; None if it is none."""
+    return float(value) if isinstance(value, int | float) and 0 <= value < SECONDS_MAX else None
 
 
 class _Teller:
@@ -206,22 +211,20 @@ class _Teller:
         tale.finished, self._asked = None, None
 
     def _commit(self, t: float, event: Event) -> None:
-        tale, step = self.tale, int(event["step"])
+        tale, step, step_s = self.tale, int(event["step"]), _seconds(event.get("step_s"))
+        world, tokens = int(event.get("world_size") or 0), int(event.get("tokens") or 0)
         commit = int(event.get("lineage") or 0), step
         if commit <= self._newest:  # another node tells of it as well
             return
-        self._newest, self._world = commit, int(event.get("world_size") or 0)
+        self._newest, self._world = commit, world
         if step <= self._farthest:
             if self._open is not None:
                 self._open.redone_steps += 1
             return
-        step_s = event.get("step_s")
         if self._open is not None:
             self._close(self._open, t, step)
             self._open = None
-        tale.commits.append(
-            Commit(t, step, float(step_s) if step_s is not None else None, self._world, event.get("tokens"))
-        )
+        tale.commits.append(NewStep(t, step, step_s, world, tokens))
         self._farthest, self._down_s = step, 0.0
 
     def _close(self, episode: Episode, t: float, step: int) -> None:
@@ -237,7 +240,7 @@ class _Teller:
         name = event["event"]
         failure = _failure(t, node, event, code)
         if name == "run_cut_off":
-            failure.t = float(event.get("at") or t)
+            failure.t = _seconds(event.get("at")) or t
             if self._down_since is None:
                 self._down_since = failure.t
             self._live.discard(node)
@@ -322,9 +325,9 @@ def _failure(t: float, node: str, event: Event, code: Code) -> Failure:
         member = next(iter(event.get("ill") or ()), None)
     evidence = event.get("evidence") or ()
     told = (str(line) for line in evidence) if isinstance(evidence, list | tuple) else [str(evidence)]
-    at = event.get("t_detected") if name == "failure_detected" else None
+    at = _seconds(event.get("t_detected")) if name == "failure_detected" else None
     return Failure(
-        t=float(at) if isinstance(at, int | float) else t,
+        t=t if at is None else at,
         code=code,
         event=name,
         what=_in_words(name, event),

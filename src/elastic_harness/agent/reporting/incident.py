@@ -57,14 +57,15 @@ class Incident:
         code = f"{self.code.id} {self.code.name}; domain: {self.code.domain}, try again: {self.code.retry}"
         rows: list[tuple[str, str]] = [("code", code), ("what", self.what), ("who", self.who)]
         rows += [("evidence" if i == 0 else "", line) for i, line in enumerate(self.evidence)]
-        rows += [("done", self.done), ("you can", self.advice), ("log", self.log)]
+        rows += [("inferred", self.code.inferred), ("done", self.done), ("you can", self.advice), ("log", self.log)]
         body = "\n".join(f"│ {name:<9} {text}" for name, text in rows if text)
         return f"┌─ incident ───────────────────────────\n{body}\n└──────────────────────────────────────"
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of the event `incident`."""
         told = {name: value for name, value in vars(self).items() if name != "code"}
-        return {"code": self.code.id, "domain": self.code.domain, "retry": self.code.retry, **told}
+        code = self.code
+        return {"code": code.id, "domain": code.domain, "retry": code.retry, "inferred": code.inferred, **told}
 
 
 def signal_name(number: int) -> str:
