@@ -277,6 +277,17 @@ def test_an_event_without_a_code_is_from_an_earlier_version() -> None:
     assert code(signal="SIGKILL", code="EH-Z999") is None, "of a later version"
 
 
+@pytest.mark.parametrize("event", [*naming._BY_EVENT, "mine"])
+@pytest.mark.parametrize("value", [[1], {"a": 1}, 7, None, "x"])
+def test_what_a_script_logs_never_ends_the_job(tmp_path: Path, event: str, value: Any) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    names = ("code", "decisions", "outcome", "source", "status", "severity", "signal", "exit_code", "omitted")
+    for name in names:
+        log.emit(event, **{name: value})
+    log.close()
+    assert len(list(read_events(tmp_path / "events.jsonl"))) == len(names)
+
+
 def test_an_alarm_on_the_screen_has_the_code() -> None:
     assert alarm("upload_failed", {"error": "no"}) == "upload failed: no [EH-S106]"
     assert alarm("checkpoint_saved", {}) == ""

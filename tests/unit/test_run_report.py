@@ -104,7 +104,7 @@ def test_nothing_of_a_log_is_executed(tmp_path: Path, capsys: pytest.CaptureFixt
     run = hostile().write(tmp_path / "<img src=x>")
     code, _, err = report(capsys, run)
     assert code == 0, err
-    page = (run / "report.html").read_text()
+    page = (run / "run-report.html").read_text()
     assert "<script" not in page and "<img src=x" not in page
     assert "&lt;script&gt;" in page
     assert not re.search(r"""(src|href)=["'](?!data:)""", page), "the page must load nothing from outside"
@@ -125,7 +125,7 @@ def test_the_report_of_a_run_has_every_failure(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "run" / "events.jsonl").write_text("\n".join([*lines[:9], "{damaged", *lines[9:]]) + "\n")
     code, out, err = report(capsys, tmp_path / "run", "--target-recovery", "300ms", "-o", tmp_path / "page.html")
     assert code == 0, err
-    assert str(tmp_path / "page.html") in out and not (tmp_path / "run" / "report.html").exists()
+    assert str(tmp_path / "page.html") in out and not (tmp_path / "run" / "run-report.html").exists()
     page = (tmp_path / "page.html").read_text()
     assert "finished: 60 steps" in page and "% of the time trained" in page and 'class="verdict good"' in page
     assert page.count("EH-W101</td>") == len(kills)

@@ -20,7 +20,7 @@ from elastic_harness.runs import episodes
 from elastic_harness.runs import folder as folders
 from elastic_harness.runs.story import Story
 
-HTML = "report.html"
+HTML = "run-report.html"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|)")
 _UNIT_S = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0}
 

@@ -85,10 +85,13 @@ def of_event(event: Mapping[str, Any]) -> Code | None:
     """Return the code of an event; None if it is no failure. An event of an earlier version has no `code` in it: then
     its other fields decide."""
     given = event.get("code")
-    if given is not None:
+    if isinstance(given, str):
         return table.TABLE.get(given)
     found = _BY_EVENT.get(event.get("event", ""))
-    return found(event) if callable(found) else found
+    try:
+        return found(event) if callable(found) else found
+    except (AttributeError, LookupError, TypeError):  # a script logged its own event under a name of ours
+        return None
 
 
 def _of_alarm(event: Mapping[str, Any]) -> Code:
