@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint check soak simulate bench clean
+.PHONY: help demo test lint check docs soak simulate bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z.]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -23,6 +23,10 @@ check: lint ## lint, types, import rules and the fast unit tests; under a minute
 
 test: $(STAMP) ## every test, with real processes and real signals
 	$(BIN)/pytest -n 3 --dist loadgroup
+
+docs: $(STAMP) ## the page about all codes, from their table
+	$(BIN)/python -m elastic_harness.incidents > docs/TROUBLESHOOTING.new
+	mv docs/TROUBLESHOOTING.new docs/TROUBLESHOOTING.md
 
 soak: $(STAMP) ## long random storms of failures; SOAK_MINUTES=10 by default
 	SOAK_MINUTES=$${SOAK_MINUTES:-10} $(BIN)/pytest -m soak

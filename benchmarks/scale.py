@@ -25,7 +25,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from elastic_harness.demo.plots import STYLE
+    from elastic_harness.report.plots import STYLE
 
     with rc_context({**STYLE, "svg.fonttype": "none"}):
         figure = Figure(figsize=(9.5, 3.6), layout="constrained")

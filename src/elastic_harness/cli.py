@@ -22,6 +22,8 @@ COMMANDS = {
     "audit": ("commands.manage", "audit", "compare all workers of a live run now, to the bit"),
     "kill": ("commands.manage", "kill", "kill a worker of a live run, to see it recover"),
     "rm": ("commands.rm", "main", "remove runs that ended, after asking"),
+    "explain": ("commands.explain", "main", "tell what a code means, or the story of a run"),
+    "report": ("commands.report", "main", "write what happened in a run as one HTML file"),
     "verify": ("runs.verify", "main", "prove that every sample was used exactly once"),
     "replay": ("commands.replay", "main", "compute a recorded step again, and compare it to the bit"),
     "burn-in": ("commands.burn_in", "main", "test this machine: does it compute the same bits each time?"),

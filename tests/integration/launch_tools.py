@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_harness.agent.control.server import request
 from elastic_harness.contract.commands import GetStatus
+from elastic_harness.runs import episodes
 from elastic_harness.runs.events import read_events
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).parents[2] / "src"
 FAKE_WORKER = Path(__file__).with_name("launch_worker.py")
 PATIENCE_S = 60.0
+BY_CHANCE = ("EH-L101", "EH-L105")
 
 
 def environment() -> dict[str, str]:
@@ -78,6 +80,11 @@ class Job:
     def events(self, *names: str) -> list[dict[str, Any]]:
         path = self.run_dir / "events.jsonl"
         return [e for e in read_events(path) if not names or e["event"] in names] if path.exists() else []
+
+    def causes(self) -> list[str]:
+        """The codes of all first causes, as `explain` tells them, each with those that followed from it. Whether an
+        exchange broke first, or the job had to wait, is chance, and left out."""
+        return causes(self.run_dir)
 
     def record(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "run.json").read_text())
@@ -172,6 +179,16 @@ class Job:
         self._file.close()
         for pid in processes_of(self.run_dir):
             os.kill(pid, signal.SIGKILL)
+
+
+def causes(run_dir: Path) -> list[str]:
+    """As `Job.causes`."""
+    damaged: list[str] = []
+    events = episodes.in_order({"": read_events(run_dir / "events.jsonl", damaged.append)}, damaged.append)
+    failures = episodes.tell(events, damaged.append).failures
+    assert not damaged
+    codes = [dict.fromkeys(code.id for code in failure.codes) for failure in failures]
+    return [" → ".join(code for i, code in enumerate(each) if not i or code not in BY_CHANCE) for each in codes]
 
 
 def left_behind(run_dir: Path, patience_s: float = 5.0) -> list[int]:

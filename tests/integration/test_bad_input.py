@@ -12,7 +12,7 @@ import pytest
 from elastic_harness.contract.variables import FAILPOINTS
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.verify import verify
-from integration.launch_tools import environment
+from integration.launch_tools import causes, environment
 from integration.script_tools import SCRIPTS, execute, forked, launch, one_message, python, said
 
 pytestmark = pytest.mark.slow
@@ -102,7 +102,7 @@ def test_a_checkpoint_that_fails_ends_the_job_if_that_is_the_policy(
     text = one_message(ended)
     assert named in text and "async_save_policy is fail" in text, said(ended)
     failed = [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "checkpoint_failed"]
-    assert failed and failed[0]["step"] == 2 and failed[0]["fatal"]
+    assert failed and failed[0]["step"] == 2 and failed[0]["fatal"] and failed[0]["code"] == "EH-S102"
 
 
 @pytest.mark.parametrize("launched", [True, False], ids=["launched", "alone"])
@@ -144,6 +144,7 @@ def test_weights_that_cannot_be_written_end_the_job_at_once(tmp_path: Path) -> N
     events = list(read_events(tmp_path / "run" / "events.jsonl"))
     assert len([e for e in events if e["event"] == "worker_started"]) == 2
     assert max(e["step"] for e in events if e["event"] == "checkpoint_saved") == 20
+    assert causes(tmp_path / "run") == ["EH-S112"]
 
 
 def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -199,6 +200,8 @@ def test_an_odd_worker_is_refused_and_the_others_stay_exact(
     assert ended.returncode == 0, said(ended)
     assert named in ended.stdout, said(ended)
     assert weights(tmp_path / "run") == usual
+    codes = {"arithmetic": "EH-C101", "noise": "EH-U109", "drift": "EH-C101 → EH-C102"}
+    assert causes(tmp_path / "run") == [codes.get(kind, "EH-R102")]
     commits = [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "step_committed"]
     if kind == "drift":  # found after it has taken part, so the others are started again, from before it
         assert commits[0]["world_size"] == workers and commits[-1]["world_size"] == workers - 1

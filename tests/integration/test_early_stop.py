@@ -13,7 +13,7 @@ import pytest
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.verify import verify
 from etcd_servers import Cluster
-from integration.launch_tools import Job
+from integration.launch_tools import Job, causes
 from integration.preloaded import preloaded
 from integration.script_tools import SCRIPTS, execute, failing, finals, forked, launch, python, said
 
@@ -142,6 +142,7 @@ def test_leaving_the_loop_fails_the_job_at_once_and_names_run_stop(tmp_path: Pat
     events = read_events(run_dir / "events.jsonl")
     assert sum(e["event"] == "worker_started" for e in events) == 3, "nobody is restarted for it"
     assert not finals(ended.stdout)
+    assert causes(run_dir) == ["EH-U106"]
 
 
 def test_leaving_the_loop_alone_is_said_and_allowed(tmp_path: Path) -> None:

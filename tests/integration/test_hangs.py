@@ -51,6 +51,7 @@ def the_hang(job: TrainingJob, culprit: str, members: list[str]) -> dict[str, An
     (incident,) = job.events("incident")
     assert culprit in incident["what"] and hang["why"][0] in incident["evidence"]
     assert any(hang["stacks"] in line for line in incident["evidence"])
+    assert job.causes() == [hang["code"]] == [incident["code"]]
     assert hang["took_s"] < LONG_S, "the others wait meanwhile"
     return {**hang, "incident": incident}
 
@@ -66,7 +67,7 @@ def test_a_worker_that_hangs_is_named_with_the_function_in_which_it_does(
     members = job.status()["members"]
     job.fault(1, "slot.forward", how)
     hang = the_hang(job, members[1], members)
-    assert f"in {function}" in sections(job, hang)[members[1]]
+    assert f"in {function}" in sections(job, hang)[members[1]] and hang["code"] == "EH-H103"
     shown = [line for line in hang["incident"]["evidence"] if line.startswith("  File")]
     assert shown and f"in {function}" in shown[0], "the incident shows the innermost line of the user's code"
     job.finish(expected=undisturbed(STEPS))

@@ -13,6 +13,7 @@ import pytest
 from elastic_harness.errors import EXIT_INFRASTRUCTURE
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.verify import verify
+from integration.launch_tools import causes
 from integration.preloaded import ONE_THREAD
 from integration.script_tools import SCRIPTS, execute, failing, finals, forked, launch, one_message, said
 
@@ -54,7 +55,7 @@ def test_what_stands_out_is_computed_again_in_the_same_step(
     assert ended.returncode == 0 and set(finals(ended.stdout)) == healthy, said(ended)
     (recheck,) = events(tmp_path, "recheck")
     assert (recheck["step"], recheck["outcome"], recheck["ill"]) == (7, "ill", ["w1-1"]), recheck
-    assert evicted(tmp_path) == ["w1-1"]
+    assert evicted(tmp_path) == ["w1-1"] and causes(tmp_path) == ["EH-C101"]
     verdict = verify(tmp_path)
     assert verdict.ok and verdict.skipped == 0 and verdict.lineage == 0, verdict
 
@@ -82,6 +83,7 @@ def test_what_was_committed_in_doubt_is_done_again(
     (rollback,) = events(tmp_path, "rollback")
     assert rollback["to"] == back_to and not set(named) & set(rollback["members"]), rollback
     assert evicted(tmp_path) == named
+    assert causes(tmp_path) == ["EH-C101 → EH-C102" if named else "EH-C102"]
     verdict = verify(tmp_path)
     assert verdict.ok and verdict.lineage == 2, verdict
 
@@ -115,6 +117,7 @@ def test_a_message_that_is_damaged_on_its_way_is_sent_again(tmp_path: Path, heal
     assert ended.returncode == 0 and set(finals(ended.stdout)) == healthy, said(ended)
     assert len(events(tmp_path, "generation")) == 2 and not events(tmp_path, "failure_detected")
     assert any("damaged on its way" in broke["error"] for broke in events(tmp_path, "exchange_broke"))
+    assert set(causes(tmp_path)) == {"EH-L101"}
     assert verify(tmp_path).ok
 
 
@@ -122,6 +125,7 @@ def test_two_that_stay_with_what_they_say_end_the_job(tmp_path: Path) -> None:
     ended = launch(tmp_path, SCRIPT, "nan", *ALWAYS, options=("--nproc-per-node", 2))
     assert ended.returncode == EXIT_INFRASTRUCTURE, said(ended)
     assert "no majority says who is right" in ended.stdout, said(ended)
+    assert causes(tmp_path) == ["EH-C103"]
 
 
 def test_a_run_without_a_checkpoint_from_before_a_doubt_is_not_begun_again(tmp_path: Path) -> None:

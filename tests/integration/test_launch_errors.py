@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.launch_tools import Job, command, environment, left_behind, run, workers
+from integration.launch_tools import Job, causes, command, environment, left_behind, run, workers
 
 pytestmark = pytest.mark.slow
 Start = Callable[..., Job]
@@ -164,6 +164,7 @@ def test_an_import_that_fails_in_the_workers_ends_the_job_once(tmp_path: Path, o
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "the script cannot be imported: ModuleNotFoundError: No module named 'not_there_at_all'" in ended.stdout
     assert "incident" not in ended.stdout and "restart" not in ended.stdout, ended.stdout
+    assert causes(tmp_path / "run") == ["EH-U108"]
 
 
 def test_a_script_in_a_package_or_an_archive_can_be_started(tmp_path: Path) -> None:
@@ -238,6 +239,7 @@ def test_another_fingerprint_is_refused_with_the_difference(start: Start) -> Non
     other = start("--steps", 5, "--seed", 8, options=workers(2))
     assert other.wait() == 2
     assert "run.seed: the run has 7, this worker 8" in other.output
+    assert {*other.causes()} == {"EH-R102", "EH-R102 → EH-R101"}
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -299,6 +301,7 @@ def test_an_error_before_start_on_every_worker_ends_the_job(start: Start) -> Non
     assert job.wait() == 1
     assert "every worker failed in the same way: RuntimeError: planted before start()" in job.output
     assert job.output.count("┌─ incident") == 1
+    assert job.causes() == ["EH-U104 → EH-U107"]
 
 
 def test_an_error_on_every_worker_before_the_first_step_ends_the_job(start: Start) -> None:
@@ -306,6 +309,7 @@ def test_an_error_on_every_worker_before_the_first_step_ends_the_job(start: Star
     assert job.wait() == 1
     assert "every worker failed before the first step: ValueError: planted at step 0" in job.output
     assert job.output.count("┌─ incident") == 1
+    assert {*job.causes()} == {"EH-U101", "EH-U101 → EH-U107"}
 
 
 def test_half_the_workers_never_get_to_start(start: Start) -> None:
@@ -326,12 +330,15 @@ def test_a_poison_slot_stops_the_job_and_names_the_samples(start: Start) -> None
     assert job.wait() == 1
     assert "slot 3 of step 10 failed on 2 workers" in job.output
     assert "[17, 4]" in job.output
+    (cause,) = job.causes()
+    assert cause in ("EH-U103", "EH-U102 → EH-U103"), "both may fail before one is reported"
 
 
 def test_leaving_the_loop_early_is_no_endless_restart(start: Start) -> None:
     job = start("--steps", 40, "--leave-at", 10, options=workers(2))
     assert job.wait() == 1
     assert "before the last step" in job.output
+    assert {*job.causes()} == {"EH-U105", "EH-U105 → EH-U107"}
 
 
 # ---- signals
@@ -344,6 +351,7 @@ def test_signals_stop_the_job_with_nothing_left(start: Start, number: int, code:
     job.send(number)
     assert job.wait() == code
     assert not job.events("failure_detected", "incident")
+    assert job.causes() == ["EH-P102 → EH-P105" if number == signal.SIGTERM else "EH-P105"]
 
 
 def test_a_second_interrupt_stops_at_once(start: Start, tmp_path: Path) -> None:
@@ -395,6 +403,7 @@ def test_a_plain_script_is_restarted_as_a_whole_at_a_new_address(start: Start, t
     assert len([line for line in lines if line[7] == "1"]) == 3
     (failure_event,) = job.events("failure_detected")
     assert failure_event["rank"] == 1, "only the culprit is a failure"
+    assert job.causes() == ["EH-W101" if "kill" in failure else "EH-U104"]
 
 
 PEERS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -44,6 +45,7 @@ def test_a_killed_worker_is_noticed_replaced_and_named(start: Start, rank: int) 
     assert member in incident["what"] and "SIGKILL" in incident["what"]
     assert any("unknown" in line or "out-of-memory" in line for line in incident["evidence"])
     assert any(e["world_size"] == 3 and e["generation"] > 2 for e in job.events("step_committed")), "not refilled"
+    assert job.causes() == ["EH-W101"] == [failure["code"]] == [incident["code"]]
 
 
 def test_a_spare_takes_the_place_and_is_replaced(start: Start) -> None:
@@ -77,6 +79,7 @@ def test_two_killed_at_once(start: Start) -> None:
     killed = job.kill_ranks(0, 3)
     job.finish()
     assert {e["member"] for e in job.events("failure_detected")} == killed
+    assert job.causes() == ["EH-W101", "EH-W101"]
 
 
 def test_all_killed_restores_the_checkpoint_in_a_new_lineage(start: Start) -> None:
@@ -88,6 +91,7 @@ def test_all_killed_restores_the_checkpoint_in_a_new_lineage(start: Start) -> No
     assert lineages == {0, 1}
     first = min(e["step"] for e in job.events("step_committed") if e["lineage"] == 1)
     assert first % 5 == 0 and first >= 10
+    assert job.causes() == ["EH-W101", "EH-W101"]
 
 
 def test_a_stopped_process_is_replaced_within_its_deadline(start: Start) -> None:
@@ -99,6 +103,7 @@ def test_a_stopped_process_is_replaced_within_its_deadline(start: Start) -> None
     assert failure["member"] == member and "SIGSTOP" in failure["what"]
     assert failure["t_detected"] - stopped_at < 1.5
     job.finish()
+    assert job.causes() == ["EH-H102"]
 
 
 def test_a_hanging_worker_is_replaced(start: Start) -> None:
@@ -106,6 +111,7 @@ def test_a_hanging_worker_is_replaced(start: Start) -> None:
     job.finish()
     (failure,) = job.events("failure_detected")
     assert "did not finish within 0.4 s" in failure["what"] and failure["detected_by"] == "progress deadline"
+    assert job.causes() == ["EH-H103"]
 
 
 def test_a_crash_in_native_code_is_named(start: Start) -> None:
@@ -113,6 +119,7 @@ def test_a_crash_in_native_code_is_named(start: Start) -> None:
     job.finish()
     assert job.events("failure_detected")[0]["signal"] == "SIGSEGV"
     assert "PYTHONFAULTHANDLER" in job.events("incident")[0]["advice"]
+    assert job.causes() == ["EH-W103"]
 
 
 def test_the_agents_death_takes_its_workers_and_is_repaired(start: Start) -> None:
@@ -127,6 +134,7 @@ def test_the_agents_death_takes_its_workers_and_is_repaired(start: Start) -> Non
     assert "the agent died by itself" in job.output
     assert job.events("run_started")[1]["lineage"] == 0
     assert job.events("step_committed")[-1]["lineage"] == 1
+    assert job.causes() == ["EH-W111"]
 
 
 def test_no_checkpoint_is_ahead_of_what_the_agent_wrote_down(start: Start) -> None:
@@ -147,18 +155,19 @@ def test_no_checkpoint_is_ahead_of_what_the_agent_wrote_down(start: Start) -> No
 def test_scaling_up_and_down_restarts_nobody(start: Start) -> None:
     job = start("--steps", 400, "--step-s", 0.02, options=workers(2))
     job.until_step(3)
-    assert run("scale", job.run_dir, "--workers", 4).returncode == 0
+    assert json.loads(run("scale", job.run_dir, "--workers", 4, "--json").stdout)["target"] == 4
     job.until(lambda: job.events("step_committed")[-1]["world_size"] == 4, "4 workers")
     refused = run("scale", job.run_dir, "--workers", 99)
     assert refused.returncode == 2 and "allows 1 to 8" in refused.stderr
     assert run("scale", job.run_dir, "--workers", 1).returncode == 0
     job.until(lambda: job.events("step_committed")[-1]["world_size"] == 1, "1 worker")
-    assert run("stop", job.run_dir).returncode == 0
+    assert json.loads(run("stop", job.run_dir, "--json").stdout) == {"stopped": str(job.run_dir), "exit_code": 143}
     assert job.wait() == 143
     assert not job.events("failure_detected", "incident")
     assert all(not e["urgent"] for e in job.events("generation")[1:4])
     stopped = job.events("worker_stopped")
     assert len(stopped) == 4 and all(e["expected"] for e in stopped)
+    assert job.causes() == ["EH-P105"]
 
 
 def test_below_the_minimum_the_job_waits_alive(start: Start) -> None:
@@ -169,6 +178,8 @@ def test_below_the_minimum_the_job_waits_alive(start: Start) -> None:
     job.until(lambda: any("1 of at least 2" in e["reason"] for e in job.events("waiting")), "waiting")
     job.finish()
     assert job.events("generation")[-1]["members"][0] == survivor
+    assert {event.get("code") for event in job.events("waiting")} == {None, "EH-L105"}, "none at the start"
+    assert job.causes() == ["EH-W101"]
 
 
 @pytest.mark.soak  # nobody is given up within the first half minute
@@ -179,6 +190,7 @@ def test_a_worker_that_never_says_hello_is_replaced(start: Start) -> None:
     assert (failure["member"], "has not called elastic_harness.start()" in failure["what"]) == ("w1-1", True), failure
     job.until(lambda: job.members() == ["w0-1", "w1-2"], "the replacement to join")
     job.finish()
+    assert job.causes() == ["EH-H106"]
 
 
 def test_too_few_workers_without_restarts(start: Start) -> None:
@@ -187,3 +199,4 @@ def test_too_few_workers_without_restarts(start: Start) -> None:
     job.kill_rank(1)
     assert job.wait() == 3
     assert "1 of at least 2 workers are left" in job.output
+    assert job.causes() == ["EH-W101 → EH-L106"]

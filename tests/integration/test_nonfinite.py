@@ -11,6 +11,7 @@ from elastic_harness.checkpoint.disk.manifest import newest
 from elastic_harness.errors import EXIT_INFRASTRUCTURE, EXIT_USER_CODE
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.verify import verify
+from integration.launch_tools import causes
 from integration.script_tools import SCRIPTS, failing, finals, forked, launch, one_message, said
 
 pytestmark = pytest.mark.slow
@@ -179,6 +180,7 @@ def test_rollbacks_that_do_not_help_end_the_job(tmp_path: Path) -> None:
     assert ended.returncode == EXIT_USER_CODE, said(ended)
     assert "It would be rollback 3 in a row, because of the steps 3 … 10" in one_message(ended)
     assert [event["omitted"] for event in events(tmp_path, "rollback")] == ["3-6", "5-8"]
+    assert causes(tmp_path) == ["EH-N106", "EH-N106", "EH-N106 → EH-N108"]
 
 
 def test_without_an_agent_the_next_start_goes_back(tmp_path: Path) -> None:
@@ -198,3 +200,4 @@ def test_the_first_update_that_is_not_finite_may_end_the_run(tmp_path: Path) -> 
     assert ended.returncode == EXIT_USER_CODE, said(ended)
     assert "in step 1 the loss of 1 of 6 slots is not finite" in one_message(ended)
     assert [event["outcome"] for event in events(tmp_path, "recheck")] == ["same"]
+    assert causes(tmp_path) == ["EH-N107"]

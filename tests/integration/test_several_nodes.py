@@ -59,6 +59,8 @@ def test_a_host_vanishes_and_comes_back(hosts: Hosts, undisturbed: Weights) -> N
     hosts.launch(victim)
     hosts.fill(3)
     hosts.finish(undisturbed(STEPS), 0, 1, 2)
+    assert hosts.jobs[(victim + 1) % 3].causes() == ["EH-L107"], "all that is known on another node"
+    assert hosts.jobs[victim].causes()[-1] == "EH-W111", "its launcher may have heard SIGTERM before"
 
 
 def test_the_leader_vanishes_and_another_host_leaves(hosts: Hosts, undisturbed: Weights) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.verify import verify
-from integration.launch_tools import Job, workers
+from integration.launch_tools import Job, causes, workers
 from integration.script_tools import SCRIPTS, forked, launch, said
 
 pytestmark = pytest.mark.slow
@@ -44,6 +44,7 @@ def test_a_slot_that_never_ends_stops_the_job_and_the_deadline_is_named(tmp_path
     assert ended.returncode == 1, said(ended)
     message = events(tmp_path / "run", "run_finished")[0]["message"]
     # 10 s is what one in its first step has
+    assert causes(tmp_path / "run") == ["EH-H103 → EH-U103"]
     assert re.search(r"did not finish within (1 s|10 s), as long as elastic\.progress_timeout_max_s", message), message
 
 

@@ -48,6 +48,8 @@ def test_a_worker_that_sends_garbage_is_a_failed_worker_and_nothing_else_is(star
     assert "generation is '7'; it must be a whole number" in incidents["w6-1"]
     assert r"failed: \ud800" in job.output
     assert not any(name.startswith("w0-") for name in incidents)
+    codes = {e["member"]: e["code"] for e in job.events("incident")}
+    assert all(codes[f"w{index}-1"] == "EH-W110" for index in ENDED_BY_THE_AGENT), codes
 
 
 def ask(path: str, *frames: bytes) -> list[wire.Message]:

@@ -24,6 +24,7 @@ from elastic_harness.agent.workers.hangs import HangWatch
 from elastic_harness.agent.workers.logs import WorkerLog
 from elastic_harness.contract.board import BoardReader, Phase, Reading
 from elastic_harness.errors import ConfigError
+from elastic_harness.incidents import table
 from elastic_harness.memory_pools import oom_kill_counter
 from elastic_harness.runs import folder
 from elastic_harness.runs.fingerprints import HARDWARE_KEYS
@@ -163,8 +164,8 @@ def test_a_checkpoint_counts_only_with_its_manifest(tmp_path: Path) -> None:
 
 
 FACTS = incident.Evidence(
-    member="w2-1", rank=2, host="h", pid=12, lived_s=3.0, where="computing slot 4, step 7", exit_code=-9, error="",
-    hang="", overdue=False, diagnosis=(), garbled="", requested=False, oom_kills=0, tail=("a", "b"), log="/l",
+    member="w2-1", rank=2, host="h", pid=12, lived_s=3.0, where="computing slot 4, step 7", place=(7, 4), exit_code=-9,
+    error="", code=table.KILLED, hang="", diagnosis=(), garbled="", oom_kills=0, tail=("a", "b"), log="/l",
 )  # fmt: skip
 
 
@@ -187,9 +188,10 @@ def test_a_kill_without_evidence_is_not_explained() -> None:
         ({"exit_code": 1, "error": "ValueError: x"}, "failed: ValueError: x", "exit code 1"),
         ({"exit_code": 0}, "exit code 0", "before the last step"),
         ({"hang": "no progress for 3 s"}, "hung: no progress", "SIGKILL after its progress deadline"),
-        ({"hang": "x did not finish within 2 s", "overdue": True}, "was ended: x did not finish", "has longer"),
+        ({"hang": "x did not finish within 2 s", "code": table.OVERDUE}, "was ended: x did not finish", "has longer"),
         ({"tail": ()}, "SIGKILL", "wrote nothing"),
         ({"exit_code": -77}, "signal 77", "signal 77"),
+        ({"code": table.KILLED_ON_REQUEST}, "SIGKILL", "asked for it"),
     ],
 )
 def test_the_block_names_what_is_known(changes: dict[str, Any], what: str, evidence: str) -> None:

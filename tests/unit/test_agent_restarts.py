@@ -13,7 +13,7 @@ from elastic_harness.agent.workers.restarts import (
     Cause,
     Ending,
     RestartLimits,
-    failure_exit_code,
+    failure_code,
     restart_delay,
 )
 
@@ -92,7 +92,7 @@ def test_the_delay_is_always_bounded(history: list[tuple[Cause, float]]) -> None
     ],
 )
 def test_the_exit_code_follows_the_causes(causes: list[Cause], code: int) -> None:
-    assert failure_exit_code(causes)[0] == code
+    assert failure_code(causes)[0].exit_code == code
 
 
 def due(places: Places, committed: int) -> list[int]:

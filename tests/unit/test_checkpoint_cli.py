@@ -58,10 +58,26 @@ def test_verify_names_what_is_damaged(run: Path, capsys: pytest.CaptureFixture[s
     assert main(["verify", str(run)]) == 1
     said = capsys.readouterr()
     assert "2 of 3" in said.out and "DAMAGED" in said.err and "optimizer.m" in said.err
+    assert main(["verify", str(run), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["whole"]) == 2 and list(told["damaged"]) == [str(state.parent)]
+
     assert main(["verify", str(state.parent)]) == 1
     (state.parent / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointCorrupt, match="no whole checkpoint"):
         main(["verify", str(state.parent)])
+
+
+def test_what_was_done_is_told_as_json(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*arguments: str) -> dict[str, Any]:
+        assert main([*arguments, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    exported = told("export", str(run), str(tmp_path / "w.safetensors"))
+    assert exported["tensors"] == 2 and Path(exported["path"]).exists()
+    assert Path(told("import", exported["path"], str(tmp_path / "new"))["path"]).exists()
+    assert told("prune", str(run), "--keep-last", "3") == {"removed": [], "dry_run": False}
+    assert len(told("prune", str(run), "--keep-last", "1", "--dry-run")["removed"]) == 2
 
 
 def test_diff_is_by_content(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,7 +150,7 @@ def test_story_measures_from_the_kill_to_the_next_commit(pair: tuple[Path, Path,
     storm, _, kills = pair
     story = story_of(storm, kills)
     for kill in kills:
-        stages, after = story.stages_after(kill), story.after_kill_ms(kill)
+        stages, after = story.stages_after(kill.t), story.after_ms(kill.t)
         assert after is not None
         assert list(stages) == ["detect_ms", *STAGES]
         assert stages["detect_ms"] == pytest.approx(4 * len(kill.members), abs=0.01)
@@ -229,7 +229,7 @@ def test_live_screen_shows_who_is_up_and_every_recovery(pair: tuple[Path, Path, 
     for worker in story.up():
         assert f"rank {worker.rank} pid {worker.pid}" in text
     for kill in shown:
-        assert f"{story.after_kill_ms(kill):.0f} ms" in text
+        assert f"{story.after_ms(kill.t):.0f} ms" in text
     assert "rebuild" in text
     assert "▁" in text and "█" in text, "the loss so far must show as a line of blocks"
 

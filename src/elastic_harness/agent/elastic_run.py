@@ -14,7 +14,7 @@ from elastic_harness.agent.decisions.unreachable import Cuts
 from elastic_harness.agent.loop import Agent, JobOutcome, spawn_error
 from elastic_harness.agent.workers.environment import JobEnvironment, free_port
 from elastic_harness.agent.workers.places import Places
-from elastic_harness.agent.workers.restarts import Cause, Ending, failure_exit_code
+from elastic_harness.agent.workers.restarts import Cause, Ending, failure_code
 from elastic_harness.agent.workers.worker import Release, Why, Worker
 from elastic_harness.contract.board import Phase
 from elastic_harness.contract.checkpoint_event import CheckpointEvent
@@ -52,16 +52,15 @@ from elastic_harness.contract.messages import (
 )
 from elastic_harness.contract.wire import as_fields
 from elastic_harness.errors import (
-    EXIT_INFRASTRUCTURE,
     EXIT_SUCCESS,
     EXIT_TERMINATED,
-    EXIT_USER_CODE,
     LESS_MEMORY,
     ConfigError,
     InfrastructureError,
 )
 from elastic_harness.exits import Exit, read_exit
 from elastic_harness.health.preemption import ON_REQUEST
+from elastic_harness.incidents import table
 from elastic_harness.membership import protocol
 from elastic_harness.membership.poison import How, evidence
 from elastic_harness.membership.reconcile import worth_telling
@@ -112,6 +111,7 @@ class ElasticRun:
         self._admission = Admission(agent)
         self._unfit: dict[str, tuple[Cause, str]] = {}
         self._rolled_back_to, self._in_doubt_until = -1, -1
+        self._sent_away: set[str] = set()  # members that the run decided to go on without
         self._ever_members: set[str] = set()  # a worker that was told of any generation hears of every later one
         self._finished: dict[str, LastStepDone] = {}
         self._slot_errors: dict[tuple[int, int], SlotError] = {}
@@ -176,6 +176,7 @@ class ElasticRun:
                 self.agent.on_checkpoint(event, fields)
             case SlotError(step, slot, error):
                 worker.error, worker.out_of_memory = error, message.out_of_memory
+                worker.blame(table.SLOT_FAILED)
                 self._slot_errors[step, slot] = message
                 how: How = "memory" if message.out_of_memory else "error"
                 self.agreement.tell(protocol.SlotFailed(worker.member, step, slot, how))
@@ -188,6 +189,7 @@ class ElasticRun:
                 self.agreement.tell(protocol.Trouble(worker.member, generation, holds=True, why=why))
             case ScriptError(error):
                 worker.error = error
+                worker.blame(table.SCRIPT_FAILED)
             case UnfitPeer(member, reason, samples):
                 self.agreement.tell(protocol.Unfit(member, reason, samples))
             case DoubtfulState(lineage, version, reason, unfit, omissions):
@@ -214,10 +216,14 @@ class ElasticRun:
                 self.agent.forks.learn(modules)
             case EndAsked():
                 self._on_end_asked(worker.member, message)
-            case PolicyHalt(reason) | LoopLeft(reason):
-                self.agent.fail(EXIT_USER_CODE, reason)
-            case WeightsNotSaved(error) | Undecided(error):
-                self.agent.fail(EXIT_INFRASTRUCTURE, error)
+            case PolicyHalt(reason):
+                self.agent.fail(table.POLICY_HALTED, reason)
+            case LoopLeft(reason):
+                self.agent.fail(table.LOOP_LEFT, reason)
+            case WeightsNotSaved(error):
+                self.agent.fail(table.WEIGHTS_NOT_SAVED, error)
+            case Undecided(reason):
+                self.agent.fail(table.UNDECIDED, reason)
             case LastStepDone(version):
                 worker.finished = message
                 self._finished[worker.member] = message
@@ -267,7 +273,7 @@ class ElasticRun:
                 shown.append(protocol.SlotFailed(worker.member, late.step, late.slot, "overdue"))
             return shown
         reading = worker.board.read()
-        if worker.hang or worker.killed_on_request or reading.phase != Phase.SLOT or reading.slot < 0:
+        if worker.ended_for is not None or reading.phase != Phase.SLOT or reading.slot < 0:
             return []
         code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
         how = evidence(read_exit(code), for_memory=bool(worker.oom_kills))
@@ -440,7 +446,7 @@ class ElasticRun:
                 in_doubt = (records.lineage, records.from_step) in records.doubts
                 if begins and in_doubt and records.from_step > 0 and self.agreement.saved:
                     self.agent.fail(
-                        EXIT_INFRASTRUCTURE,
+                        table.NOTHING_BEFORE_DOUBT,
                         f"the run is in doubt since version {records.from_step}, and no checkpoint from before is "
                         "left: begin anew with --fresh; to have an older one next time, raise checkpoint.keep_last",
                     )
@@ -468,7 +474,7 @@ class ElasticRun:
             case protocol.RollBack():
                 self._roll_back(action)
             case protocol.GiveUp(reason):
-                self.agent.fail(EXIT_USER_CODE, reason)
+                self.agent.fail(table.WENT_BACK_IN_VAIN, reason)
             case protocol.Poison(at_step, slot, members, reason):
                 self._on_poison(at_step, slot, members, reason)
             case protocol.Done(version):
@@ -481,7 +487,8 @@ class ElasticRun:
 
     def _say_waiting(self, reason: str) -> None:
         self._waiting_shown_at = time.monotonic()
-        self.agent.records.event("waiting", reason=reason)
+        lost = self._generation is not None and self.agent.outcome is None  # at the start and at the end it is none
+        self.agent.records.event("waiting", reason=reason, **({"code": table.WAITING.id} if lost else {}))
         self._notice(reason)
 
     def _announce(self, generation: Generation) -> None:
@@ -492,6 +499,7 @@ class ElasticRun:
         for stood_by in self.agent.workers.values():
             if stood_by.member in set(members) - self._ever_members:
                 stood_by.serves_from = None  # from now on it has to be of use as a member
+        self._tell_of_lost_peers(generation)
         self._ever_members.update(members)
         left_out = [w.member for w in self.agent.workers.values() if w.member in self._ever_members - set(members)]
         self._generation, self._formed, self._waiting = generation, False, ""
@@ -510,15 +518,28 @@ class ElasticRun:
         self.agent.records.event("generation", **as_fields(generation), world_size=len(members))
         self._notice(f"generation {number}: {plural(len(members))} ({reason})")
 
+    def _tell_of_lost_peers(self, generation: Generation) -> None:
+        """Write which members of other nodes the run goes on without. Their own nodes say why, if they still can."""
+        lost: dict[str, list[str]] = {}
+        for member in self._members if generation.urgent else ():
+            if member not in (*generation.members, *self._sent_away) and node_of(member) != self.agreement.node:
+                lost.setdefault(node_of(member), []).append(member)
+        for node, members in lost.items():
+            self.agent.records.event("peers_lost", node=node, members=members, reason=generation.reason)
+
     def _notice(self, text: str) -> None:
         if self.agent.outcome is None:
             self.agent.console.notice(text)
 
     def _evict(self, member: str, cause: Cause, reason: str) -> None:
+        code = table.OTHER_SAMPLES if cause == "other_samples" else table.OTHER_BITS
         self._unfit[member] = cause, reason
+        self._sent_away.add(member)
+        self.agent.records.event("evicted", member=member, reason=reason, code=code.id)
         self.agent.console.notice(f"worker {member} is not fit for this run: {reason}")
         worker = self.agent.workers.get(member)
         if worker:
+            worker.blame(code)
             self.agent.send(worker, Refusal(reason))
             worker.lost = True
             self.agent.after(2.0, lambda: worker.signal(9))
@@ -527,12 +548,13 @@ class ElasticRun:
         """Start the members here again. That the lineage has ended is on disk first. The second time at the same place
         the job stops, unless a policy omits something: what others compute again gives other bits again."""
         members, lineage, version, reason = decided.members, decided.lineage, decided.version, decided.reason
+        self._sent_away.update(members)
         running = [w for w in map(self.agent.workers.get, members) if w and w.running]
         for worker in running:  # a snapshot counts only if the steps before it are in the ledger
             self.agent.hear(worker)
         records = self.agent.records
         if version <= self._rolled_back_to and not decided.omissions:
-            self.agent.fail(EXIT_INFRASTRUCTURE, f"{reason}. It happened before, and going back did not help")
+            self.agent.fail(table.STILL_IN_DOUBT, f"{reason}. It happened before, and going back did not help")
             return
         if not decided.omissions:
             self._rolled_back_to, self._in_doubt_until = version, records.committed
@@ -561,7 +583,7 @@ class ElasticRun:
         samples = f"; its samples are {list(known.samples)}" if known.samples else ""
         advice = LESS_MEMORY if known.out_of_memory else "Fix the code or the data"
         self.agent.fail(
-            EXIT_USER_CODE,
+            table.POISON,
             f"slot {slot} of step {at_step} failed on {len(members)} workers ({', '.join(members)}): {known.error}"
             f"{samples}. {advice}; the same --run-dir resumes at the newest checkpoint",
         )
@@ -582,7 +604,7 @@ class ElasticRun:
         if len(set(hashes.values())) > 1 and not self._relaxed:
             named = ", ".join(f"{m}: {h}" for m, h in sorted(hashes.items()))
             self.agent.fail(
-                EXIT_INFRASTRUCTURE,
+                table.WEIGHTS_DIFFER,
                 f"the members finished with different weights ({named}); one machine computes wrongly, or the "
                 f"training code is not deterministic (see docs/exactness.md)",
             )
@@ -601,10 +623,12 @@ class ElasticRun:
         end = read_exit(worker.exit_code or 0)
         if done and worker.finished and end is not Exit.SUCCESS:
             worker.released = None
+            if not end.by_signal:
+                worker.blame(table.FAILED_AFTER_TRAINING)
             self.agent.report.incident(worker, "training had finished; the trained weights are complete")
             if not end.by_signal:
                 message = f"training finished, but the code after it failed in worker {worker.member}"
-                self.agent.fail(EXIT_USER_CODE, message)
+                self.agent.fail(table.FAILED_AFTER_TRAINING, message)
         self._end_if_all_left(leaving=worker)
 
     def _end_if_all_left(self, leaving: Worker | None = None) -> None:
@@ -720,6 +744,7 @@ class ElasticRun:
         except OSError as error:
             self._last_error = str(spawn_error(error))
             self.agent.console.notice(self._last_error)
+            self.agent.records.event("worker_not_started", local_index=index, error=self._last_error)
             ending = Ending("spawn", self._last_error, 0.0)
             delay_s, _ = self._places.ended(index, ending, born=self.agreement.born)
             if delay_s is None:
@@ -739,9 +764,9 @@ class ElasticRun:
             return
         living, minimum = len(self._living()), self.agreement.least
         if not self.agreement.born and not living and all(c == "user_error" for c in self._places.newest_causes()):
-            code, message = EXIT_USER_CODE, f"every worker failed before the first step: {self._last_error}"
+            code, message = table.ALL_FAILED, f"every worker failed before the first step: {self._last_error}"
         elif living + len(self._places.planned) < minimum:
-            code, reason = failure_exit_code(list(self._places.given_up.values()))
+            code, reason = failure_code(list(self._places.given_up.values()))
             message = f"{reason} ({living} of at least {minimum} workers are left); the last one: {self._last_error}"
         else:
             return

@@ -10,7 +10,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -32,12 +32,14 @@ from elastic_harness.contract.checkpoint_event import alarm
 from elastic_harness.contract.codec import Unknown
 from elastic_harness.contract.messages import TO_AGENT, Leave
 from elastic_harness.errors import (
-    EXIT_INFRASTRUCTURE,
     EXIT_INTERRUPTED,
     HarnessError,
     InfrastructureError,
 )
 from elastic_harness.health.preemption import Notice
+from elastic_harness.incidents import table
+from elastic_harness.incidents.code import Code
+from elastic_harness.incidents.naming import of_error, of_hang
 from elastic_harness.processes import become_child_subreaper
 from elastic_harness.runs.events import SCHEMA, passed_over
 from elastic_harness.runs.folder import RunFolder
@@ -65,6 +67,7 @@ class JobOutcome:
     exit_code: int
     status: Literal["finished", "failed", "stopped"]
     message: str
+    code: Code | None = None  # why it failed
 
 
 class Supervisor(Protocol):
@@ -179,7 +182,7 @@ class Agent:
                 self._turn()
             self._finish_writer()
         except HarnessError as error:
-            self.fail(error.exit_code, str(error))
+            self.fail(of_error(error), str(error))
             while any(w.running for w in self.workers.values()):
                 self._turn(quiet=True)
         finally:
@@ -209,6 +212,8 @@ class Agent:
         record = self.folder.record
         if self.records.damaged:
             self.console.notice(passed_over(self.records.damaged))
+        if self.records.cut_off_at is not None:
+            self.records.event("run_cut_off", at=self.records.cut_off_at)
         self.folder.update(status="running", agent_pid=os.getpid(), control=str(self._control.path), exit_code=None)
         self.records.event(
             "run_started",
@@ -236,6 +241,7 @@ class Agent:
                 stop_reason=finished.get("stop_reason"),
                 exit_code=outcome.exit_code,
                 message=outcome.message,
+                **({"code": outcome.code.id} if outcome.code is not None else {}),
             )
         with contextlib.suppress(HarnessError):
             self.folder.update(status=outcome.status, exit_code=outcome.exit_code, agent_pid=None, control=None)
@@ -261,9 +267,10 @@ class Agent:
         self.outcome, self._leaving = outcome, False
         self.stop_workers(outcome.status, graceful=graceful)
 
-    def fail(self, exit_code: int, message: str, *, graceful: bool = False) -> None:
-        """End the job as failed."""
-        self.finish(JobOutcome(exit_code, "failed", message), graceful=graceful)
+    def fail(self, code: Code, message: str, *, graceful: bool = False) -> None:
+        """End the job as failed, with the exit code that the code has."""
+        assert code.exit_code is not None, code.id
+        self.finish(JobOutcome(code.exit_code, "failed", message, code), graceful=graceful)
 
     def leave(self, outcome: JobOutcome) -> None:
         """End the job here while other nodes go on. Workers leave when they are no longer needed."""
@@ -389,7 +396,7 @@ class Agent:
         if said := alarm(event, fields):
             self.console.notice(said)
         if fields.get("fatal"):
-            self.fail(EXIT_INFRASTRUCTURE, str(fields.get("error")))
+            self.fail(table.NOT_SAVED_FATAL, str(fields.get("error")))
 
     def _find_hangs(self, now: float) -> None:
         """Look for workers that hang. All stacks are taken before any of them is killed."""
@@ -413,18 +420,19 @@ class Agent:
             return
         concluded = diagnosis.conclude(self.supervisor.members)
         for hang in hangs:
-            self.give_up(hang)
+            self.give_up(replace(hang, kind=of_hang(hang.kind, hang.worker.member, concluded.culprits)))
         took_s = time.monotonic() - diagnosis.began_at
         path = hang_files.write(self.folder.path, hangs[0].worker.member, concluded.text())
         for hang in hangs:
             where = [f"stacks of all workers: {path}"] if path else []
             hang.worker.diagnosis = (*concluded.of(hang.worker.member), *where)
-        self.report.hang([hang.worker.member for hang in hangs], concluded, path, took_s)
+        self.report.hang([hang.worker for hang in hangs], concluded, path, took_s)
 
     def give_up(self, hang: Hang) -> None:
         """Treat a worker that hangs as lost, and kill it."""
         worker = hang.worker
         worker.hang, worker.overdue = hang.evidence, hang.overdue
+        worker.blame(hang.kind)
         worker.signal(signal.SIGKILL)
         self._gone(worker, "progress deadline")
 
@@ -549,11 +557,13 @@ class Agent:
     def _end_garbled(self, worker: Worker) -> None:
         """End a worker that sent a wrong message. It has failed, and nothing that it says counts after that."""
         worker.error = f"it sent {worker.garbled}"
+        worker.blame(table.GARBLED)
         worker.signal(signal.SIGKILL)
 
     def _without_link(self, worker: Worker) -> None:
         if worker.running and not worker.released and not worker.detected_at:
             worker.hang = "it closed its link to the agent but did not end"
+            worker.blame(table.LINK_CLOSED)
             worker.signal(signal.SIGKILL)
             self._gone(worker, "link")
 

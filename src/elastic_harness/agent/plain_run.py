@@ -17,15 +17,12 @@ from elastic_harness.agent.workers.script import failed_to_import
 from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.contract.messages import Hello
 from elastic_harness.errors import (
-    EXIT_CONFIG,
-    EXIT_INFRASTRUCTURE,
     EXIT_SUCCESS,
     EXIT_TERMINATED,
-    EXIT_TOO_FEW_WORKERS,
-    EXIT_USER_CODE,
     ConfigError,
 )
 from elastic_harness.exits import Exit, read_exit
+from elastic_harness.incidents import table
 
 SAME_ERROR_WAIT_S = 1.0
 RESTART_DELAY_S = 0.5
@@ -160,7 +157,7 @@ class PlainRun:
         missing = failed_to_import(worker.log.tail(TAIL_LINES)) if not self._restarts else ""
         if missing and self._culprit is None:
             message = f"the script cannot be imported: {missing}; the traceback is in {worker.log.path}"
-            self.agent.fail(EXIT_USER_CODE, message)
+            self.agent.fail(table.NOT_IMPORTED, message)
             return
         if self._culprit is None and read_exit(code).explains_others:
             self._blame(worker)
@@ -184,7 +181,7 @@ class PlainRun:
         code, _ = self._errors[worker.index]
         if read_exit(code) is Exit.CONFIG:
             self.agent.report.incident(worker, "the job ends: another start would fail the same way")
-            self.agent.fail(EXIT_CONFIG, self._last_error(worker))
+            self.agent.fail(table.CONFIG_WRONG, self._last_error(worker))
             return
         left = self.agent.options.plain_restarts - self._restarts
         done = "all workers are stopped and started again as a whole" if left else "all workers are stopped"
@@ -206,12 +203,10 @@ class PlainRun:
         end = read_exit(code)
         if len(self._errors) == workers and len(set(self._errors.values())) == 1 and not end.by_signal:
             message = f"every worker failed in the same way: {error or f'exit code {code}'}"
-            exit_code = EXIT_INFRASTRUCTURE if end is Exit.MACHINE else EXIT_USER_CODE
-            self.agent.fail(exit_code, message)
+            self.agent.fail(table.MACHINE_FAILED if end is Exit.MACHINE else table.ALL_FAILED, message)
         elif self._restarts >= self.agent.options.plain_restarts:
             message = f"{self._last_error(self._culprit)}; it was restarted {self._restarts} times (--max-restarts)"
-            exit_code = EXIT_TOO_FEW_WORKERS if end.by_signal else EXIT_USER_CODE
-            self.agent.fail(exit_code, message)
+            self.agent.fail(table.TOO_FEW if end.by_signal else table.ALL_FAILED, message)
         else:
             self._restarts += 1
             delay_s = min(RESTART_DELAY_MAX_S, RESTART_DELAY_S * 2 ** (self._restarts - 1))

@@ -23,6 +23,7 @@ from elastic_harness.commands.recorded import Recorded, find
 from elastic_harness.commands.replay import as_json, bar_of_steps, differs
 from elastic_harness.errors import EXIT_OTHER_BITS, EXIT_SUCCESS, ConfigError, InfrastructureError
 from elastic_harness.health.burn_in import BurnInReport, BurnInVerdict, judge
+from elastic_harness.incidents import table
 from elastic_harness.processes import die_with_parent
 from elastic_harness.runs import json_lines
 
@@ -148,8 +149,9 @@ def _object(reports: Sequence[BurnInReport], verdict: BurnInVerdict) -> dict[str
         speed = dict(zip(("median", "low", "high"), report.slots_per_s(), strict=True)) if report.slot_s else None
         row = {name: value for name, value in vars(report).items() if name != "slot_s"}
         workers.append({**row, "slots": len(report.slot_s), "slots_per_s": speed})
-    return {"same": not verdict.wrong, "hash": verdict.hash, "wrong": verdict.wrong, "broken": verdict.broken,
-            "workers": workers}  # fmt: skip
+    code = table.OTHER_BITS_AGAIN.id if verdict.wrong else None
+    return {"same": not verdict.wrong, "code": code, "hash": verdict.hash, "wrong": verdict.wrong,
+            "broken": verdict.broken, "workers": workers}  # fmt: skip
 
 
 def _show(reports: Sequence[BurnInReport], verdict: BurnInVerdict) -> None:
@@ -162,7 +164,7 @@ def _show(reports: Sequence[BurnInReport], verdict: BurnInVerdict) -> None:
     for sentence in verdict.broken:
         print(f"BROKEN: {sentence}")
     for sentence in verdict.wrong:
-        print(f"DIFFERS: {sentence}")
+        print(f"DIFFERS: {sentence} [{table.OTHER_BITS_AGAIN.id}]")
     if verdict.exit_code == EXIT_SUCCESS:
         print(f"SAME: every slot gave the same bits each time, hash {verdict.hash} (torch {reports[0].torch})")
 

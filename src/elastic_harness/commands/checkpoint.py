@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.add_argument("--keep-every", type=int, default=0, metavar="N", help="and each N-th step")
             command.add_argument("--keep-best", type=int, default=0, metavar="N", help="and the N of the lowest loss")
             command.add_argument("--dry-run", action="store_true", help="only say what would go")
-        if name in ("ls", "diff"):
+        if name != "show":  # which is JSON in any case
             command.add_argument("--json", action="store_true", help="as JSON")
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
@@ -118,16 +118,17 @@ def show(arguments: argparse.Namespace) -> int:
 def verify(arguments: argparse.Namespace) -> int:
     from elastic_harness.commands.progress_bar import ProgressBar
 
-    found, damaged = _all(arguments.where), 0
+    found, damaged = _all(arguments.where), dict[str, str]()
     with ProgressBar("verifying", sum(checkpoint.bytes for checkpoint in found)) as shown:
         for checkpoint in found:
             try:
                 local.check(checkpoint, shown.done)
                 shown.console.print(f"{checkpoint.path}: whole", highlight=False, soft_wrap=True)
             except CheckpointCorrupt as error:
-                damaged += 1
+                damaged[str(checkpoint.path)] = str(error)
                 shown.console.print(f"{checkpoint.path}: DAMAGED: {error}", highlight=False, soft_wrap=True)
-    print(f"{len(found) - damaged} of {len(found)} checkpoints are whole")
+    whole = [str(checkpoint.path) for checkpoint in found if str(checkpoint.path) not in damaged]
+    _say(arguments, f"{len(whole)} of {len(found)} checkpoints are whole", {"whole": whole, "damaged": damaged})
     return EXIT_DAMAGED if damaged else 0
 
 
@@ -154,8 +155,8 @@ def export(arguments: argparse.Namespace) -> int:
     checkpoint, output = _one(arguments.where), Path(arguments.output)
     form = arguments.format or convert.guess_format(output)
     count = convert.export(checkpoint, output, form, everything=arguments.all)
-    print(f"{output}: {count} tensors of {checkpoint.path}")
-    return 0
+    told = {"path": str(output), "tensors": count, "checkpoint": str(checkpoint.path)}
+    return _say(arguments, f"{output}: {count} tensors of {checkpoint.path}", told)
 
 
 def import_(arguments: argparse.Namespace) -> int:
@@ -164,8 +165,7 @@ def import_(arguments: argparse.Namespace) -> int:
     source = Path(arguments.where)
     form = arguments.format or convert.guess_format(source)
     path = convert.import_from(source, _folder_of(arguments.folder), arguments.step, form)
-    print(f"{path}: made of {source}")
-    return 0
+    return _say(arguments, f"{path}: made of {source}", {"path": str(path), "source": str(source)})
 
 
 def push(arguments: argparse.Namespace) -> int:
@@ -176,8 +176,8 @@ def push(arguments: argparse.Namespace) -> int:
         where = transfer.push(
             checkpoint, arguments.url, shown.done, mbps_max=arguments.mbps_max, full_every=arguments.full_every
         )
-    print(f"{where}: uploaded and checked, {checkpoint.bytes / 1e6:.1f} MB")
-    return 0
+    told = {"url": where, "bytes": checkpoint.bytes}
+    return _say(arguments, f"{where}: uploaded and checked, {checkpoint.bytes / 1e6:.1f} MB", told)
 
 
 def pull(arguments: argparse.Namespace) -> int:
@@ -185,8 +185,8 @@ def pull(arguments: argparse.Namespace) -> int:
 
     with ProgressBar.of_bytes("downloading", None) as shown:
         checkpoint = transfer.pull(arguments.where, _folder_of(arguments.folder), shown.done)
-    print(f"{checkpoint.path}: downloaded and checked, {checkpoint.bytes / 1e6:.1f} MB")
-    return 0
+    told = {"path": str(checkpoint.path), "bytes": checkpoint.bytes}
+    return _say(arguments, f"{checkpoint.path}: downloaded and checked, {checkpoint.bytes / 1e6:.1f} MB", told)
 
 
 def prune(arguments: argparse.Namespace) -> int:
@@ -198,8 +198,15 @@ def prune(arguments: argparse.Namespace) -> int:
         removed = [checkpoint.path for checkpoint in retention.superfluous(found, policy)]
     else:
         removed = retention.prune(found[0].path.parent, policy)
-    for path in removed:
-        print(f"{'would remove' if arguments.dry_run else 'removed'} {path}")
+    lines = [f"{'would remove' if arguments.dry_run else 'removed'} {path}" for path in removed]
+    if lines or arguments.json:
+        _say(arguments, "\n".join(lines), {"removed": list(map(str, removed)), "dry_run": arguments.dry_run})
+    return 0
+
+
+def _say(arguments: argparse.Namespace, words: str, fields: dict[str, Any]) -> int:
+    """Print what was done, as it was asked for."""
+    print(json.dumps(fields) if arguments.json else words)
     return 0
 
 

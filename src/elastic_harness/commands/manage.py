@@ -19,6 +19,7 @@ from elastic_harness.agent.control.server import request
 from elastic_harness.agent.decisions import store_view
 from elastic_harness.contract.commands import AuditRun, DrainNode, GetStatus, KillWorker, ScaleRun, StopRun
 from elastic_harness.errors import EXIT_CONFIG, EXIT_OTHER_BITS, EXIT_SUCCESS, ConfigError, InfrastructureError
+from elastic_harness.incidents import table
 from elastic_harness.names import TRAINER
 from elastic_harness.runs import folder as folders
 from elastic_harness.runs.events import EVENTS, newest_events, passed_over
@@ -110,6 +111,7 @@ def stop(argv: Sequence[str]) -> int:
     parser = _parser("stop", "Stop a run at the next step boundary, saving a checkpoint.")
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="how long to wait for its end")
+    _add_json(parser)
     given = parser.parse_args(list(argv))
     path = folders.resolve(given.run)
     request(_control(path), StopRun())
@@ -118,8 +120,8 @@ def stop(argv: Sequence[str]) -> int:
         if time.monotonic() > end:
             raise InfrastructureError(f"the run in {path} is still ending after {given.timeout:g} s; see its logs")
         time.sleep(0.02)
-    print(f"stopped; resume with: elastic-harness resume {given.run}")
-    return EXIT_SUCCESS
+    words = f"stopped; resume with: elastic-harness resume {given.run}"
+    return _say(given, words, {"stopped": str(path), "exit_code": (folders.read_record(path) or {}).get("exit_code")})
 
 
 def resume(argv: Sequence[str]) -> int:
@@ -170,11 +172,12 @@ def scale(argv: Sequence[str]) -> int:
     parser = _parser("scale", "Change the number of workers of a live run; the others do not restart.")
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("--workers", type=int, required=True, metavar="N")
+    _add_json(parser)
     given = parser.parse_args(list(argv))
     path = folders.resolve(given.run)
     answer = request(_control(path), ScaleRun(given.workers))
-    print(f"scaling to {answer['target']} workers (now {len(answer['members'])})")
-    return EXIT_SUCCESS
+    words = f"scaling to {answer['target']} workers (now {len(answer['members'])})"
+    return _say(given, words, {"target": answer["target"], "members": answer["members"]})
 
 
 def drain(argv: Sequence[str]) -> int:
@@ -183,6 +186,7 @@ def drain(argv: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="a run folder on this machine")
     parser.add_argument("node", nargs="?", help="the node, as `status --store` names it (default: the one of RUN)")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="how long to wait for its end")
+    _add_json(parser)
     given = parser.parse_args(list(argv))
     path = folders.resolve(given.run)
     node = "" if given.node is None else _node_named(path, given.node)
@@ -195,8 +199,7 @@ def drain(argv: Sequence[str]) -> int:
                 "enough workers go on (--min-workers, --nnodes), and trains until then; see its logs"
             )
         time.sleep(0.05)
-    print(f"drained {node or 'this node'}")
-    return EXIT_SUCCESS
+    return _say(given, f"drained {node or 'this node'}", {"drained": node or str(path)})
 
 
 def audit(argv: Sequence[str]) -> int:
@@ -209,6 +212,7 @@ def audit(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="a run folder on this machine")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="how long to wait for the answer")
+    _add_json(parser)
     given = parser.parse_args(list(argv))
     path, began_at, number = folders.resolve(given.run), time.time(), time.time_ns() // 1000
     request(_control(path), AuditRun(number))
@@ -221,12 +225,13 @@ def audit(argv: Sequence[str]) -> int:
         time.sleep(0.05)
     since = takewhile(lambda event: event["t"] >= began_at, newest_events(path / EVENTS, lambda damage: None))
     differed = [event["reason"] for event in since if event["event"] == "rollback" and "omitted" not in event]
-    for reason in differed:
-        print(f"differed: {reason}; the run went back to before that")
-    print(
+    code = table.OTHER_BITS_AGAIN.id if differed else None
+    words = [f"differed: {reason}; the run went back to before that [{code}]" for reason in differed]
+    words.append(
         f"version {found['version']}: {found['workers']} workers agree in all bits of their state ({found['state']}), "
         f"their micro-batches and sums ({found['took_s']:.1f} s)"
     )
+    _say(given, "\n".join(words), {**found, "differed": differed, "code": code})
     return EXIT_OTHER_BITS if differed else EXIT_SUCCESS
 
 
@@ -253,14 +258,25 @@ def kill(argv: Sequence[str]) -> int:
     parser = _parser("kill", "SIGKILL a worker of a live run.")
     parser.add_argument("run", metavar="RUN")
     parser.add_argument("worker", help="a member (w1-2), a place (w1) or a rank (rank0)")
+    _add_json(parser)
     given = parser.parse_args(list(argv))
     answer = request(_control(folders.resolve(given.run)), KillWorker(given.worker))
-    print(f"killed {answer['killed']} (rank {answer['rank']}, pid {answer['pid']})")
-    return EXIT_SUCCESS
+    words = f"killed {answer['killed']} (rank {answer['rank']}, pid {answer['pid']})"
+    return _say(given, words, {name: answer[name] for name in ("killed", "rank", "pid")})
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"elastic-harness {name}", description=description, allow_abbrev=False)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+
+
+def _say(given: argparse.Namespace, words: str, fields: Mapping[str, Any]) -> int:
+    """Print what was done, as it was asked for."""
+    print(json.dumps(fields) if given.json else words)
+    return EXIT_SUCCESS
 
 
 def _control(path: Path) -> str:
@@ -296,6 +312,7 @@ def _summary(path: Path, record: dict[str, Any], *events: str) -> dict[str, Any]
         "loss": committed.get("loss"),
         "last_recovery": newest.get("recovery"),
         "last_incident": newest.get("incident", {}).get("what"),
+        "last_incident_code": newest.get("incident", {}).get("code"),
         "damaged": damaged,
     }
 
@@ -351,7 +368,8 @@ def _print_status(shown: dict[str, Any]) -> None:
     if shown.get("damaged"):
         print(f"log        {passed_over(shown['damaged'])}")
     if shown.get("last_incident"):
-        print(f"incident   {shown['last_incident']}")
+        code = f"{shown['last_incident_code']} " if shown.get("last_incident_code") else ""
+        print(f"incident   {code}{shown['last_incident']}")
     for worker in shown.get("workers", []):
         rank = "-" if worker["rank"] is None else worker["rank"]
         state, pace = worker["leaving"] or worker["state"], _pace(worker.get("pace"))

@@ -14,6 +14,7 @@ from elastic_harness.commands.progress_bar import ProgressBar
 from elastic_harness.commands.recompute import Done, Outcome, recompute
 from elastic_harness.commands.recorded import Recorded, find
 from elastic_harness.errors import EXIT_OTHER_BITS, EXIT_SUCCESS, ConfigError
+from elastic_harness.incidents import table
 
 TEXT_CHARS = 400
 
@@ -69,6 +70,7 @@ def as_json(run: Recorded, outcome: Outcome) -> dict[str, Any]:
         "workers": outcome.workers,
         "seconds": round(outcome.seconds, 3),
         "same": not outcome.found,
+        "code": table.OTHER_BITS_AGAIN.id if outcome.found else None,
         "first_difference": min(outcome.found, default=None),
         "differences": [
             {"step": step, **{name: _plain(value) for name, value in vars(each).items()}}
@@ -118,7 +120,7 @@ def _show(run: Recorded, outcome: Outcome) -> None:
 def differs(outcome: Outcome) -> str:
     """Return in words which step is the first that came out otherwise, and in what."""
     first = min(outcome.found)
-    lines = [f"DIFFERS: step {first} is the first that came out otherwise"]
+    lines = [f"DIFFERS: step {first} is the first that came out otherwise [{table.OTHER_BITS_AGAIN.id}]"]
     lines += [f"  {each}" for each in outcome.found[first]]
     later = len(outcome.found) - 1
     if later:

@@ -24,7 +24,7 @@ from elastic_harness.runs.named import RUNS, places
 WRITTEN = (
     folders.RECORD, "checkpoints", "logs", folders.HANGS, "weights.safetensors", LEDGER, "generation",
     "fingerprint.json", "doubt.json", "origin.json", "replay.json", "imports.json", "config.yaml",
-    "control.sock", "demo.json", "report.html", "report.png", EVENTS, "writer.lock", folders.LOCK,
+    "control.sock", "demo.json", "report.html", "report.png", "run-report.html", EVENTS, "writer.lock", folders.LOCK,
 )  # fmt: skip
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 

@@ -89,6 +89,12 @@ class Reading:
         what = f"computing slot {self.slot}" if phase == Phase.SLOT and self.slot >= 0 else _IN_WORDS[phase]
         return what if phase in _WITHOUT_STEP else f"{what}, step {self.step}"
 
+    @property
+    def place(self) -> tuple[int | None, int | None]:
+        """The step and the slot at which the worker is; None for what its phase does not have."""
+        step = self.step if self.phase in _IN_WORDS and self.phase not in _WITHOUT_STEP else None
+        return step, self.slot if self.phase == Phase.SLOT and self.slot >= 0 else None
+
 
 @dataclass(frozen=True)
 class Pace:

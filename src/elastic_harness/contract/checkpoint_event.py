@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic_harness import shape
 from elastic_harness.contract.wire import Malformed, decode
+from elastic_harness.incidents.naming import of_event
 
 ALARMING = frozenset(
     {
@@ -30,7 +31,9 @@ def alarm(event: str, fields: dict[str, Any]) -> str:
     """Return the line that a user has to see of an event; "" if there is none."""
     if event not in ALARMING:
         return ""
-    return f"{event.replace('_', ' ')}: {fields.get('error') or fields.get('repaired')}"
+    code = of_event({"event": event, **fields})
+    named = f" [{code.id}]" if code else ""
+    return f"{event.replace('_', ' ')}: {fields.get('error') or fields.get('repaired')}{named}"
 
 
 def print_alarm(event: str, fields: dict[str, Any]) -> None:

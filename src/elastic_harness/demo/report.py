@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import html
-import io
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
 
-from elastic_harness.demo import plots
 from elastic_harness.demo.screen import stages_text
 from elastic_harness.demo.verdict import DemoOutcome
+from elastic_harness.report import plots
+from elastic_harness.report.page import page as whole_page
+from elastic_harness.report.page import picture, table, text, tiles
 from elastic_harness.runs.story import Kill, Story
 
 HTML_NAME, PNG_NAME = "report.html", "report.png"
@@ -68,44 +66,48 @@ def render(page: Page) -> str:
         top, bottom = figure.subplots(2, 1, height_ratios=(3.4, 1))
         plots.draw_losses(top, bottom, storm, calm, kills)
 
+    runs = ((storm, plots.STORM, "with kills"), (calm, plots.CALM, "undisturbed"))
     pictures = [
-        _picture((9.6, 4.2), "Loss of both runs, and their difference", losses),
-        _picture(
+        picture((9.6, 4.2), "Loss of both runs, and their difference", losses),
+        picture(
             (9.6, 3.6),
             "Worker processes over time",
-            lambda f: plots.draw_timeline(f.subplots(), storm, kills),
+            lambda f: plots.draw_timeline(f.subplots(), storm, kills, "SIGKILL"),
         ),
-        _picture(
+        picture(
             (9.6, 1.6 + 0.5 * len(kills)),
             "Stages of every recovery",
-            lambda f: plots.draw_recoveries(f.subplots(), storm, kills, page.healthy_ms),
+            lambda f: plots.draw_recoveries(f.subplots(), storm, kills, page.healthy_ms, "kill"),
         ),
-        _picture((9.6, 2.8), "Tokens per second", lambda f: plots.draw_speed(f.subplots(), storm, calm, kills)),
+        picture((9.6, 2.8), "Tokens per second", lambda f: plots.draw_speed(f.subplots(), runs, kills, "kill")),
     ]
     checks = "".join(
-        f'<li class="{"good" if check.holds else "bad"}"><b>{_text(check.claim)}</b><br>'
-        f"<span>{_text(check.evidence)}</span></li>"
+        f'<li class="{"good" if check.holds else "bad"}"><b>{text(check.claim)}</b><br>'
+        f"<span>{text(check.evidence)}</span></li>"
         for check in page.outcome.checks
     )
-    return _PAGE.format(
-        style=_STYLE,
-        state="good" if page.outcome.ok else "bad",
-        headline=_text(page.headline),
-        tiles=_tiles(page),
+    about = (
+        "One training, run twice: once while workers were killed with SIGKILL at random moments "
+        f"(seed {page.seed}), once undisturbed on another number of workers."
+    )
+    heads = ("at", "who", "pid", "in step", "noticed after", "group again after", "next commit after", "stages, ms")
+    body = _BODY.format(
+        tiles=tiles(_tiles(page)),
         checks=checks,
         pictures="\n".join(pictures),
-        rows="".join(_kill_row(storm, kill) for kill in kills),
-        sample=_text(page.sample),
+        kills=table(heads, (_kill_row(storm, kill) for kill in kills)),
+        sample=text(page.sample),
         seed=page.seed,
-        storm_dir=_text(str(page.storm_dir)),
-        calm_dir=_text(str(page.calm_dir)),
+        storm_dir=text(page.storm_dir),
+        calm_dir=text(page.calm_dir),
     )
+    return whole_page("elastic-harness demo", page.headline, about, body, good=page.outcome.ok)
 
 
-def _tiles(page: Page) -> str:
-    after = [value for value in (page.storm.after_kill_ms(kill) for kill in page.kills) if value is not None]
-    groups = [sum(stages.values()) for stages in (page.storm.stages_after(kill) for kill in page.kills) if stages]
-    tiles = [
+def _tiles(page: Page) -> list[tuple[str, str]]:
+    after = [value for value in (page.storm.after_ms(kill.t) for kill in page.kills) if value is not None]
+    groups = [sum(stages.values()) for stages in (page.storm.stages_after(kill.t) for kill in page.kills) if stages]
+    return [
         (str(len(page.storm.commits)), "steps committed, each with its full batch"),
         (str(sum(len(kill.members) for kill in page.kills)), f"workers killed, in {len(page.kills)} strikes"),
         (
@@ -118,13 +120,12 @@ def _tiles(page: Page) -> str:
         ),
         (f"{page.healthy_ms:.0f} ms", "a healthy step, median"),
     ]
-    return "".join(f"<div><b>{_text(value)}</b><span>{_text(label)}</span></div>" for value, label in tiles)
 
 
-def _kill_row(story: Story, kill: Kill) -> str:
-    stages, after = story.stages_after(kill), story.after_kill_ms(kill)
+def _kill_row(story: Story, kill: Kill) -> tuple[str, ...]:
+    stages, after = story.stages_after(kill.t), story.after_ms(kill.t)
     seen = [story.noticed[member] for member in kill.members if member in story.noticed]
-    cells = (
+    return (
         f"{kill.t - (story.started or kill.t):.1f} s",
         kill.label + (" (by hand)" if kill.by == "key" else ""),
         ", ".join(str(pid) for pid in kill.pids),
@@ -134,71 +135,17 @@ def _kill_row(story: Story, kill: Kill) -> str:
         f"{after:.0f} ms" if after is not None else "–",
         stages_text(stages),
     )
-    return "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>"
 
 
-def _picture(size: tuple[float, float], title: str, draw: Callable[[Figure], None]) -> str:
-    figure = Figure(figsize=size, layout="constrained")
-    draw(figure)
-    data = io.BytesIO()
-    figure.savefig(data, format="svg", metadata={"Date": None})
-    encoded = base64.b64encode(data.getvalue()).decode("ascii")
-    return f'<figure><img alt="{_text(title)}" src="data:image/svg+xml;base64,{encoded}"></figure>'
-
-
-def _text(value: str) -> str:
-    return html.escape(value, quote=True)
-
-
-_STYLE = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #212529; background: #f8f9fa; margin: 0; }
-main { max-width: 980px; margin: 0 auto; padding: 24px 20px 60px; }
-h1 { font-size: 25px; line-height: 1.25; margin: 0 0 4px; }
-h2 { font-size: 17px; margin: 34px 0 8px; }
-p.about { color: #495057; margin: 0 0 18px; }
-.verdict { border-left: 7px solid; padding: 14px 18px; background: #fff; border-radius: 4px; }
-.verdict.good { border-color: #2b8a3e; } .verdict.good h1 { color: #2b8a3e; }
-.verdict.bad { border-color: #e03131; } .verdict.bad h1 { color: #e03131; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px;
-  margin: 18px 0; }
-.tiles div { background: #fff; border-radius: 4px; padding: 12px 14px; }
-.tiles b { display: block; font-size: 24px; } .tiles span { color: #495057; font-size: 13px; }
-ul.checks { list-style: none; padding: 0; margin: 0; background: #fff; border-radius: 4px; }
-ul.checks li { padding: 9px 14px 9px 40px; position: relative; border-bottom: 1px solid #f1f3f5; }
-ul.checks li::before { position: absolute; left: 14px; font-weight: bold; }
-ul.checks .good::before { content: "\\2713"; color: #2b8a3e; }
-ul.checks .bad::before { content: "\\2717"; color: #e03131; }
-ul.checks span { color: #495057; font-size: 13.5px; overflow-wrap: anywhere; }
-figure { margin: 14px 0; background: #fff; border-radius: 4px; padding: 10px; }
-figure img { width: 100%; display: block; }
-.scroll { overflow-x: auto; background: #fff; border-radius: 4px; }
-table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: 7px 10px; border-bottom: 1px solid #f1f3f5; white-space: nowrap; }
-th { color: #868e96; font-weight: 600; } td:last-child { white-space: normal; color: #495057; }
-pre { background: #fff; border-radius: 4px; padding: 14px; white-space: pre-wrap; font-size: 13px; }
-code { background: #e9ecef; border-radius: 3px; padding: 1px 5px; font-size: 13px; }
-"""
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>elastic-harness demo</title><style>{style}</style></head><body><main>
-<div class="verdict {state}"><h1>{headline}</h1>
-<p class="about">One training, run twice: once while workers were killed with SIGKILL at random moments
-(seed {seed}), once undisturbed on another number of workers.</p></div>
-<div class="tiles">{tiles}</div>
+_BODY = """{tiles}
 <ul class="checks">{checks}</ul>
 <h2>What happened</h2>
 {pictures}
 <h2>Every kill</h2>
-<div class="scroll"><table><thead><tr>
-<th>at</th><th>who</th><th>pid</th><th>in step</th><th>noticed after</th>
-<th>group again after</th><th>next commit after</th><th>stages, ms</th></tr></thead><tbody>{rows}</tbody></table></div>
+{kills}
 <h2>Text from the trained model</h2>
 <pre>{sample}</pre>
 <h2>Look for yourself</h2>
-<p><code>elastic-harness verify {storm_dir}</code><br><code>elastic-harness verify {calm_dir}</code><br>
-<code>elastic-harness demo --seed {seed}</code> plans the same strikes again.</p>
-</main></body></html>
-"""
+<p><code>elastic-harness explain {storm_dir}</code> tells what was noticed, by its codes.<br>
+<code>elastic-harness verify {storm_dir}</code><br><code>elastic-harness verify {calm_dir}</code><br>
+<code>elastic-harness demo --seed {seed}</code> plans the same strikes again.</p>"""

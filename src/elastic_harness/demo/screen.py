@@ -168,7 +168,7 @@ def _strikes(story: Story, kills: Sequence[Kill]) -> list[RenderableType]:
     for column in ("at", "SIGKILL", "in step", "group again", "next commit", "stages, ms"):
         table.add_column(column, no_wrap=column != "stages, ms", justify="right" if column == "in step" else "left")
     for kill in kills[-SHOWN_STRIKES:]:
-        stages, after = story.stages_after(kill), story.after_kill_ms(kill)
+        stages, after = story.stages_after(kill.t), story.after_ms(kill.t)
         table.add_row(
             _clock(story, kill.t),
             Text(kill.label, style="red"),

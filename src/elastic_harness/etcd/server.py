@@ -202,6 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "start":
             command.add_argument("--port", type=int, default=PORT, help="where clients connect (%(default)s)")
             command.add_argument("--listen", default="127.0.0.1", help="the address to listen on (%(default)s)")
+        if name == "status":
+            command.add_argument("--json", action="store_true", help="as one JSON object")
         if name == "stop":
             command.add_argument("--remove", action="store_true", help="remove its data too")
     given = parser.parse_args(argv)
@@ -215,7 +217,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if given.command == "status":
         running = read(folder)
-        print(f"etcd runs on {running.endpoint} (process {running.pid})" if running else f"no etcd runs in {folder}")
+        words = f"etcd runs on {running.endpoint} (process {running.pid})" if running else f"no etcd runs in {folder}"
+        told = {"endpoint": running.endpoint, "pid": running.pid} if running else {"endpoint": None, "pid": None}
+        print(json.dumps(told) if given.json else words)
         return 0 if running else 1
     stopped = stop(folder)
     print(f"etcd on {stopped.endpoint} has stopped" if stopped else f"no etcd runs in {folder}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from elastic_harness.incidents.naming import of_event
 from elastic_harness.runs import json_lines
 
 SCHEMA = 1
@@ -17,8 +18,11 @@ class EventLog(json_lines.Appender):
     """The append-only `events.jsonl`. Only one process may write it: a run has one writer on each node."""
 
     def emit(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Write one event, stamped with the current time unless `t` is given. Raises InfrastructureError."""
+        """Write one event, stamped with the current time unless `t` is given. A failure gets its code, unless it has
+        one. Raises InfrastructureError."""
         record: dict[str, Any] = {"t": fields.pop("t", None) or time.time(), "event": event, **fields}
+        if code := of_event(record):
+            record["code"] = code.id
         self.append(record)
         return record
 

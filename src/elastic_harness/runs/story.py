@@ -127,21 +127,21 @@ class Story:
         elapsed = self.commits[recent[-1]].t - self.commits[recent[0]].t
         return sum(self.commits[step].tokens for step in recent[1:]) / elapsed if elapsed > 0 else 0.0
 
-    def after_kill_ms(self, kill: Kill) -> float | None:
-        """Return milliseconds from a kill to the next commit that goes beyond every earlier step; None if none
-        followed."""
-        before = max((step for step, commit in self.commits.items() if commit.t <= kill.t), default=-1)
-        after = [commit.t for step, commit in self.commits.items() if step > before and commit.t > kill.t]
-        return (min(after) - kill.t) * 1000 if after else None
+    def after_ms(self, t: float) -> float | None:
+        """Return milliseconds from a failure at `t` to the next commit that goes beyond every earlier step; None if
+        none followed."""
+        before = max((step for step, commit in self.commits.items() if commit.t <= t), default=-1)
+        after = [commit.t for step, commit in self.commits.items() if step > before and commit.t > t]
+        return (min(after) - t) * 1000 if after else None
 
-    def stages_after(self, kill: Kill) -> dict[str, float]:
-        """Return milliseconds from the kill to a working group, by stages, detection first. Empty while there is
-        none."""
-        later = [recovery for recovery in self.recoveries.values() if recovery.t > kill.t]
+    def stages_after(self, t: float) -> dict[str, float]:
+        """Return milliseconds from a failure at `t` to a working group, by stages, detection first. Empty while there
+        is none."""
+        later = [recovery for recovery in self.recoveries.values() if recovery.t > t]
         if not later:
             return {}
         first = min(later, key=lambda recovery: recovery.t)
-        return {"detect_ms": max(0.0, 1000 * (first.noticed - kill.t)), **first.stages}
+        return {"detect_ms": max(0.0, 1000 * (first.noticed - t)), **first.stages}
 
     def mark_killed(self, kill: Kill) -> None:
         """Note that the demo killed these members, before the log says so."""

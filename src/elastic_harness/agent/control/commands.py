@@ -14,6 +14,7 @@ from elastic_harness.contract import wire
 from elastic_harness.contract.commands import AuditRun, DrainNode, GetStatus, KillWorker, ScaleRun, StopRun
 from elastic_harness.errors import EXIT_TERMINATED, ConfigError
 from elastic_harness.health.preemption import ON_REQUEST
+from elastic_harness.incidents import table
 
 
 def answer(agent: Agent, command: object) -> wire.Message:
@@ -89,7 +90,7 @@ def _names(worker: Worker) -> tuple[str, ...]:
 def _kill(agent: Agent, name: str) -> wire.Message:
     for worker in agent.workers.values():
         if worker.running and name in _names(worker):
-            worker.killed_on_request = True
+            worker.blame(table.KILLED_ON_REQUEST)
             worker.signal(signal.SIGKILL)
             return {"killed": worker.member, "pid": worker.pid, "rank": worker.rank}
     raise ConfigError(f"no worker {name!r} is running; `elastic-harness status` lists them")

@@ -19,6 +19,7 @@ from elastic_harness.agent.reporting.records import Records
 from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.errors import EXIT_TERMINATED
 from elastic_harness.health.preemption import Notice
+from elastic_harness.incidents import table
 
 if TYPE_CHECKING:
     from elastic_harness.agent.control.notices import NoticeWatch
@@ -64,6 +65,7 @@ class Draining:
         self._due_at = math.inf  # monotonic: the workers that have not left by then are ended
         self._leaves = False  # other nodes go on
         self._how = ""
+        self._late = False  # its workers were ended at the deadline
         self._watch: NoticeWatch | None = None
         self._bell = -1
 
@@ -115,6 +117,7 @@ class Draining:
         """End the workers that have not left, as the machine is about to go."""
         if any(worker.running for worker in self._agent.workers.values()):
             self.note_end("its workers were ended at the deadline")
+            self._late = True
             self._agent.stop_workers("drained", graceful=False)
 
     def ended(self) -> None:
@@ -122,7 +125,8 @@ class Draining:
         if self.notice is not None:
             took_s = time.monotonic() - self._began_at
             how = self._how or "its workers left at a step boundary"
-            self._agent.records.event("drained", source=self.notice.source, how=how, took_s=round(took_s, 3))
+            code = {"code": table.DRAINED_LATE.id} if self._late else {}
+            self._agent.records.event("drained", source=self.notice.source, how=how, took_s=round(took_s, 3), **code)
 
     def status(self) -> dict[str, Any] | None:
         if self.notice is None:

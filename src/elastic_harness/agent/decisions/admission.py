@@ -10,6 +10,7 @@ from elastic_harness.agent.loop import Agent
 from elastic_harness.agent.workers.hangs import Hang
 from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.contract.messages import PROTOCOL, Hello, Refusal
+from elastic_harness.incidents import table
 
 START_S_MIN = 30.0
 REFUSED_GRACE_S = 2.0
@@ -65,6 +66,7 @@ class Admission:
 
     def _refuse(self, worker: Worker, reason: str) -> None:
         self.refused[worker.member] = reason
+        worker.blame(table.WORKER_REFUSED)
         self._agent.send(worker, Refusal(reason))
         self._agent.after(REFUSED_GRACE_S, lambda: worker.signal(9))
 
@@ -79,4 +81,4 @@ class Admission:
                     f"it has not called elastic_harness.start() within {silent_s:.0f} s of its start "
                     f"(--join-timeout, at least {START_S_MIN:g} s); if it needs longer to get there, raise that"
                 )
-                self._agent.give_up(Hang(worker, evidence))
+                self._agent.give_up(Hang(worker, table.NEVER_BEGAN, evidence))

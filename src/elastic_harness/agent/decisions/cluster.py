@@ -16,7 +16,8 @@ from elastic_harness.agent.decisions.store_link import StoreLink
 from elastic_harness.agent.decisions.store_view import store_of
 from elastic_harness.agent.loop import Agent
 from elastic_harness.contract.messages import PROTOCOL, Alarm
-from elastic_harness.errors import EXIT_CONFIG, InfrastructureError
+from elastic_harness.errors import InfrastructureError
+from elastic_harness.incidents import table
 from elastic_harness.membership import protocol
 from elastic_harness.membership.lead import HISTORY
 from elastic_harness.membership.node import (
@@ -180,7 +181,7 @@ class Together:
             f"this node does not fit the run: {reason}. Give all nodes the same version, configuration and data; a run "
             "that was begun otherwise is continued as it was, or begun anew with --fresh on all nodes"
         )
-        self._agent.fail(EXIT_CONFIG, message)
+        self._agent.fail(table.NODE_REFUSED, message)
 
     def _look_at_renewals(self) -> None:
         """Tell if the store answers so late that the lease may be lost: with it the workers here count as lost."""

@@ -9,6 +9,9 @@ from typing import Any
 
 from elastic_harness.contract.messages import Commit, PolicyDecision
 from elastic_harness.exits import Exit, read_exit
+from elastic_harness.incidents import table
+from elastic_harness.incidents.code import Code
+from elastic_harness.incidents.naming import of_decision
 
 
 @dataclass(frozen=True)
@@ -21,13 +24,13 @@ class Evidence:
     pid: int
     lived_s: float
     where: str  # where in its work it was
+    place: tuple[int | None, int | None]  # step and slot
     exit_code: int | None  # negative for a signal
+    code: Code
     error: str  # of the user's code
     hang: str  # the evidence that it made no progress, in words
-    overdue: bool  # it may only have been slow
     diagnosis: tuple[str, ...]  # what was found out before it was ended for a hang, in lines
     garbled: str  # what was wrong with its messages
-    requested: bool  # `elastic-harness kill` asked for it
     oom_kills: int | None  # by how much the out-of-memory counter had risen
     tail: tuple[str, ...]  # the last lines of its log
     log: str
@@ -35,20 +38,31 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Incident:
+    code: Code
     what: str
     who: str
     evidence: tuple[str, ...]
     done: str
     advice: str
     log: str
+    member: str | None = None  # None: all members alike
+    step: int | None = None
+    slot: int | None = None
 
     def render(self) -> str:
         """Return the block as shown to the user."""
-        rows: list[tuple[str, str]] = [("what", self.what), ("who", self.who)]
+        code = f"{self.code.id} {self.code.name}; domain: {self.code.domain}, try again: {self.code.retry}"
+        rows: list[tuple[str, str]] = [("code", code), ("what", self.what), ("who", self.who)]
         rows += [("evidence" if i == 0 else "", line) for i, line in enumerate(self.evidence)]
-        rows += [("done", self.done), ("you can", self.advice), ("log", self.log)]
+        rows += [("inferred", self.code.inferred), ("done", self.done), ("you can", self.advice), ("log", self.log)]
         body = "\n".join(f"│ {name:<9} {text}" for name, text in rows if text)
         return f"┌─ incident ───────────────────────────\n{body}\n└──────────────────────────────────────"
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the event `incident`."""
+        told = {name: value for name, value in vars(self).items() if name != "code"}
+        code = self.code
+        return {"code": code.id, "domain": code.domain, "retry": code.retry, "inferred": code.inferred, **told}
 
 
 def signal_name(number: int) -> str:
@@ -72,9 +86,10 @@ def build(facts: Evidence, done: str, advice: str = "") -> Incident:
     evidence: list[str] = []
     end = read_exit(facts.exit_code)
     if facts.hang:
-        what = f"worker {facts.member} {'was ended' if facts.overdue else 'hung'}: {facts.hang}"
+        overdue = facts.code is table.OVERDUE
+        what = f"worker {facts.member} {'was ended' if overdue else 'hung'}: {facts.hang}"
         evidence += [*facts.diagnosis, "the agent ended it with SIGKILL after its progress deadline"]
-        if facts.overdue:
+        if overdue:
             evidence.append("the next worker at this step has longer, elastic.progress_timeout_factor times as long")
             advice = advice or "if such work is to be expected, raise elastic.progress_timeout_min_s"
         advice = advice or "if this repeats at the same place, look for a deadlock or slow storage in the log"
@@ -90,7 +105,7 @@ def build(facts: Evidence, done: str, advice: str = "") -> Incident:
         advice = advice or "fix the error in the training script; the traceback is in the log"
     else:
         what = f"worker {facts.member} {describe_exit(facts.exit_code)}"
-    if facts.requested:
+    if facts.code is table.KILLED_ON_REQUEST:
         evidence.append("`elastic-harness kill` asked for it")
     elif not facts.hang and not facts.garbled and facts.exit_code is not None and end.by_signal:
         evidence.append(_signal_evidence(-facts.exit_code, facts.oom_kills))
@@ -109,7 +124,7 @@ def build(facts: Evidence, done: str, advice: str = "") -> Incident:
     rank = "no rank yet" if facts.rank is None else f"rank {facts.rank}"
     who = f"{rank}, host {facts.host}, pid {facts.pid}, {facts.lived_s:.1f} s after its start"
     who += f", {facts.where}" if facts.where else ""
-    return Incident(what, who, tuple(evidence), done, advice, facts.log)
+    return Incident(facts.code, what, who, tuple(evidence), done, advice, facts.log, facts.member, *facts.place)
 
 
 def policy_decision(commit: Commit, decision: PolicyDecision, ledger: str) -> Incident:
@@ -126,18 +141,22 @@ def policy_decision(commit: Commit, decision: PolicyDecision, ledger: str) -> In
         "halt": "weights, optimizer, buffers and moving average stay as they were; the job stops",
     }
     return Incident(
+        of_decision(decision.policy, decision.verdict, decision.lr_scale) or table.OWN_POLICY,
         decision.in_words(commit.step),
         f"all members alike: the policy {decision.policy} decides it from the summed gradient and the losses",
         tuple(evidence),
         done[decision.verdict],
         "look at the data of this step and at the learning rate, if it happens again",
         ledger,
+        step=commit.step,
+        slot=int(next(iter(commit.bad_samples))) if commit.bad_samples else None,
     )
 
 
 def policy_rollback(version: int, reason: str, omitted: str, in_all: str, ledger: str) -> Incident:
     """Return the block for a run that goes back because a policy wants that."""
     return Incident(
+        table.WENT_BACK,
         f"the run goes back to version {version} or before",
         "all members alike: a policy decides it from the summed gradient and the losses",
         (reason,),
@@ -150,6 +169,7 @@ def policy_rollback(version: int, reason: str, omitted: str, in_all: str, ledger
 def rollback(version: int, reason: str, ledger: str) -> Incident:
     """Return the block for a run that goes back because what it did is in doubt."""
     return Incident(
+        table.IN_DOUBT,
         f"what the run did since version {version} is in doubt",
         "all members: wrong bits may be in the sums that each of them has applied",
         (reason,),

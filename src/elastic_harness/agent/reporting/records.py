@@ -46,6 +46,10 @@ class Records:
         self.farthest = self._ledger.reached.farthest  # the newest step of all lineages: what is beyond is new
         self.slowest_write_s = 0.0  # since somebody set it to 0
         self.damaged = list(self._ledger.damaged)  # lines that were passed over
+        newest = next(newest_events(folder.path / EVENTS), None)
+        self.cut_off_at: float | None = None  # the time of the newest event, if an earlier launch did not end in order
+        if newest is not None and newest["event"] != "run_finished":
+            self.cut_off_at = newest.get("t")
         self._learn_from(self._ledger.reached)
         if self.damaged:
             self.event("damaged_lines", count=len(self.damaged), first=self.damaged[0])

@@ -16,6 +16,8 @@ from elastic_harness.agent.reporting.records import Records
 from elastic_harness.agent.workers.diagnosis import Conclusion
 from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.contract.messages import Commit
+from elastic_harness.incidents import table
+from elastic_harness.incidents.naming import of_end
 from elastic_harness.memory_pools import oom_kill_counter
 from elastic_harness.runs.ledger import LEDGER
 
@@ -36,6 +38,7 @@ class Reporter:
             return
         worker.failure_reported = True
         code = worker.exit_code if worker.exit_code is not None else worker.exit_code_early()
+        step, slot = worker.board.read().place if worker.hello else (None, None)
         self._records.event(
             "failure_detected",
             member=worker.member,
@@ -47,14 +50,23 @@ class Reporter:
             exit_code=code if code is not None and code >= 0 else None,
             detected_by=worker.detected_by,
             t_detected=worker.detected_at,
+            step=step,
+            slot=slot,
+            code=of_end(code, known=worker.ended_for, oom_kills=worker.oom_kills).id,
         )
 
-    def hang(self, members: Sequence[str], concluded: Conclusion, stacks: Path | None, took_s: float) -> None:
-        """Write what was found out about a hang. members: those who were ended for it. stacks: the file with all
+    def hang(self, workers: Sequence[Worker], concluded: Conclusion, stacks: Path | None, took_s: float) -> None:
+        """Write what was found out about a hang. workers: those who were ended for it. stacks: the file with all
         stacks. took_s: from when the hang was noticed until they were ended."""
+        codes = [worker.ended_for for worker in workers if worker.ended_for is not None]
+        first = next((code for code in codes if code is not table.WAITED_IN_VAIN), codes[0])
+        step, slot = next(worker for worker in workers if worker.ended_for is first).board.read().place
         self._records.event(
             "hang",
-            members=members,
+            code=first.id,
+            step=step,
+            slot=slot,
+            members=[worker.member for worker in workers],
             culprits=[asdict(culprit) for culprit in concluded.culprits],
             why=concluded.sentences,
             stacks=str(stacks.relative_to(self._records.folder.path)) if stacks else None,
@@ -78,12 +90,12 @@ class Reporter:
                 pid=worker.pid,
                 lived_s=time.monotonic() - worker.started_at,
                 where=reading.where if reading and worker.hello else "before elastic_harness.start()",
+                place=reading.place if reading and worker.hello else (None, None),
                 exit_code=worker.exit_code,
+                code=of_end(worker.exit_code, known=worker.ended_for, oom_kills=worker.oom_kills),
                 error=worker.error,
                 hang=worker.hang,
                 garbled=worker.garbled,
-                requested=worker.killed_on_request,
-                overdue=worker.overdue is not None,
                 diagnosis=worker.diagnosis,
                 oom_kills=worker.oom_kills,
                 tail=tuple(worker.log.tail()),
@@ -119,5 +131,5 @@ class Reporter:
         )
 
     def _show(self, block: Incident) -> None:
-        self._records.event("incident", **asdict(block))
+        self._records.event("incident", **block.fields())
         self._console.block(block.render())

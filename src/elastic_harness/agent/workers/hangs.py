@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.contract.board import Phase, Reading
+from elastic_harness.incidents import table
+from elastic_harness.incidents.code import Code
 
 STOPPED_CHECK_S = 0.1
 STOPPED_DEADLINE_MS = 5000
@@ -21,6 +23,7 @@ class Hang:
     it may only be slow."""
 
     worker: Worker
+    kind: Code  # what was seen of it
     evidence: str
     overdue: Reading | None = None
 
@@ -74,16 +77,17 @@ class HangWatch:
             stopped_s = now - self._stopped_since[worker.member]
             if stopped_s > deadline_s:
                 evidence = f"the process was stopped (SIGSTOP) for {stopped_s:.1f} s (deadline {deadline_s:g} s)"
-                found.append(Hang(worker, evidence))
+                found.append(Hang(worker, table.STOPPED, evidence))
         return found
 
 
 def _beyond_deadline(worker: Worker, reading: Reading, idle_s: float) -> Hang:
     deadline_s, stopped = reading.deadline_ms / 1000, worker.stopped()
     if reading.phase in LEARNED and not stopped:
-        return Hang(worker, f"{reading.where} did not finish within {deadline_s:g} s", reading)
+        return Hang(worker, table.OVERDUE, f"{reading.where} did not finish within {deadline_s:g} s", reading)
     why = "; the process is stopped (SIGSTOP)" if stopped else ""
-    return Hang(worker, f"no progress for {idle_s:.1f} s while {reading.where} (deadline {deadline_s:g} s){why}")
+    evidence = f"no progress for {idle_s:.1f} s while {reading.where} (deadline {deadline_s:g} s){why}"
+    return Hang(worker, table.STOPPED if stopped else table.STANDS_STILL, evidence)
 
 
 def is_needed(worker: Worker) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic_harness.errors import EXIT_CONFIG, EXIT_INFRASTRUCTURE, EXIT_TOO_FEW_WORKERS, EXIT_USER_CODE
+from elastic_harness.incidents import table
+from elastic_harness.incidents.code import Code
 
 Cause = Literal[
     "killed",
@@ -96,15 +97,15 @@ def restart_delay(endings: Sequence[Ending], limits: RestartLimits) -> tuple[flo
     return delay_s, f"ended within {QUICK_DEATH_S:.0f} s of its start {quick} times in a row: waits {delay_s:g} s"
 
 
-def failure_exit_code(causes: Sequence[Cause]) -> tuple[int, str]:
-    """Return the job's exit code when too few workers are left, from the last cause of each index that was given up."""
+def failure_code(causes: Sequence[Cause]) -> tuple[Code, str]:
+    """Return why the job fails when too few workers are left, from the last cause of each index that was given up."""
     kinds = set(causes)
     if kinds and kinds <= {"config", "refused"}:
-        return EXIT_CONFIG, "every worker was configured in a way that cannot work"
+        return table.CONFIG_WRONG, "every worker was configured in a way that cannot work"
     if kinds == {"other_samples"}:
-        return EXIT_USER_CODE, "the workers read different samples under the same numbers"
+        return table.OTHER_SAMPLES, "the workers read different samples under the same numbers"
     if kinds and kinds <= {"user_error", "memory", "exit", "config"}:
-        return EXIT_USER_CODE, "every worker failed in user code"
+        return table.ALL_FAILED, "every worker failed in user code"
     if kinds and kinds <= {"spawn", "machine"}:
-        return EXIT_INFRASTRUCTURE, "the machine failed every worker"
-    return EXIT_TOO_FEW_WORKERS, "too few workers are left and none can be started again"
+        return table.MACHINE_FAILED, "the machine failed every worker"
+    return table.TOO_FEW, "too few workers are left and none can be started again"

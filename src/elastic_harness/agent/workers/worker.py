@@ -19,6 +19,7 @@ from elastic_harness.agent.workers.process import Process
 from elastic_harness.contract import variables, wire
 from elastic_harness.contract.board import BoardReader, Reading
 from elastic_harness.contract.messages import TO_WORKER, LastStepDone, SlowWorker
+from elastic_harness.incidents.code import Code
 from elastic_harness.processes import Stat, die_with_parent
 
 START_NICENESS = 5
@@ -61,7 +62,7 @@ class Worker:
     niced: bool = False
     lost: bool = False
     released: Release | None = None
-    killed_on_request: bool = False
+    ended_for: Code | None = None  # why the agent ended it or sent it away, or what it said of itself
     hang: str = ""
     diagnosis: tuple[str, ...] = ()  # what was found out before it was ended for a hang, in lines
     overdue: Reading | None = None  # the work that took too long, so that the worker was ended
@@ -102,6 +103,10 @@ class Worker:
     def release(self, why: Why, reason: str) -> None:
         """Expect the worker to leave. The first reason counts."""
         self.released = self.released or Release(why, reason)
+
+    def blame(self, code: Code) -> None:
+        """Note why the worker ends, before its exit code says anything. The first reason counts."""
+        self.ended_for = self.ended_for or code
 
     @property
     def alive(self) -> bool:

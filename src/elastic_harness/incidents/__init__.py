@@ -1,0 +1,1 @@
+"""The kinds of things that go wrong, each with a stable code. Pure."""
