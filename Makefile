@@ -24,7 +24,7 @@ check: lint ## lint, types, import rules and the fast unit tests; under a minute
 test: $(STAMP) ## every test, with real processes and real signals
 	$(BIN)/pytest -n 3 --dist loadgroup
 
-docs: $(STAMP) ## the page about all codes, from their table
+docs: reference ## all that is made from the code: the page about all codes, and what `reference` makes
 	$(BIN)/python -m elastic_harness.incidents > docs/TROUBLESHOOTING.new
 	mv docs/TROUBLESHOOTING.new docs/TROUBLESHOOTING.md
 

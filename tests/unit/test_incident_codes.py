@@ -46,6 +46,16 @@ PUBLISHED = {
     "EH-M101": "ended by the kernel for memory",
     "EH-M102": "memory will be full soon",
     "EH-M103": "memory is nearly full",
+    "EH-M104": "a slot ran out of memory, and was tried again",
+    "EH-M105": "a slot was left to another worker for memory",
+    "EH-M106": "a worker had no memory for a slot",
+    "EH-M107": "no worker has the memory for a slot",
+    "EH-T101": "a worker is slower than the others",
+    "EH-T102": "steps are slower than they were",
+    "EH-T103": "steps wait for data",
+    "EH-T104": "the disk holds the agent up",
+    "EH-T105": "the store answers late",
+    "EH-T106": "the wall clock was set",
     "EH-N101": "an update that is not finite was skipped",
     "EH-N102": "slots that are not finite were left out",
     "EH-N103": "a step stands out",
@@ -108,7 +118,7 @@ PUBLISHED = {
 HARMLESS = {
     "audited", "checkpoint_downloaded", "checkpoint_loaded", "checkpoint_saved", "checkpoint_uploaded", "generation",
     "recovery", "run_configured", "run_started", "slot_replayed", "stop_asked", "store_back", "validation",
-    "worker_joined", "worker_started", "worker_stopped",
+    "worker_fast_again", "worker_joined", "worker_started", "worker_stopped",
 }  # fmt: skip
 """Events that are no failures."""
 NAMED_BY_THEIR_WRITER = {"drained", "evicted", "hang", "incident", "waiting"}
@@ -230,6 +240,7 @@ def through_events() -> set[Code | None]:
         {}, {"severity": "critical"}, {"fatal": True}, {"omitted": "3"}, {"status": "stopped"},
         *({"source": source} for source in ("SIGTERM", "request", "file", "aws", "gcp", "azure")),
         *({"outcome": outcome} for outcome in ("same", "ill", "undecided", "random")),
+        *({"kind": kind} for kind in ("memory", "throughput", "data", "disk", "store", "clock")),
     ]  # fmt: skip
     decided = itertools.product(
         ("nonfinite", "spikes", "mine"), ("warn", "scale", "skip", "halt", "rollback"), (1.0, 0.5)

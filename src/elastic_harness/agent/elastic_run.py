@@ -176,7 +176,7 @@ class ElasticRun:
                 self.agent.on_checkpoint(event, fields)
             case SlotError(step, slot, error):
                 worker.error, worker.out_of_memory = error, message.out_of_memory
-                worker.blame(table.SLOT_FAILED)
+                worker.blame(table.NO_MEMORY if message.out_of_memory else table.SLOT_FAILED)
                 self._slot_errors[step, slot] = message
                 how: How = "memory" if message.out_of_memory else "error"
                 self.agreement.tell(protocol.SlotFailed(worker.member, step, slot, how))
@@ -583,7 +583,7 @@ class ElasticRun:
         samples = f"; its samples are {list(known.samples)}" if known.samples else ""
         advice = LESS_MEMORY if known.out_of_memory else "Fix the code or the data"
         self.agent.fail(
-            table.POISON,
+            table.SLOT_TOO_LARGE if known.out_of_memory else table.POISON,
             f"slot {slot} of step {at_step} failed on {len(members)} workers ({', '.join(members)}): {known.error}"
             f"{samples}. {advice}; the same --run-dir resumes at the newest checkpoint",
         )

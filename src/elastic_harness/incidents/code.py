@@ -18,6 +18,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "W": "Workers and agents that end",
         "H": "Hangs",
         "M": "Memory",
+        "T": "Slow machines and waits",
         "N": "Bad numbers",
         "C": "Corruption: other bits",
         "S": "Storage and checkpoints",

@@ -94,7 +94,18 @@ def of_event(event: Mapping[str, Any]) -> Code | None:
         return None
 
 
+_BY_ALARM: Mapping[str, Code] = {
+    "throughput": table.STEPS_SLOWER,
+    "data": table.DATA_SLOW,
+    "disk": table.DISK_SLOW,
+    "store": table.STORE_SLOW,
+    "clock": table.CLOCK_SET,
+}
+
+
 def _of_alarm(event: Mapping[str, Any]) -> Code:
+    if event.get("kind") in _BY_ALARM:
+        return _BY_ALARM[event["kind"]]
     return table.MEMORY_FULL if event.get("severity") == "critical" else table.MEMORY_FILLS
 
 
@@ -161,11 +172,14 @@ _BY_EVENT: Mapping[str, Code | Callable[[Mapping[str, Any]], Code | None]] = {
     "rollback_decided": table.WENT_BACK,
     "run_finished": _of_end_of_run,
     "step_committed": _of_commit,
+    "slot_declined": table.SLOT_DECLINED,
+    "slot_retried": table.SLOT_RETRIED,
     "store_away": table.STORE_AWAY,
     "store_damaged": table.STORE_DAMAGED,
     "run_cut_off": table.CUT_OFF,
     "unreachable": table.UNREACHABLE,
     "upload_failed": _of_save,
     "worker_not_started": table.NOT_STARTED,
+    "worker_slow": table.SLOW,
 }
 """Events that are failures by their name, or whose fields decide."""

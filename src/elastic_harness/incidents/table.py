@@ -224,7 +224,7 @@ OUT_OF_MEMORY = Code(
     meaning="The control group's memory was full, and the kernel ended a process in it.",
     evidence="its exit status is SIGKILL, and the control group's counter `oom_kill` rose at that moment",
     inferred="that the kernel's kill was this one, and not that of another process of the group in the same moment",
-    done=f"{_GO_ON}; a slot in which three workers end so ends the run",
+    done=f"{_GO_ON}; a slot in which a second worker ends so ends the run",
     next=(
         "use fewer workers on this machine, or smaller micro-batches (training.micro_batch_samples)",
         "raise the limit of the container or job",
@@ -254,6 +254,120 @@ MEMORY_FULL = Code(
         "stop now and resume with less, while a checkpoint can be saved: `elastic-harness stop {run}`",
         "use fewer workers on this machine, or smaller micro-batches",
     ),
+)  # fmt: skip
+
+SLOT_RETRIED = Code(
+    "EH-M104", "a slot ran out of memory, and was tried again", "workload", "unknown",
+    symptom="memory ran out in slot … of step …; it is computed once more",
+    meaning="An allocation failed while a micro-batch was computed. Free memory was given back, and it was repeated.",
+    evidence="the error's words, and what the process and its limits held just then",
+    inferred="nothing: if it succeeds, something else had held the memory",
+    done="the slot is computed again by the same worker, with the same bits",
+    next=(
+        "if it happens often, use smaller micro-batches (training.micro_batch_samples), or fewer workers here",
+        "look for what holds memory between slots: caches, lists of losses with their graph",
+    ),
+)  # fmt: skip
+SLOT_DECLINED = Code(
+    "EH-M105", "a slot was left to another worker for memory", "workload", "unknown",
+    symptom="worker … leaves slot … of step … to another one",
+    meaning="Memory ran out in the slot twice. Another worker may have more of it.",
+    evidence="the error's words, twice; the slot's samples",
+    inferred="that another worker may have the memory",
+    done="another worker computes the slot, with the same bits, and nobody ends",
+    next=(
+        "compare how much memory the workers' machines have",
+        "use smaller micro-batches (training.micro_batch_samples): a slot is never split",
+    ),
+)  # fmt: skip
+NO_MEMORY = Code(
+    "EH-M106", "a worker had no memory for a slot", "workload", "unknown",
+    symptom="worker … failed: memory ran out in slot … of step …",
+    meaning="It ran out of memory in one slot after another, or nobody else was left to compute this one.",
+    evidence="the error's words, the slots and their samples",
+    inferred="that the worker, and not one slot, is short of memory",
+    done="it ended, and its place is filled again by one that begins with empty memory",
+    next=(
+        _LOG,
+        "use fewer workers on this machine, or smaller micro-batches (training.micro_batch_samples)",
+    ),
+)  # fmt: skip
+SLOT_TOO_LARGE = Code(
+    "EH-M107", "no worker has the memory for a slot", "workload", "no",
+    symptom="the run failed: slot … of step … failed on … workers, each for memory",
+    meaning="Every worker that there is ran out of memory in the same slot.",
+    evidence="each worker's error or end in that slot; the slot's samples",
+    inferred="that the slot takes more than a worker has",
+    done="the run ended, with the samples named",
+    next=(
+        "look at the samples that the message names: is one much longer than the others?",
+        "use smaller micro-batches, or machines with more memory, then `elastic-harness resume {run}`",
+    ),
+    exit_code=EXIT_USER_CODE,
+)  # fmt: skip
+
+# ---- T: slow machines and waits
+
+SLOW = Code(
+    "EH-T101", "a worker is slower than the others", "unknown", "unknown",
+    symptom="worker … takes … times as long for a slot as the median of the others",
+    meaning="It has been so for many steps. It is dealt fewer lanes, but its machine does less than it is paid for.",
+    evidence="how long a slot takes it and the others: reading, on a processor, waiting for one; what Linux counted",
+    inferred="the cause, only where a counter shows it; otherwise it says that none does",
+    done="lanes are dealt by speed; with health.on_slow=replace a spare takes its place",
+    next=(
+        "see all workers' paces: `elastic-harness status {run}`",
+        "give the job another machine: `elastic-harness drain NODE`, or health.on_slow=replace with spares",
+        _BURN_IN,
+    ),
+)  # fmt: skip
+STEPS_SLOWER = Code(
+    "EH-T102", "steps are slower than they were", "unknown", "unknown",
+    symptom="alarm: steps take … s, … in the run's best hour",
+    meaning="With as many members as then, steps take half as long again or more.",
+    evidence="the medians now and then, and what each worker here spends in reading and in waiting for a processor",
+    inferred="nothing",
+    done="nothing: a step that takes longer is no failure",
+    next=(
+        "see all workers' paces: `elastic-harness status {run}`",
+        "look for other work on the machines, longer samples, and a slower disk or network",
+    ),
+)  # fmt: skip
+DATA_SLOW = Code(
+    "EH-T103", "steps wait for data", "workload", "unknown",
+    symptom="alarm: workers spend …% of each step in reading samples",
+    meaning="Reading and preparing the samples of a slot takes a large part of it, on the median worker.",
+    evidence="the share of each step that is spent in the dataset",
+    inferred="nothing",
+    done="nothing",
+    next=("let the dataset prepare less in each item, keep it on a faster disk, or read ahead in a thread of its own",),
+)  # fmt: skip
+DISK_SLOW = Code(
+    "EH-T104", "the disk holds the agent up", "infrastructure", "unknown",
+    symptom="alarm: writing the run's records took … s",
+    meaning="The agent waited for the disk with the run's folder. Meanwhile it cannot watch over its workers.",
+    evidence="how long the write took, and the folder",
+    inferred="nothing",
+    done="nothing",
+    next=("keep the run's folder on a local disk, and checkpoints elsewhere: checkpoint.nvme_path",),
+)  # fmt: skip
+STORE_SLOW = Code(
+    "EH-T105", "the store answers late", "infrastructure", "unknown",
+    symptom="alarm: the store takes … s to renew this node's lease",
+    meaning="If it takes longer than the lease, the others go on without this node.",
+    evidence="how long the renewal took, and the lease",
+    inferred="nothing",
+    done="nothing",
+    next=("look at the store's disk and at the network to it, or raise --node-timeout",),
+)  # fmt: skip
+CLOCK_SET = Code(
+    "EH-T106", "the wall clock was set", "infrastructure", "unknown",
+    symptom="alarm: the wall clock of this machine was set by … s",
+    meaning="Times in the records before and after do not fit together. Deadlines do not depend on it.",
+    evidence="the wall clock beside the monotonic one",
+    inferred="nothing",
+    done="nothing",
+    next=("let a time service keep the clock, in small steps",),
 )  # fmt: skip
 
 # ---- N: bad numbers
@@ -770,7 +884,7 @@ POISON = Code(
     "EH-U103", "a slot fails wherever it is computed", "workload", "no",
     symptom="the run failed: slot … of step … failed on … workers",
     meaning="Several workers failed in the same slot of the same step: one of its samples, or the code on it.",
-    evidence="two workers failed in it by themselves, or three were ended in it for memory or were overdue",
+    evidence="two workers failed in it by themselves, or three were overdue in it",
     inferred="that the slot is the cause; kills from outside count only if there are very many",
     done="the run ended, before the slot had walked through every worker and spare",
     next=(
