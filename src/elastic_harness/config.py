@@ -9,6 +9,7 @@ module imports neither torch nor numpy, because the command line and the agent u
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,15 @@ ConfigT = TypeVar("ConfigT", bound="Config")
 
 STEPS_UNASKED = 200
 """The end of a run of which nobody says where it ends."""
+
+
+_TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)")
+
+
+def seconds_of(text: str) -> float | None:
+    """Return the seconds of a time such as "90s", "10min" or "2h"; None if it is no time."""
+    match = _TIME.fullmatch(text)
+    return None if match is None else float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
 
 
 @dataclass(frozen=True)
@@ -223,8 +233,9 @@ class CheckpointConfig(Section):
     """When state is copied to shared memory, written to disk and uploaded, how much of it stays, and what a failure
     means.
 
-    Intervals are in steps; 0: never, except at the end. With "auto" a tier saves as often as is worth its cost. The
-    interval follows from the measured cost and the time between failures, within `interval_min_s` and `interval_max_s`.
+    Intervals are in steps, or a time; 0: never, except at the end. With "auto" a tier saves as often as is worth its
+    cost. The interval follows from the measured cost and the time between failures, within `interval_min_s` and
+    `interval_max_s`.
 
     `peer_copies` and `node_name` are for `CheckpointManager` in a process group on several nodes. There each rank's
     snapshots in memory are copied to so many other nodes. Each copy costs as much memory again: docs/checkpoints.md.
@@ -232,8 +243,9 @@ class CheckpointConfig(Section):
 
     section: ClassVar[str] = "checkpoint"
 
-    checkpoint_interval: int | Literal["auto"] = 50  # to local disk
-    memory_snapshot_interval: int | Literal["auto"] = 10  # to shared memory only
+    checkpoint_interval: int | str = 50  # to local disk: steps, "auto", or a time such as "10min"
+    memory_snapshot_interval: int | str = 10  # to shared memory only: the same
+    each_epoch: bool = False  # to local disk at the end of each epoch as well
     upload_interval: int = 1  # to object storage: a checkpoint on disk that is at least so many steps past the last
     nvme_path: str | None = None  # the folder on local disk; null: "checkpoints" in the run's folder
     s3_bucket: str | None = None  # a bucket, or s3://bucket/prefix, gs://…, az://…; null: nothing is uploaded
@@ -255,7 +267,8 @@ class CheckpointConfig(Section):
     def check(self) -> None:
         for name in ("checkpoint_interval", "memory_snapshot_interval"):
             value = getattr(self, name)
-            self._require(value == "auto" or value >= 0, name, 'must be "auto" or at least 0')
+            fits = value >= 0 if isinstance(value, int) else value == "auto" or bool(seconds_of(value))
+            self._require(fits, name, 'must be a number of steps, "auto", or a time such as "90s", "10min" or "2h"')
         self._at_least(1, "keep_last", "upload_interval")
         self._at_least(0, "keep_every", "keep_best", "s3_keep_last", "full_every", "upload_mbps_max")
         self._at_least(0, "peer_copies")

@@ -69,6 +69,16 @@ def test_changes_ascend(changes: tuple[tuple[int, int], ...]) -> None:
         Schedule(10, 4, changes=changes)
 
 
+@given(schedules(), st.integers(0, 60))
+def test_where_an_epoch_began(schedule: Schedule, more: int) -> None:
+    config = Config(training=TrainingConfig(global_batch_samples=schedule.global_batch))
+    version = schedule.first_step + more
+    began = Batches(config, schedule, None).epoch_began(version)
+    epoch = schedule.at(version).epoch
+    assert began <= version and schedule.at(began).epoch == epoch
+    assert began == schedule.first_step or schedule.at(began).first == 0
+
+
 # ---- as it is written
 
 

@@ -25,7 +25,7 @@ from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.policy import Policy, Upload, policy_of
 from elastic_harness.checkpoint.saver import Saver
 from elastic_harness.checkpoint.tiers import Captured, Tiers
-from elastic_harness.config import CheckpointConfig
+from elastic_harness.config import CheckpointConfig, seconds_of
 from elastic_harness.errors import ConfigError
 from elastic_harness.train.saver import RunSaver
 from elastic_harness.train.state import Registry
@@ -99,7 +99,48 @@ def test_timing_keeps_its_bounds_and_follows_failures(monkeypatch: pytest.Monkey
     assert given.interval_s(to_disk=False) == 2.0
 
 
-def savings(folder: Path, asked: Sequence[int], *, lineage: int = 0, from_step: int = 0, before: int = 0) -> list[int]:
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("10min", 600), ("1.5 h", 5400), ("10", None), ("1d", None)]
+)
+def test_a_time_is_an_interval(text: str, seconds: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seconds_of(text) == seconds
+    if seconds is None:
+        with pytest.raises(ConfigError, match="must be a number of steps"):
+            CheckpointConfig(checkpoint_interval=text)
+        return
+    now = [500.0]
+    monkeypatch.setattr(interval.time, "monotonic", lambda: now[0])
+    timing = Timing(CheckpointConfig(checkpoint_interval=text))
+    assert timing.by_clock and not timing.measures and not Timing(CheckpointConfig()).by_clock
+    for last_s in (0.0, 500.0):  # before this process began, which counts from its beginning
+        now[0] = 500.0 + seconds - 1
+        assert not timing.is_due(9, LastSaved(7, last_s), to_disk=True)
+        now[0] += 1
+        assert timing.is_due(9, LastSaved(7, last_s), to_disk=True)
+    assert not timing.is_due(7, LastSaved(7, 0.0), to_disk=True), "there is nothing new to save"
+    assert timing.is_due(10, LastSaved(7, 500.0), to_disk=False), "in memory by the step, as before"
+
+
+@pytest.mark.parametrize("text", ["0s", "-5", -1, "auto "])
+def test_wrong_intervals_are_named(text: Any) -> None:
+    with pytest.raises(ConfigError, match='must be a number of steps, "auto", or a time'):
+        CheckpointConfig(memory_snapshot_interval=text)
+
+
+def test_a_manager_knows_no_epochs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="call save_checkpoint at the end of each epoch"):
+        CheckpointManager(CheckpointConfig(each_epoch=True, nvme_path=str(tmp_path)))
+
+
+def savings(
+    folder: Path,
+    asked: Sequence[int],
+    *,
+    lineage: int = 0,
+    from_step: int = 0,
+    before: int = 0,
+    epochs: Sequence[int] = (),
+) -> list[int]:
     """At which of these steps a run saves to disk every five steps; `before`: what its lineage 0 had saved last."""
     settings, saved = CheckpointConfig(checkpoint_interval=5), list[int]()
     control = SimpleNamespace(version=before, began_at=0.0, lineage=0, disk_version=before, disk_began_at=0.0)
@@ -115,7 +156,8 @@ def savings(folder: Path, asked: Sequence[int], *, lineage: int = 0, from_step: 
 
     shared.begin_snapshot = begin_snapshot  # type: ignore[assignment,method-assign]
     for step in asked:
-        saver.save_if_due(step, lineage, from_step, 1, dict)
+        began = max((epoch for epoch in epochs if epoch <= step), default=0)
+        saver.save_if_due(step, lineage, from_step, 1, dict, epoch_began=began)
     return saved
 
 
@@ -127,6 +169,12 @@ def test_a_run_and_a_manager_save_at_the_same_steps(asked: Sequence[int], tmp_pa
     settings = CheckpointConfig(checkpoint_interval=5, nvme_path=str(tmp_path / "manager"))
     with CheckpointManager(settings, lambda *_: None) as manager:
         assert [step for step in asked if manager.due(step)] == expected
+
+
+def test_the_end_of_an_epoch_is_on_disk(tmp_path: Path) -> None:
+    """At once, or at the next step that asks; not again if a later step is there."""
+    assert savings(tmp_path, range(1, 13), epochs=[3, 8, 10]) == [3, 5, 8, 10]
+    assert savings(tmp_path, [1, 4, 6, 7, 12], epochs=[3, 8, 10]) == [4, 6, 12]
 
 
 @pytest.mark.parametrize(("interval", "looks"), [(5, 0), ("auto", 3)])

@@ -6,7 +6,7 @@ import math
 import time
 from typing import NamedTuple
 
-from elastic_harness.config import CheckpointConfig
+from elastic_harness.config import CheckpointConfig, seconds_of
 
 PRIOR_S = 86_400.0  # before anything is known, one failure a day is assumed
 
@@ -92,6 +92,12 @@ class Timing:
         """Whether an interval follows what saving costs."""
         return "auto" in (self._config.checkpoint_interval, self._config.memory_snapshot_interval)
 
+    @property
+    def by_clock(self) -> bool:
+        """Whether an interval is a time, on which processes must agree."""
+        config = self._config
+        return any(isinstance(each, str) for each in (config.checkpoint_interval, config.memory_snapshot_interval))
+
     def saved(self, *, to_disk: bool) -> None:
         """Note that a snapshot was begun in the step that runs."""
         self._copied = True
@@ -108,8 +114,9 @@ class Timing:
 
     def is_due(self, version: int, last: LastSaved, *, to_disk: bool) -> bool:
         """Return whether the state after `version` steps is to be saved. With a number it is due when a multiple of the
-        interval was passed since the last save, however many steps lie between two calls. With "auto" it is due when
-        the time is up. A last save ahead of `version` belongs to a history that was given up, and does not count."""
+        interval was passed since the last save, however many steps lie between two calls. With "auto" or a time it is
+        due when the time is up. A last save ahead of `version` belongs to a history that was given up, and does not
+        count."""
         config = self._config
         interval = config.checkpoint_interval if to_disk else config.memory_snapshot_interval
         last_version = last.version if last.version <= version else 0
@@ -117,7 +124,8 @@ class Timing:
             return False
         if isinstance(interval, int):
             return version // interval * interval > last_version
-        return time.monotonic() - max(last.at, self._since) >= self.interval_s(to_disk=to_disk)
+        due_s = self.interval_s(to_disk=to_disk) if interval == "auto" else seconds_of(interval) or 0.0
+        return time.monotonic() - max(last.at, self._since) >= due_s
 
     def interval_s(self, *, to_disk: bool) -> float:
         """Return the best time between two snapshots, within the configured bounds."""

@@ -61,6 +61,11 @@ class CheckpointManager:
 
     def __init__(self, config: CheckpointConfig | None = None, report: Report | None = None) -> None:
         self.config = config or CheckpointConfig()
+        if self.config.each_epoch:
+            raise ConfigError(
+                "each_epoch is for a run of elastic_harness.start(), which knows its epochs; call save_checkpoint at "
+                "the end of each epoch of yours."
+            )
         self.folder = Path(self.config.nvme_path or DEFAULT_FOLDER).expanduser().absolute()
         self._tell = report or print_alarm
         self._ranks = Ranks()
@@ -122,10 +127,10 @@ class CheckpointManager:
 
         An interval of N steps asks when a multiple of N was passed since it last asked. It does not ask at step 0, at
         the step that was loaded, or at one that was saved. Call this once per step. In a process group call it on all
-        ranks, because with "auto" intervals or `watch_preemption` it is collective.
+        ranks, because with intervals that are "auto" or a time, or `watch_preemption` it is collective.
         """
         tier = self._saver.due(step, self._last[CheckpointTier.NVME], self._last[CheckpointTier.MEMORY])
-        if self._saver.timing.measures:
+        if self._saver.timing.by_clock:
             tier = self._as_rank_0(tier)
         if self._previous is not None:
             self.preempted = bool(self._ranks.greatest(int(self.preempted)))

@@ -102,6 +102,10 @@ class Batches:
         """Whether the end of an epoch leaves slots of this step without samples."""
         return self.schedule.at(step).count < self.schedule.batch_at(step)
 
+    def epoch_began(self, version: int) -> int:
+        """Return the version with which the epoch of this one began."""
+        return self.schedule.reaching(self.schedule.at(version).epoch * self.schedule.n_samples)
+
     def workers(self, step: int) -> int:
         """For how many workers a step is; 0: it does not depend on them."""
         return self.schedule.batch_at(step) // self._per_worker if self._per_worker else 0

@@ -73,8 +73,10 @@ def save_if_due(engine: Engine, progress: Progress) -> None:
     if formed.speaks:
         digest, (_, shares) = formed.digest, formed.on_node
         uploads = formed.rank == 0  # one node's copy is enough
+        epoch_began = engine.batches.epoch_began(version) if engine.config.checkpoint.each_epoch else 0
+        describes = described(engine, progress)
         engine.saver.save_if_due(
-            version, digest.lineage, digest.from_step, shares, described(engine, progress), uploads=uploads
+            version, digest.lineage, digest.from_step, shares, describes, uploads=uploads, epoch_began=epoch_began
         )
     else:
         engine.saver.copy_share(version, *formed.on_node)

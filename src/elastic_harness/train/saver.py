@@ -53,13 +53,25 @@ class RunSaver:
     # ---- saving
 
     def save_if_due(
-        self, version: int, lineage: int, from_step: int, world: int, describe: Describe, *, uploads: bool = True
+        self,
+        version: int,
+        lineage: int,
+        from_step: int,
+        world: int,
+        describe: Describe,
+        *,
+        uploads: bool = True,
+        epoch_began: int = 0,
     ) -> None:
         """As the first worker: begin a snapshot if one is due and a frame is free. `from_step`: where this lineage
-        began. `world`: how many workers copy a share. `uploads`: whether it may go to object storage. Must be followed
-        by `finish_copy` before the state changes. Does not block."""
+        began. `world`: how many workers copy a share. `uploads`: whether it may go to object storage. `epoch_began`: a
+        version that is to be on disk, or a later one, because an epoch ended there; 0: none. Must be followed by
+        `finish_copy` before the state changes. Does not block."""
         self._saver.check()
-        tier = self._saver.due(version, *self._last_saved(lineage, from_step))
+        on_disk, in_memory = self._last_saved(lineage, from_step)
+        tier = self._saver.due(version, on_disk, in_memory)
+        if epoch_began > on_disk.version:
+            tier = CheckpointTier.NVME
         if tier is not None:
             shares = 1 if self.alone else world  # no other process has our memory
             with self._saver.reported(version):
