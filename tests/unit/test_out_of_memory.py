@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from functools import partial
 from pathlib import Path
@@ -59,6 +60,8 @@ CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't 
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.ENOENT, "Cannot allocate memory"), False),
         (ValueError("out of memory"), False),
         (UserCodeError("DefaultCPUAllocator: can't allocate memory"), False),
     ],

@@ -119,6 +119,17 @@ def test_a_replacement_is_asked_for_if_more_than_one_other_is_faster(monkeypatch
     assert "2.0 times as long for a slot as the other worker: " in two.told(SlowWorker)[0].in_words("w1-1")
 
 
+def test_a_worker_that_was_named_among_two_asks_once_there_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, THREE, health=replace(HEALTH, on_slow="replace"))
+    job.steps([1000, 2000, 0])  # the third member has computed nothing yet
+    assert [slow.replace for slow in job.told(SlowWorker)] == [False]
+    job.steps([1000, 2000, 1000])
+    assert [slow.replace for slow in job.told(SlowWorker)] == [False, True]
+    job.steps([1000, 1000, 1000])
+    job.steps([1000, 2000, 1000])
+    assert [slow.replace for slow in job.told(SlowWorker)] == [False, True, True]
+
+
 def test_steps_with_empty_or_omitted_slots_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dataset is smaller than the batch, so the last slots of every step are empty, and their lanes quick."""
     job = Job(monkeypatch, THREE, samples=5)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from elastic_harness.errors import Inconsistent
+from elastic_harness.train.attempt import Attempt
 from elastic_harness.train.gate import canaries_due, gate
 from elastic_harness.train.header import Header, combine
 from elastic_harness.train.partials import Contribution, SlotTable
@@ -151,3 +152,24 @@ def test_tables_of_disjoint_lanes_add_up() -> None:
     assert table.ids_hash_N.tolist() == [11, 12, 13, 14]
     assert table.present_in((0, 2)).all()
     assert table.present_in((0, 1)).tolist() == [True] * 69 + [False]
+
+
+@pytest.mark.parametrize(
+    ("canaries", "reference", "compared"),
+    [
+        ([5, 5, 5], None, True),
+        ([5, 5, 0], 0, True),
+        ([0, 5, 5], 0, False),  # the reference had no memory for it: nobody knows who is right
+        ([5, 0, 5], 0, False),  # this member had none
+        ([0, 5, 0], None, False),
+        ([0, 5, 5], None, True),
+        ([5], None, True),  # alone
+    ],
+)
+def test_a_canary_counts_if_it_was_compared(canaries: list[int], reference: int | None, compared: bool) -> None:
+    """Of rank 1, or of the only one."""
+    attempt = object.__new__(Attempt)
+    attempt.rank, attempt.reference = min(1, len(canaries) - 1), reference
+    attempt.canary = canaries[attempt.rank]
+    headers = [dataclasses.replace(header(), canary=canary) for canary in canaries]
+    assert attempt.is_compared(headers) == compared

@@ -60,3 +60,10 @@ def test_the_graver_part_counts() -> None:
     assert together([ill, same, other, open_]) == Judgement("ill", (0, 2))
     assert together([same, open_]).outcome == "undecided"
     assert together([ill, Judgement("random")]).outcome == "random"
+
+
+def test_who_gave_no_word_has_no_say() -> None:
+    """A member may lack the memory to compute something again."""
+    assert judge({}).outcome == judge({1: [7]}).outcome == "same"
+    assert judge({0: [7], 1: [], 2: [7]}).outcome == "same"
+    assert judge({0: [7], 1: [], 2: [8], 3: [8]}) == Judgement("ill", (0,))

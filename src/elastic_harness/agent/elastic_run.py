@@ -62,7 +62,7 @@ from elastic_harness.exits import Exit, read_exit
 from elastic_harness.health.preemption import ON_REQUEST
 from elastic_harness.incidents import table
 from elastic_harness.membership import protocol
-from elastic_harness.membership.poison import How, evidence
+from elastic_harness.membership.poison import FOR_MEMORY, How, evidence
 from elastic_harness.membership.reconcile import worth_telling
 from elastic_harness.membership.records import Known, Values
 from elastic_harness.membership.types import Generation, Limits, Report, node_of
@@ -162,6 +162,7 @@ class ElasticRun:
                         self._rolled_back_to = -1
                     self.agent.report.decided(message)
                     self._last_commit = message.metrics
+                    self._slot_errors = {at: e for at, e in self._slot_errors.items() if at[0] >= message.step}
                     self.agent.alarms.committed(message, self.agent.workers.values())
                 self.agreement.tell(protocol.Committed(message.step))
             case HandOver(line):
@@ -184,7 +185,8 @@ class ElasticRun:
                 fields = {"step": step, "slot": slot, "samples": samples, "error": error}
                 self.agent.records.event("slot_declined", member=worker.member, **fields)
                 self._notice(f"worker {worker.member} leaves slot {slot} of step {step} to another one: {error}")
-                self._slot_errors[step, slot] = SlotError(step, slot, error, samples=samples, out_of_memory=True)
+                lacking = SlotError(step, slot, error, samples=samples, out_of_memory=True)
+                self._slot_errors.setdefault((step, slot), lacking)
                 why = f"slot {slot} is another worker's"
                 self.agreement.tell(protocol.Trouble(worker.member, generation, holds=True, why=why))
             case ScriptError(error):
@@ -581,9 +583,10 @@ class ElasticRun:
     def _on_poison(self, at_step: int, slot: int, members: tuple[str, ...], reason: str) -> None:
         known = self._slot_errors.get((at_step, slot), SlotError(at_step, slot, reason))
         samples = f"; its samples are {list(known.samples)}" if known.samples else ""
-        advice = LESS_MEMORY if known.out_of_memory else "Fix the code or the data"
+        for_memory = reason == FOR_MEMORY  # this node may not have heard of the errors
+        advice = LESS_MEMORY if for_memory else "Fix the code or the data"
         self.agent.fail(
-            table.SLOT_TOO_LARGE if known.out_of_memory else table.POISON,
+            table.SLOT_TOO_LARGE if for_memory else table.POISON,
             f"slot {slot} of step {at_step} failed on {len(members)} workers ({', '.join(members)}): {known.error}"
             f"{samples}. {advice}; the same --run-dir resumes at the newest checkpoint",
         )

@@ -34,6 +34,7 @@ from elastic_harness.contract.messages import TO_AGENT, Leave
 from elastic_harness.errors import (
     EXIT_INTERRUPTED,
     HarnessError,
+    Inconsistent,
     InfrastructureError,
 )
 from elastic_harness.health.preemption import Notice
@@ -269,7 +270,8 @@ class Agent:
 
     def fail(self, code: Code, message: str, *, graceful: bool = False) -> None:
         """End the job as failed, with the exit code that the code has."""
-        assert code.exit_code is not None, code.id
+        if code.exit_code is None:
+            raise Inconsistent(f"{code.id} ends no job, but the job was to end with it: {message}")
         self.finish(JobOutcome(code.exit_code, "failed", message, code), graceful=graceful)
 
     def leave(self, outcome: JobOutcome) -> None:

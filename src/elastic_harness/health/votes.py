@@ -22,9 +22,9 @@ class Judgement:
 
 
 def judge(words: Mapping[int, Sequence[int]]) -> Judgement:
-    """Judge the words that each rank gave for the same work, at least one each."""
+    """Judge the words that each rank gave for the same work. Ranks that gave none have no say."""
     given_times = Counter(word for given in words.values() for word in given)
-    if len(given_times) == 1:
+    if len(given_times) <= 1:
         return Judgement("same")
     if max(given_times.values()) == 1:
         return Judgement("random")
@@ -34,7 +34,7 @@ def judge(words: Mapping[int, Sequence[int]]) -> Judgement:
     word, votes = Counter(steady.values()).most_common(1)[0]
     if 2 * votes <= len(steady):
         return Judgement("undecided")
-    return Judgement("ill", tuple(rank for rank in sorted(words) if steady.get(rank) != word))
+    return Judgement("ill", tuple(rank for rank in sorted(words) if words[rank] and steady.get(rank) != word))
 
 
 def together(judgements: Sequence[Judgement]) -> Judgement:

@@ -26,7 +26,7 @@ class View:
     reform: bool = False  # the current generation failed without a death, or its members waited: form it anew
     why: str = ""  # … as its members say
     leaving: frozenset[str] = frozenset()  # living members that are to leave at the next step boundary
-    slow: frozenset[str] = frozenset()  # members of the current generation that another one is to replace
+    slow: tuple[str, ...] = ()  # members of the current generation; another one is to replace the first that can go
     gathering: bool = False  # others may be about to say that they leave too: nobody leaves yet
     first_ready_at: float = 0.0  # when the first member became ready: for the join timeout of the first generation
     veterans: frozenset[str] = frozenset()  # members that hold the state
@@ -107,7 +107,8 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
     bereft = not _hold_all(surviving & (view.veterans | finished), view, limits)
     admitted = (finished if bereft else frozenset()) if ending else ready
     # A spare on another machine than a slow member's comes first: perhaps the machine is slow.
-    slow_nodes = {node_of(m) for m in view.slow}
+    slow = frozenset(view.slow[:1])
+    slow_nodes = {node_of(m) for m in slow}
     newcomers = sorted(
         (m for m in view.ready if m in admitted - surviving),
         key=lambda m: (m not in view.veterans, node_of(m) in slow_nodes),
@@ -155,7 +156,7 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
 
     # If there are too many, members with nothing to go on from make room, and a slow one. The columns take turns, so
     # that as few members as possible are left over. Each column keeps the members that have been in it for longest.
-    makes_room = frozenset() if urgent or ending or surviving <= view.slow else view.slow
+    makes_room = frozenset() if urgent or ending or surviving <= slow else slow
     columns = _columns(sorted(able, key=lambda m: (m in view.stateless, m in makes_room)), view, limits)
     in_turn = [m for each in zip_longest(*columns) for m in each if m is not None]
     chosen = {*[m for m in in_turn if m not in beyond][:most], *beyond.intersection(in_turn)}
@@ -170,7 +171,7 @@ def decide(now: float, view: View, limits: Limits) -> Keep | Pause | Form:
         return Pause(f"waiting: {_in_rows(columns)} of at least {least} workers are ready{rest}{why}")
     nodes = len({node_of(m) for m in wanted})
     if nodes < limits.min_nodes and makes_room:
-        return decide(now, replace(view, slow=frozenset()), limits)
+        return decide(now, replace(view, slow=view.slow[1:]), limits)
     if nodes < limits.min_nodes and not finished:
         return Pause(f"waiting: workers of {nodes} of at least {limits.min_nodes} nodes are ready{why}")
     # A first generation that has no state waits for latecomers, because to begin with all is cheaper than to grow.

@@ -19,6 +19,7 @@ killed: by SIGKILL, nobody knows why."""
 Failure = tuple[int, int, str, How]
 """Step, slot, member, how."""
 
+FOR_MEMORY = "there was not enough memory for it"
 ERRORS = 2  # members that fail in a slot by themselves before the slot is blamed
 OUT_OF_MEMORY = 2  # … that end for want of memory, more than do so in other slots of the step
 EVIDENT = 3  # … that fail in any of these ways, or do not finish in time
@@ -48,7 +49,7 @@ def blame(failures: Iterable[Failure], step: int, slot: int, overdue_s: float) -
     hungry_elsewhere = {member for j, member, how in in_step if j != slot and how == "memory"}
     words: dict[How, str] = {
         "error": "it failed by itself",
-        "memory": "there was not enough memory for it",
+        "memory": FOR_MEMORY,
         "overdue": f"it did not finish within {overdue_s:g} s, as long as elastic.progress_timeout_max_s and "
         "elastic.first_step_timeout_s allow",
     }

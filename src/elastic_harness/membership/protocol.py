@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from elastic_harness.membership.decide import Form, View, decide
 from elastic_harness.membership.decide import Pause as Pause
-from elastic_harness.membership.poison import Failure, How, blame
+from elastic_harness.membership.poison import FOR_MEMORY, Failure, How, blame
 from elastic_harness.membership.reconcile import declined_by_all, reconcile, scattered
 from elastic_harness.membership.types import Digest, Generation, Limits, Report, node_of
 from elastic_harness.omissions import Entry, no_help, since
@@ -615,17 +615,17 @@ def _propose(state: State, now: float, reform: bool) -> tuple[State, tuple[Actio
         trouble_at=None,
         trouble_in=0,
         trouble_why="",
-        replaced_at=state.replaced_at if view.slow <= generation.member_set else now,
+        replaced_at=state.replaced_at if generation.member_set.issuperset(view.slow) else now,
     )
     return state, (Announce(generation),)
 
 
-def _to_be_replaced(state: State, now: float) -> frozenset[str]:
-    """Return the slow member that may be replaced now: one at a time, and not soon after another one."""
+def _to_be_replaced(state: State, now: float) -> tuple[str, ...]:
+    """Return the slow members of which one may be replaced now, and not soon after another one."""
     recent = state.replaced_at is not None and now < state.replaced_at + REPLACED_S
     if recent or state.generation is None or state.limits.shards > 1:
-        return frozenset()
-    return frozenset([member for member in state.slow if member in state.generation.member_set][:1])
+        return ()
+    return tuple(member for member in state.slow if member in state.generation.member_set)
 
 
 def _held(state: State) -> dict[str, int]:
@@ -676,8 +676,7 @@ def _form(state: State, generation: Generation, now: float) -> tuple[State, tupl
     if slot is not None and len(generation.members) < state.limits.target:
         return _propose(replace(state, unable=generation.members), now, True)
     if slot is not None and len(generation.members) > 1:
-        why = "there was not enough memory for it"
-        return replace(state, done=True), (Poison(digest.version, slot, generation.members, why),)
+        return replace(state, done=True), (Poison(digest.version, slot, generation.members, FOR_MEMORY),)
     # Steps that the run has passed are not done again, so their deadlines no longer matter.
     overdue = tuple(pair for pair in state.overdue if pair[0] >= digest.version)
     digest = replace(digest, overdue=overdue, omissions=state.omissions)

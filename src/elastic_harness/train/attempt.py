@@ -54,6 +54,13 @@ class Attempt:
     audit: int = 0  # the word of the lane that it audits itself
     lane_times: LaneTimes = field(default_factory=LaneTimes)
 
+    def is_compared(self, headers: Sequence[Header]) -> bool:
+        """Whether this member's canary was compared: with that of the member that counts, or of any if all are new. A
+        member that is alone has only its own first time."""
+        others = range(len(headers)) if self.reference is None else [self.reference]
+        compared = [rank for rank in others if rank != self.rank and headers[rank].canary]
+        return bool(self.canary) and (bool(compared) or len(headers) == 1)
+
     def send_if_finished(self, span: Span, partials: Partials) -> None:
         """If `span` is one of this member's partial sums on the wire, flatten it and let it go."""
         if (span, self.rank) in self.plan.cover:

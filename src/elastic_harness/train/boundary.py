@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,16 @@ from elastic_harness.train.attempt import Attempt
 from elastic_harness.train.batches import NAME
 from elastic_harness.train.compute import CANARY
 from elastic_harness.train.engine import Engine
+from elastic_harness.train.header import Header
 from elastic_harness.train.link import Left
 from elastic_harness.train.nonfinite import NAME as NONFINITE
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.tell import tell_commit
 
 
-def after_apply(engine: Engine, progress: Progress, record: Record, metrics: Metrics, attempt: Attempt) -> Progress:
+def after_apply(
+    engine: Engine, progress: Progress, record: Record, metrics: Metrics, attempt: Attempt, headers: Sequence[Header]
+) -> Progress:
     """Return the progress after the state has changed. The vectors of the step before are free now; the first member of
     each node tells its agent."""
     assert progress.formed is not None
@@ -36,7 +39,7 @@ def after_apply(engine: Engine, progress: Progress, record: Record, metrics: Met
     progress = replace(
         progress.at(record.step + 1, record=record, metrics=metrics),
         exchange=attempt.exchange,
-        verified=progress.verified or not (omitted or (attempt.canary_due and not attempt.canary)),
+        verified=progress.verified or not engine.canary or (not omitted and attempt.is_compared(headers)),
         committed_at=now,
     )
     assert progress.formed is not None

@@ -103,7 +103,7 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
             engine.registry.rehearse()  # most optimizers have no state before their first step
         engine.accept_state(record.step + 1)
         failpoint("apply.finished", record.step)
-        progress = after_apply(engine, progress, record, metrics, attempt)
+        progress = after_apply(engine, progress, record, metrics, attempt, headers)
     note_paces(engine, formed, attempt, headers)
     return replace(progress, verdict=verdict)
 

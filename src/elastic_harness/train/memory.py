@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import time
 from typing import Any
@@ -25,6 +26,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory could not be allocated, on the host or on a GPU."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
 
 

@@ -33,6 +33,7 @@ class OwnPace:
         self._watch = PaceWatch(health.slow_factor, *for_long)
         self._reading = Lasting(READING_MAX, *for_long)
         self._counters = read_counters()  # when the pace rose
+        self._asked = False  # for a replacement
         self._committed_at: float | None = None
 
     def begin(self) -> None:
@@ -61,16 +62,18 @@ class OwnPace:
 
     def _compare(self, step: int, own: SlotTimes, others: Sequence[SlotTimes], now: float) -> None:
         change = self._watch.note(own, others, now)
+        may_ask = self._replace and len(others) > 1  # of two nobody knows which one is as it should be
         if change is Turn.ROSE:
             self._counters = read_counters()
-        elif change is Turn.LASTS:
+        elif change is Turn.LASTS or (self._watch.times.lasts and may_ask and not self._asked):
             found = self._watch.found(read_counters().since(self._counters))
             kind, reason = found.cause.kind, found.cause.reason
-            replace = self._replace and found.others > 1  # of two nobody knows which one is as it should be
+            self._asked = replace = may_ask
             self._send(
                 SlowWorker(step, found.times, found.others, found.steps, kind, reason, found.evidence, replace)
             )
         elif change is Turn.OVER:
+            self._asked = False
             self._send(FastAgain(step, round(self._watch.times.value, 2)))
 
     def _look_at_reading(self, step: int, share: float, now: float) -> None:

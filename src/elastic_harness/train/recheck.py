@@ -10,6 +10,7 @@ or the model, and the policy acts. Every member comes to the same from the same 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ import xxhash
 
 from elastic_harness.comm.tree import Span
 from elastic_harness.contract.messages import Rechecked, Undecided
-from elastic_harness.errors import InfrastructureError, PeerFailed
+from elastic_harness.errors import InfrastructureError, OutOfMemory, PeerFailed
 from elastic_harness.failpoints import failpoint
 from elastic_harness.health import spikes
 from elastic_harness.health.votes import Judgement, judge, together
@@ -156,7 +157,8 @@ def _ask(
             )
             words[index, 0] = torch.tensor(known)
         if turn > 0 or (question.owner + 1) % formed.world == formed.rank:
-            words[index, 1] = torch.tensor((yield from _compute_again(engine, progress, question.span)))
+            with contextlib.suppress(OutOfMemory):  # without its words this member has no say
+                words[index, 1] = torch.tensor((yield from _compute_again(engine, progress, question.span)))
     failpoint("recheck.computed", progress.version)
     given = [each.view_as(words).tolist() for each in gather(engine, progress, words.view(-1), turn)]
     return [

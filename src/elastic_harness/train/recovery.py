@@ -252,6 +252,8 @@ def _dealt(engine: Engine, progress: Progress) -> Progress:
     assert formed is not None
     replicas, begun = len(formed.generation.rows), formed.digest.workers
     engine.batches.plan(progress.version, begun or replicas, replicas)
+    if begun != progress.begun_for[1]:
+        progress = replace(progress, declined=())  # lanes of another shape
     if begun:
         progress = replace(progress, begun_for=(formed.generation.number, begun))
     if partials is None or partials.table.slots == engine.batches.shape(progress.version).slots:
