@@ -221,6 +221,24 @@ def test_a_flipped_bit_in_memory_is_noticed(memory: Memory, tmp_path: Path, wher
     assert float(both.load(4).tensors["n"]) == 4.0
 
 
+def test_a_frame_that_is_used_again_is_no_damage(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The writer has listed a sealed snapshot, and a worker begins the next but one in its frame just then."""
+    frames = Frames(memory)
+    take(frames, 4, to_disk=False)
+    writer = Writer(frames, tmp_path)
+    writer.drain()
+    (listed,) = frames.complete()
+    take(frames, 5, to_disk=False)
+    take(frames, 6, finished=0, to_disk=False)
+    assert listed.damaged and not listed.here
+    monkeypatch.setattr(frames, "complete", lambda: [listed])
+    assert not writer.work() and "checkpoint_corrupt" not in capfd.readouterr().out
+    monkeypatch.undo()
+    assert versions(frames) == [5]
+
+
 def test_damage_in_memory_is_repaired_from_disk_and_the_other_way_round(memory: Memory, tmp_path: Path) -> None:
     frames = Frames(memory)
     taken = take(frames, 5)

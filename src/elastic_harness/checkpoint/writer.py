@@ -49,8 +49,7 @@ class Writer:
         """Do one thing, the newest snapshot first. Return False if there is nothing to do."""
         for snapshot in self._frames.complete():
             if snapshot.damaged:  # a new seal would make the damage valid
-                snapshot.drop()
-                tell("checkpoint_corrupt", step=snapshot.version, error="The snapshot in memory was changed.")
+                self._drop_if_damaged(snapshot)
             elif not snapshot.sealed and self._seal(snapshot):
                 return True
         for snapshot in reversed(self._frames.complete()):
@@ -83,6 +82,13 @@ class Writer:
 
     def wait_for_uploads(self) -> None:
         self._uploader.close()
+
+    def _drop_if_damaged(self, snapshot: Snapshot) -> None:
+        """Drop a snapshot that was changed in memory. One whose frame is used for the next by now looks like that."""
+        with snapshot.pinned() as pinned:
+            if pinned and snapshot.here and snapshot.damaged:
+                snapshot.drop()
+                tell("checkpoint_corrupt", step=snapshot.version, error="The snapshot in memory was changed.")
 
     def _seal(self, snapshot: Snapshot) -> bool:
         with snapshot.pinned() as pinned:
