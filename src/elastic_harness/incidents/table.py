@@ -324,7 +324,7 @@ SLOW = Code(
 STEPS_SLOWER = Code(
     "EH-T102", "steps are slower than they were", "unknown", "unknown",
     symptom="alarm: steps take … s, … in the run's best hour",
-    meaning="With as many members as then, steps take half as long again or more.",
+    meaning="With as many members as then, and as many slots in a step, steps take half as long again or more.",
     evidence="the medians now and then, and what each worker here spends in reading and in waiting for a processor",
     inferred="nothing",
     done="nothing: a step that takes longer is no failure",
