@@ -80,6 +80,22 @@ def test_a_disk_that_holds_the_agent_up_is_told(watched: Watched, monkeypatch: p
     assert [each["kind"] for each in watched.told()] == ["disk", "disk"]
 
 
+def test_a_step_with_more_slots_is_not_called_slow(watched: Watched) -> None:
+    """A schedule of batches doubles it. A real slowdown after that is told."""
+
+    def committed(step_s: float, slots: int, count: int) -> None:
+        for _ in range(count):
+            watched.now_s += step_s
+            watched.alarms.committed(Commit(0, 1, 1, 3, step_s=step_s, ledger={"slots": slots}), [])
+
+    committed(1.0, 8, 150)
+    committed(2.0, 16, 300)
+    assert not watched.told()
+    committed(8.0, 16, 100)
+    told, = watched.told()
+    assert (told["evidence"]["step_s"], told["evidence"]["best_step_s"]) == (8.0, 2.0)
+
+
 def test_slow_steps_are_told_with_what_workers_show(watched: Watched) -> None:
     def committed(step_s: float | None, count: int) -> None:
         for _ in range(count):

@@ -212,6 +212,65 @@ def test_a_failure_before_any_step_is_told_and_its_cost_is_not_known() -> None:
     assert episode.cost_s is None and episode.over_step == 0
 
 
+# ---- what ends nothing
+
+
+@pytest.mark.parametrize("between", [0, 3])
+def test_a_worker_that_was_told_of_before_dies_all_the_same(between: int) -> None:
+    log = Log(5).add("alarm", kind="data", severity="warning", message="…", member="b").commit(between)
+    log.lost("b", "EH-W101").incident("b", "EH-W101", done="others go on").commit(after_s=STEP_S + 1.5)
+    assert told(log) == ([["T103"], ["W101"]] if between else [["T103", "W101"]])
+    episode = log.tale().episodes[-1]
+    assert episode.interrupted and episode.cost_s == pytest.approx(1.51, abs=0.02)
+    assert episode.failures[-1].done == "others go on" and episode.began_at == episode.failures[-1].t
+
+
+def test_what_is_told_of_one_worker_again_and_again_is_not_one_thing() -> None:
+    log = Log(5)
+    for name in ("slot_retried", "slot_retried", "slot_declined"):
+        log.add(name, member="b", step=5, slot=3, error="no memory")
+    log.commit().add("worker_slow", member="b", reason="no processor").commit()
+    log.add("slot_declined", member="b").commit()
+    log.lost("b", "EH-M106", step=9, slot=1).incident("b", "EH-M106", step=9, slot=1, evidence=["no memory"]).commit()
+    assert told(log) == [["M104", "M105"], ["T101"], ["M105"], ["M106"]]
+    assert log.tale().failures[0].times == 2 and log.tale().failures[-1].evidence == ("no memory",)
+
+
+def test_two_workers_that_decline_are_two() -> None:
+    log = Log(5).add("slot_declined", member="a", step=5, slot=3).add("slot_declined", member="b", step=5, slot=3)
+    assert [f.member for f in log.tale().failures] == ["a", "b"]
+
+
+ENDS_NOTHING: list[tuple[str, dict[str, Any]]] = [
+    *(("alarm", {"kind": kind, "severity": "warning", "member": "b"}) for kind in ("clock", "data", "throughput")),
+    ("alarm", {"kind": "memory", "severity": "warning"}),
+    ("alarm", {"kind": "memory", "severity": "critical"}),
+    ("slot_retried", {"member": "b", "step": 5, "slot": 3}),
+    ("slot_declined", {"member": "b", "step": 5, "slot": 3}),
+    ("worker_slow", {"member": "b", "reason": "no processor"}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), ENDS_NOTHING)
+def test_what_ends_nothing_is_no_cause(name: str, fields: dict[str, Any]) -> None:
+    log = Log(5).add(name, **fields).add("exchange_broke", member="a", peers=["b"], error="reset").lost("b", "EH-W101")
+    log.add("waiting", reason="1 of 2", code="EH-L105").add("peers_lost", node="n2", members=["b"], reason="gone")
+    log.add("run_finished", status="failed", exit_code=3, message="too few", code="EH-L106")
+    ((before, death),) = told(log)
+    assert death == ("W101", ["L101", "L105", "L107", "L106"]) and isinstance(before, str)
+    cause = words.cause_of_end(log.tale(), live=False)
+    assert cause is not None and cause.code.id == "EH-W101"
+
+
+@pytest.mark.parametrize(("name", "fields"), ENDS_NOTHING)
+def test_an_end_after_what_ends_nothing_stands_for_itself(name: str, fields: dict[str, Any]) -> None:
+    log = Log(5).add(name, **fields)
+    assert words.cause_of_end(log.tale(), live=True) is None
+    log.add("run_finished", status="failed", exit_code=1, message="no memory", code="EH-M107")
+    cause = words.cause_of_end(log.tale(), live=False)
+    assert cause is not None and cause.code.id == "EH-M107" and not cause.consequences
+
+
 # ---- costs
 
 
@@ -224,6 +283,36 @@ def test_the_cost_is_what_the_next_new_step_came_later_by() -> None:
 def test_nobody_waits_for_a_spare_or_a_checkpoint() -> None:
     log = Log(10).lost("spare", "EH-W101").commit(after_s=3.0).add("checkpoint_failed", step=3, error="full").commit()
     assert [episode.cost_s for episode in log.tale().episodes] == [None, None]
+
+
+def test_a_slot_that_is_left_to_another_worker_holds_all_up() -> None:
+    log = Log(10).add("slot_declined", member="b", step=10, slot=3).commit(after_s=STEP_S + 0.5)
+    (episode,) = log.tale().episodes
+    assert episode.interrupted and episode.cost_s == pytest.approx(0.51)
+
+
+def test_a_worker_that_is_sent_away_after_a_recheck_holds_all_up() -> None:
+    log = Log(10).add("recheck", step=10, what="lane 0", outcome="ill", ill=["c"])
+    log.add("evicted", member="c", reason="other bits", code="EH-C101").lost("c", "EH-C101").commit(after_s=2.0)
+    (episode,) = log.tale().episodes
+    assert tree(episode.failures) == ["C101"] and episode.cost_s == pytest.approx(1.53)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("worker_slow", {"member": "b"}, "not measured"),
+        ("alarm", {"kind": "throughput"}, "not measured"),
+        ("slot_retried", {"member": "b"}, "not measured"),
+        ("alarm", {"kind": "memory"}, "no time: nobody waited for it"),
+        ("checkpoint_failed", {"step": 3, "error": "full"}, "no time: nobody waited for it"),
+    ],
+)
+def test_what_was_not_measured_is_not_called_nothing(name: str, fields: dict[str, Any], said: str) -> None:
+    log = Log(10).add(name, **fields).commit()
+    lines = list(words.tale_in_words("run", [], log.tale(), [], live=False))
+    (cost,) = [line for line in lines if line.lstrip().startswith("cost")]
+    assert said in cost
 
 
 def test_the_time_between_two_launches_is_no_cost_of_the_failure() -> None:

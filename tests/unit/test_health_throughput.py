@@ -16,11 +16,11 @@ class Run:
     def __init__(self) -> None:
         self.watch, self.now_s = ThroughputWatch(), 0.0
 
-    def steps(self, seconds: float, count: int, members: int = 4) -> list[Slowdown]:
+    def steps(self, seconds: float, count: int, members: int = 4, slots: int = 8) -> list[Slowdown]:
         found = []
         for _ in range(count):
             self.now_s += seconds
-            found += [each for each in [self.watch.note(members, seconds, self.now_s)] if each is not None]
+            found += [each for each in [self.watch.note(members, slots, seconds, self.now_s)] if each is not None]
         return found
 
 
@@ -58,6 +58,14 @@ def test_other_numbers_of_members_have_measures_of_their_own() -> None:
     assert not run.steps(2.0, 3 * LEAST, members=2)
     assert not run.steps(1.0, 300)
     assert len(run.steps(4.0, 200, members=2)) == 1
+
+
+def test_a_batch_that_doubles_is_no_slowdown_and_hides_none() -> None:
+    run = Run()
+    run.steps(1.0, 150)
+    assert not run.steps(2.0, 3 * LEAST, slots=16)
+    found, = run.steps(8.0, 200, slots=16)
+    assert found == Slowdown(8.0, 2.0, 4)
 
 
 def test_a_run_without_a_measure_says_nothing() -> None:

@@ -1,7 +1,7 @@
 """Says when a run's steps take longer than they used to. Pure.
 
-The measure is the run's own best hour with the same number of members. Until the first hour is over, the first steps
-are the measure.
+The measure is the run's own best hour with the same number of members and of slots in a step. Until the first hour is
+over, the first steps are the measure.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class ThroughputWatch:
     """Follows the time of a run's steps."""
 
     def __init__(self) -> None:
-        self._best_s: dict[int, float] = {}  # by number of members, the median of the best hour
-        self._begin(0, 0.0)
+        self._best_s: dict[tuple[int, int], float] = {}  # by members and slots, the median of the best hour
+        self._begin((0, 0), 0.0)
 
-    def _begin(self, members: int, now_s: float) -> None:
-        self._members = members
+    def _begin(self, size: tuple[int, int], now_s: float) -> None:
+        self._size = size
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._slow = Lasting(TIMES_MAX, RECENT, LASTING_S, smooth=1)
         self._begin_hour(now_s)
@@ -46,17 +46,18 @@ class ThroughputWatch:
         self._hour: deque[float] = deque(maxlen=KEPT)
         self._hour_began_s = now_s
 
-    def note(self, members: int, step_s: float, now_s: float) -> Slowdown | None:
+    def note(self, members: int, slots: int, step_s: float, now_s: float) -> Slowdown | None:
         """Take one more step. Return what is to be told: once, and again only if steps were as quick as usual
-        meanwhile."""
-        if members != self._members:
-            self._begin(members, now_s)
+        meanwhile. slots: of the step; 0: not known."""
+        size = members, slots
+        if size != self._size:
+            self._begin(size, now_s)
         self._recent.append(step_s)
         self._hour.append(step_s)
-        best_s = self._best_s.get(members)
+        best_s = self._best_s.get(size)
         if len(self._hour) >= LEAST and (best_s is None or now_s - self._hour_began_s >= HOUR_S):
             hour_s = median(self._hour)
-            self._best_s[members] = hour_s if best_s is None else min(best_s, hour_s)
+            self._best_s[size] = hour_s if best_s is None else min(best_s, hour_s)
             self._begin_hour(now_s)
         if best_s is None or len(self._recent) < RECENT:
             return None

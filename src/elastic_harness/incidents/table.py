@@ -282,14 +282,17 @@ SLOT_DECLINED = Code(
 )  # fmt: skip
 NO_MEMORY = Code(
     "EH-M106", "a worker had no memory for a slot", "workload", "unknown",
-    symptom="worker … failed: memory ran out in slot … of step …",
-    meaning="It ran out of memory in one slot after another, or nobody else was left to compute this one.",
-    evidence="the error's words, the slots and their samples",
-    inferred="that the worker, and not one slot, is short of memory",
+    symptom="worker … failed: out of memory: …, or with an error such as MemoryError or torch.OutOfMemoryError",
+    meaning="Memory ran out in a slot, and the error ended the worker. One that the script's own forward raises "
+    "outside of `step.backward` does so at once. Any other came back in a second try, and the slot could not be left "
+    "to another worker, or it was one of several in a row.",
+    evidence="the kind of the error and its words, and the step and slot that were being read or computed",
+    inferred="nothing: whether the slot or the worker is at fault shows when another worker computes the slot",
     done="it ended, and its place is filled again by one that begins with empty memory",
     next=(
         _LOG,
         "use fewer workers on this machine, or smaller micro-batches (training.micro_batch_samples)",
+        "if the error is in the forward, give `step.backward` a function that computes the loss: it can be tried again",
     ),
 )  # fmt: skip
 SLOT_TOO_LARGE = Code(
@@ -324,7 +327,7 @@ SLOW = Code(
 STEPS_SLOWER = Code(
     "EH-T102", "steps are slower than they were", "unknown", "unknown",
     symptom="alarm: steps take … s, … in the run's best hour",
-    meaning="With as many members as then, steps take half as long again or more.",
+    meaning="With as many members as then, and as many slots in a step, steps take half as long again or more.",
     evidence="the medians now and then, and what each worker here spends in reading and in waiting for a processor",
     inferred="nothing",
     done="nothing: a step that takes longer is no failure",

@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_harness.incidents.code import Code
 from elastic_harness.incidents.page import explained
-from elastic_harness.incidents.table import CUT_OFF
+from elastic_harness.incidents.table import CUT_OFF, SLOT_RETRIED
 from elastic_harness.runs import episodes
 from elastic_harness.runs.episodes import Episode, Failure, Tale
 from elastic_harness.runs.events import passed_over
@@ -104,12 +104,12 @@ def state(tale: Tale, *, live: bool) -> str:
 
 def cause_of_end(tale: Tale, *, live: bool) -> Failure | None:
     """Return the first cause in the newest episode, if nothing was committed after it; None if the run did what it was
-    to do."""
+    to do, or if nothing is told that could have ended it."""
     newest = tale.episodes[-1] if tale.episodes else None
     if newest is None or state(tale, live=live) in ("finished", "stopped"):
         return None
     ended = any(failure.event == "run_finished" for failure in episodes.every(newest.failures))
-    return newest.first if newest.over_at is None or ended else None
+    return newest.first if (newest.over_at is None or ended) and not newest.first.ends_nothing else None
 
 
 def what_next(run: str, tale: Tale, *, live: bool) -> list[str]:
@@ -192,6 +192,8 @@ def _cost(episode: Episode) -> str:
         )
     elif episode.interrupted:
         said.append("not known: it is not known how long a step took before")
+    elif any(f.code.family == "T" or f.code is SLOT_RETRIED for f in episodes.every(episode.failures)):
+        said.append("not measured: training went on, but steps may have taken longer")
     else:
         said.append("no time: nobody waited for it")
     return "; ".join(said)

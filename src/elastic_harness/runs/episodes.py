@@ -25,7 +25,12 @@ TimedEvent = tuple[float, str, Event]
 """Time, node, event."""
 
 _OF_A_WORKER = {"failure_detected", "evicted"}
-_INTERRUPTING = _OF_A_WORKER | {"exchange_broke", "rollback", "rollback_decided", "run_cut_off", "hang", "peers_lost"}
+_OF_AN_END = _OF_A_WORKER | {"hang", "incident", "recheck"}
+"""With a member they tell of its end, which it has only once. All others may be told of a member again and again."""
+_INTERRUPTING = _OF_A_WORKER | {
+    "exchange_broke", "hang", "peers_lost", "rollback", "rollback_decided", "run_cut_off", "slot_declined",
+}  # fmt: skip
+_ENDS_NOTHING = {table.MEMORY_FILLS, table.MEMORY_FULL, table.SLOT_RETRIED, table.SLOT_DECLINED}
 _WORKER = re.compile(r"worker (\S+) ")
 
 
@@ -50,6 +55,11 @@ class Failure:
     reason: str = ""  # word for word, by which events that tell of one matter are known
 
     @property
+    def ends_nothing(self) -> bool:
+        """Whether nothing ends because of it, and no other failure follows from it."""
+        return self.code.family == "T" or self.code in _ENDS_NOTHING
+
+    @property
     def codes(self) -> list[Code]:
         """Its code, and those of all that followed from it."""
         return [self.code, *(code for each in self.consequences for code in each.codes)]
@@ -71,11 +81,12 @@ class Episode:
 
     @property
     def began_at(self) -> float:
-        return self.failures[0].t
+        return self.first.t
 
     @property
     def first(self) -> Failure:
-        return self.failures[0]
+        """The first cause of what followed. One that ends nothing is that only if there is no other."""
+        return next((failure for failure in self.failures if not failure.ends_nothing), self.failures[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +176,7 @@ class _Teller:
         self._down_since: float | None = None
         self._down_s = 0.0  # since the newest commit
         self._live: set[str] = set()  # nodes whose launch has not ended
-        self._by_member: dict[str, Failure] = {}
+        self._by_member: dict[str, Failure] = {}  # ends of workers
         self._asked: Failure | None = None  # that this node goes, since it was launched
 
     def take(self, t: float, node: str, event: Event) -> None:
@@ -247,6 +258,8 @@ class _Teller:
         known = self._known(failure)
         if known is not None:
             _merge(known, failure)
+            if self._open is not None and any(known is each for each in every(self._open.failures)):
+                self._open.interrupted |= self._interrupts(name, failure)
             return
         if failure.code is table.STOPPED_ON_REQUEST and self._asked is not None:
             self._asked.consequences.append(failure)
@@ -255,7 +268,7 @@ class _Teller:
             self._asked = failure
         episode = self._note(failure)
         episode.interrupted |= self._interrupts(name, failure)
-        if failure.member is not None and name != "exchange_broke":
+        if failure.member is not None and name in _OF_AN_END:
             self._by_member[failure.member] = failure
 
     def _interrupts(self, name: str, failure: Failure) -> bool:
@@ -265,14 +278,14 @@ class _Teller:
 
     def _known(self, failure: Failure) -> Failure | None:
         """Return the failure that this one is once more."""
-        if failure.member is not None and failure.event != "exchange_broke":
+        if failure.member is not None and failure.event in _OF_AN_END:
             return self._by_member.get(failure.member)
         newest = self.tale.episodes[-1].failures if self.tale.episodes else []
         alike = [f for f in every(newest) if f.code is failure.code and f.member == failure.member]
         if failure.event == "peers_lost":  # every other node tells of it
             return next((f for f in alike if f.peers == failure.peers), None)
-        if failure.event == "run_finished":
-            alike = [f for f in alike if f.event == "run_finished"]
+        if failure.event == "run_finished" or failure.member is not None:
+            alike = [f for f in alike if f.event == failure.event]
         elif failure.step is not None and failure.code.family == "N":  # a row of steps is one failure
             return next((f for f in alike if f.step is not None and 0 <= failure.step - f.step <= f.times), None)
         return alike[0] if alike and self._open is not None else None
@@ -447,6 +460,8 @@ def _first(number: int, causes: Mapping[int, int]) -> int:
 
 def _follows(failure: Failure, cause: Failure) -> bool:
     """Whether the events say that one failure is a consequence of another."""
+    if cause.ends_nothing:
+        return False
     if failure.code is table.WAITED_IN_VAIN:
         return cause.code in _HANGS
     if failure.code is table.EXCHANGE_BROKE:

@@ -63,7 +63,8 @@ class Alarms:
     def committed(self, commit: Commit, workers: Iterable[Worker]) -> None:
         """Look at the time of a step that was committed."""
         if commit.step_s is not None:
-            found = self._throughput.note(commit.world_size, commit.step_s, time.monotonic())
+            slots = (commit.ledger or {}).get("slots", 0)  # a batch that changes has more of them, or fewer
+            found = self._throughput.note(commit.world_size, slots, commit.step_s, time.monotonic())
             if found is not None:
                 self.tell(slow_steps(found, list(workers)))
 
