@@ -550,3 +550,36 @@ def test_it_starts_fast_and_without_torch(tmp_path: Path) -> None:
     began = time.process_time()
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
     assert time.process_time() - began < 5.0
+
+
+def causes_of(log: Log) -> list[list[str]]:
+    return [[code.id for code in failure.codes] for failure in tell({"": log.events}, []).failures]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_exchange_breaks_because_a_script_left_its_loop(first: bool) -> None:
+    """The others may tell of the exchange before the agent has heard why."""
+    log = Log(3)
+    ends = {"code": "EH-U106", "status": "failed", "exit_code": 1, "message": "the loop was left"}
+    for event in (["exchange_broke", "run_finished"] if first else ["run_finished", "exchange_broke"]):
+        fields = ends if event == "run_finished" else {"member": "a", "peers": ["b"], "step": 3, "error": "closed"}
+        log.add(event, **fields)
+    assert causes_of(log) == [["EH-U106", "EH-L101"]]
+
+
+def test_an_exchange_that_names_nobody_broke_for_the_worker_that_ended_then() -> None:
+    log = Log(3).add("exchange_broke", member="a", peers=[], step=3, error="closed")
+    log.add("failure_detected", member="b", what="was killed by SIGKILL", signal="SIGKILL", step=3)
+    assert causes_of(log.commit(2)) == [["EH-W101", "EH-L101"]]
+    assert causes_of(Log(3).add("exchange_broke", member="a", peers=[], step=3, error="x")) == [["EH-L101"]]
+
+
+def test_a_commit_that_is_told_late_ends_no_episode() -> None:
+    """A worker dies in step 4, and its agent has not yet heard that step 3 is committed."""
+    log = Log(3)
+    log.add("failure_detected", member="b", what="was killed by SIGKILL", signal="SIGKILL", step=4)
+    log.commit()
+    log.add("exchange_broke", member="a", peers=["b"], step=4, error="closed")
+    log.commit(after_s=5.0)
+    (episode,) = tell({"": log.events}, []).episodes
+    assert episode.over_step == 4 and episode.cost_s == pytest.approx(4.5, abs=0.1)

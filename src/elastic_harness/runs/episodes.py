@@ -232,11 +232,16 @@ class _Teller:
             if self._open is not None:
                 self._open.redone_steps += 1
             return
-        if self._open is not None:
+        if self._open is not None and not self._was_before(self._open, step):
             self._close(self._open, t, step)
             self._open = None
         tale.commits.append(NewStep(t, step, step_s, world, tokens))
         self._farthest, self._down_s = step, 0.0
+
+    @staticmethod
+    def _was_before(episode: Episode, step: int) -> bool:
+        """Whether a step is one before those in which workers ended: its commit is told late."""
+        return any(f.step is not None and step < f.step for f in every(episode.failures) if f.event in _OF_A_WORKER)
 
     def _close(self, episode: Episode, t: float, step: int) -> None:
         episode.over_at, episode.over_step = t, step
@@ -466,7 +471,9 @@ def _follows(failure: Failure, cause: Failure) -> bool:
         return cause.code in _HANGS
     if failure.code is table.EXCHANGE_BROKE:
         refused = failure.reason != "" and failure.reason == cause.reason and cause.event != "exchange_broke"
-        return cause.member in failure.peers or cause.code is table.UNREACHABLE or refused
+        unnamed = not failure.peers and cause.event in _OF_A_WORKER  # it broke under everybody who was in it
+        named = cause.member in failure.peers or cause.code in (table.UNREACHABLE, table.LOOP_LEFT)
+        return named or unnamed or refused
     if failure.code is table.PEERS_LOST:
         return cause.member in failure.peers or (cause.code is table.UNREACHABLE and bool(cause.peers & failure.peers))
     if failure.code is table.IN_DOUBT:
@@ -477,4 +484,6 @@ def _follows(failure: Failure, cause: Failure) -> bool:
         return cause.code.family == "P"
     if failure.code is cause.code and failure.code in _OF_A_SLOT:  # which another worker has computed as well
         return failure.slot is not None and (failure.step, failure.slot) == (cause.step, cause.slot)
+    if failure.code is table.LOOP_LEFT:
+        return False
     return failure.event == "run_finished"
