@@ -399,4 +399,4 @@ def test_for_a_slow_member_there_are_never_fewer_members(
     will = after.members if isinstance(after, Form) else view.current.members
     assert not isinstance(after, Pause) and len(will) == len(was)
     if isinstance(after, Form) and set(will) != set(was):
-        assert not after.urgent and set(was) - set(will) == slow.slow and len(set(will) - set(was)) == 1
+        assert not after.urgent and set(was) - set(will) == set(slow.slow) and len(set(will) - set(was)) == 1
