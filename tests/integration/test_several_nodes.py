@@ -59,7 +59,8 @@ def test_a_host_vanishes_and_comes_back(hosts: Hosts, undisturbed: Weights) -> N
     hosts.launch(victim)
     hosts.fill(3)
     hosts.finish(undisturbed(STEPS), 0, 1, 2)
-    assert hosts.jobs[(victim + 1) % 3].causes() == ["EH-L107"], "all that is known on another node"
+    known = hosts.jobs[(victim + 1) % 3].causes()  # all that another node knows; it may have missed answers
+    assert known in (["EH-L107"], ["EH-L102 → EH-L107"])
     assert hosts.jobs[victim].causes()[-1] == "EH-W111", "its launcher may have heard SIGTERM before"
 
 

@@ -583,3 +583,11 @@ def test_a_commit_that_is_told_late_ends_no_episode() -> None:
     log.commit(after_s=5.0)
     (episode,) = tell({"": log.events}, []).episodes
     assert episode.over_step == 4 and episode.cost_s == pytest.approx(4.5, abs=0.1)
+
+
+def test_a_rollback_belongs_to_the_worker_that_was_sent_away_before_the_newest_commit() -> None:
+    log = Log(3).add("evicted", member="b", reason="its state differs", code="EH-C101").commit()
+    log.add("rollback", to=2, members=["a", "c"], reason="the state of b differs")
+    assert causes_of(log) == [["EH-C101", "EH-C102"]]
+    log = Log(3).add("evicted", member="b", reason="its state differs", code="EH-C101").commit(2)
+    assert causes_of(log.add("rollback", to=2, members=["a"], reason="x")) == [["EH-C101"], ["EH-C102"]]

@@ -298,7 +298,8 @@ class _Teller:
     def _note(self, failure: Failure) -> Episode:
         """Add a failure to the episode that goes on, or begin one. Return it."""
         newest = self.tale.episodes[-1] if self.tale.episodes else None
-        if self._open is None and failure.event == "run_finished" and newest and self._reaches_to_now(newest):
+        late = failure.event in ("run_finished", "rollback")  # told after the step that was committed meanwhile
+        if self._open is None and late and newest and self._reaches_to_now(newest):
             self._open = newest
         if self._open is None:
             self._open = Episode([], world_before=self._world)
