@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -88,8 +88,8 @@ class Schedule:
 
     def reaching(self, position: int) -> int:
         """Return the first step that begins at this position or after it: so many steps consume all before."""
-        begun = [stage for stage in self._stages if stage.first_position < position]
-        return begun[-1].reaching(position) if begun else self.first_step
+        begun = bisect_left(self._stages, position, key=lambda stage: stage.first_position)
+        return self._stages[begun - 1].reaching(position) if begun else self.first_step
 
     def changed(self, step: int, batch: int) -> Schedule:
         """Return the schedule with another batch from `step` on, whatever was to come after."""

@@ -77,9 +77,8 @@ class Progress:
     paces: Paces = field(default_factory=Paces)  # of the members, since this generation began
     announced: int = 0  # newest generation number this worker has reacted to
     committed_at: float = 0.0
-    declined: tuple[
-        tuple[int, int], ...
-    ] = ()  # lanes of the running step, and the slot for which memory did not suffice
+    # Lanes of the running step, and the slot for which memory did not suffice.
+    declined: tuple[tuple[int, int], ...] = ()
     declines: int = 0  # slots that it declined without having finished one in between
     declined_after: int = -1  # so many slots that it had finished, ever
 
