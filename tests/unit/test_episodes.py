@@ -585,6 +585,30 @@ def test_a_commit_that_is_told_late_ends_no_episode() -> None:
     assert episode.over_step == 4 and episode.cost_s == pytest.approx(4.5, abs=0.1)
 
 
+@given(
+    order=st.permutations(["death", "broke a", "broke c", "commit", "commit"]),
+    left=st.booleans(),
+    heard=st.integers(3, 5),
+)
+def test_in_which_order_the_agent_hears_of_one_failure_changes_nothing(
+    order: list[str], left: bool, heard: int
+) -> None:
+    """A worker leaves the others, or its loop, in step 5; the commits of steps 3 and 4 are told late. heard: the step
+    that the agent takes it to be in."""
+    log = Log(3)
+    for event in order:
+        if event == "commit":
+            log.commit()
+        elif event != "death":
+            log.add("exchange_broke", member=event[-1], peers=["b"], step=5, error="closed")
+        elif not left:
+            log.lost("b", "EH-W101", step=heard)
+    if left:  # a launch's last word
+        log.add("run_finished", code="EH-U106", status="failed", exit_code=1, message="the loop was left")
+    codes = ["EH-U106" if left else "EH-W101", "EH-L101", "EH-L101"]
+    assert causes_of(log) == [codes], order
+
+
 def test_a_rollback_belongs_to_the_worker_that_was_sent_away_before_the_newest_commit() -> None:
     log = Log(3).add("evicted", member="b", reason="its state differs", code="EH-C101").commit()
     log.add("rollback", to=2, members=["a", "c"], reason="the state of b differs")

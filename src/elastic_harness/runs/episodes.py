@@ -25,12 +25,15 @@ TimedEvent = tuple[float, str, Event]
 """Time, node, event."""
 
 _OF_A_WORKER = {"failure_detected", "evicted"}
+_IN_A_STEP = _OF_A_WORKER | {"exchange_broke"}
+"""Their step is one that was not committed then, as far as the one who tells of them knew."""
 _OF_AN_END = _OF_A_WORKER | {"hang", "incident", "recheck"}
 """With a member they tell of its end, which it has only once. All others may be told of a member again and again."""
 _INTERRUPTING = _OF_A_WORKER | {
     "exchange_broke", "hang", "peers_lost", "rollback", "rollback_decided", "run_cut_off", "slot_declined",
 }  # fmt: skip
 _ENDS_NOTHING = {table.MEMORY_FILLS, table.MEMORY_FULL, table.SLOT_RETRIED, table.SLOT_DECLINED}
+_OF_PEERS = {table.EXCHANGE_BROKE, table.PEERS_LOST}
 _WORKER = re.compile(r"worker (\S+) ")
 
 
@@ -240,8 +243,8 @@ class _Teller:
 
     @staticmethod
     def _was_before(episode: Episode, step: int) -> bool:
-        """Whether a step is one before those in which workers ended: its commit is told late."""
-        return any(f.step is not None and step < f.step for f in every(episode.failures) if f.event in _OF_A_WORKER)
+        """Whether a step is one before those in which workers ended, or an exchange broke: its commit is told late."""
+        return any(f.step is not None and step < f.step for f in every(episode.failures) if f.event in _IN_A_STEP)
 
     def _close(self, episode: Episode, t: float, step: int) -> None:
         episode.over_at, episode.over_step = t, step
@@ -269,6 +272,11 @@ class _Teller:
         if failure.code is table.STOPPED_ON_REQUEST and self._asked is not None:
             self._asked.consequences.append(failure)
             return
+        if failure.code in _OF_PEERS and self._open is None:  # told after a commit that was told late itself
+            blamed = next((self._by_member[peer] for peer in failure.peers if peer in self._by_member), None)
+            if blamed is not None:
+                blamed.consequences.append(failure)
+                return
         if name == "drain":
             self._asked = failure
         episode = self._note(failure)
