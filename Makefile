@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint check docs soak simulate bench clean
+.PHONY: help demo test lint check docs reference site soak simulate bench clean
 
 help: ## show this list
 	@grep -hE '^[a-z.]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z.]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -39,6 +39,9 @@ bench: $(STAMP) ## the benchmarks, rivals beside us; JSON below benchmarks/
 
 reference: $(STAMP) ## configs/training_config.yaml and docs/API_REFERENCE.md, made from the code
 	$(BIN)/python scripts/make_reference.py
+
+site: $(STAMP) ## the documentation as a site that needs no network, in build/site; a dead link fails
+	$(BIN)/python scripts/make_site.py
 
 clean: ## remove what was built, and no runs
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
