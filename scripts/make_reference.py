@@ -150,7 +150,7 @@ def api() -> str:
         "",
         "Made from the docstrings by `make reference`. The settings are in",
         "[configs/training_config.yaml](../configs/training_config.yaml),",
-        "the commands in the [README](../README.md#run-management).",
+        "the commands in the [page about them](running.md).",
         "",
     ]
     home: dict[Any, str] = {}
