@@ -46,6 +46,11 @@ def ids_hash(sample_ids: npt.NDArray[np.int64]) -> str:
     return hashlib.sha256(sample_ids.astype("<i8").tobytes()).hexdigest()[: 2 * HASH_BYTES]
 
 
+def lane_of(slot: int, slots: int, lanes: int) -> int:
+    """Return the lane that a slot is in: lane i is the slots from i·slots/lanes on, rounded down."""
+    return ((slot + 1) * lanes - 1) // slots
+
+
 @dataclass(frozen=True)
 class LedgerLine:
     """One committed step as the ledger records it."""
@@ -83,7 +88,7 @@ class LedgerLine:
 
     def members_of(self, slot: int) -> list[str]:
         """Return who computed a slot: one member for each shard."""
-        lane = ((slot + 1) * self.lanes - 1) // self.slots  # the inverse of `Shape.unit_slots`
+        lane = lane_of(slot, self.slots, self.lanes)
         return [member for member, low, high in self.computed_by if low <= lane < high]
 
     def members_of_all(self, slots: Iterable[int]) -> tuple[str, ...]:

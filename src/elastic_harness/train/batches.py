@@ -26,6 +26,7 @@ from elastic_harness.data.order import EpochOrder, Order
 from elastic_harness.data.schedule import Schedule
 from elastic_harness.errors import ConfigError
 from elastic_harness.runs import origin as origins
+from elastic_harness.runs.ledger import lane_of
 from elastic_harness.scaling.rules import ScaledRate, ScalingRule
 from elastic_harness.typed import setting_error
 
@@ -48,7 +49,7 @@ class Shape:
 
     def lane_of(self, slot: int) -> int:
         """The lane that a slot is in."""
-        return ((slot + 1) * self.lanes - 1) // self.slots
+        return lane_of(slot, self.slots, self.lanes)
 
     def units(self, lanes: Sequence[int], alone: Collection[int] = ()) -> list[Span]:
         """How to compute `lanes`, ascending: one by one, except that two siblings of one slot each are accumulated
