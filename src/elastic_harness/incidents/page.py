@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastic_harness.incidents.code import FAMILIES, Code
+from elastic_harness.incidents.places import PLACES
 from elastic_harness.incidents.table import TABLE
 
 _AGAIN = {"yes": "yes", "no": "no, not before something is changed", "unknown": "not known"}
 _HEAD = """\
-<!-- Made from src/elastic_harness/incidents/table.py by `make docs`. Change the table, not this page. -->
+<!-- Made from src/elastic_harness/incidents/ (table.py, places.py) by `make docs`. Change those, not this page. -->
 
 # Troubleshooting
 
@@ -32,7 +33,7 @@ as `w1-2`.
 
 def troubleshooting() -> str:
     """Return the page."""
-    return "\n".join([_HEAD, *_by_symptom(), *_by_exit_code(), *_all_codes()])
+    return "\n".join([_HEAD, *_by_symptom(), *_by_place(), *_by_exit_code(), *_all_codes()])
 
 
 def explained(code: Code) -> list[tuple[str, list[str]]]:
@@ -57,6 +58,16 @@ def _by_symptom() -> Iterator[str]:
         for code in _family(letter):
             named = f"[{code.id}](#{_anchor(code)}) {code.name}"
             yield f"| {_cell(code.symptom)} | {named} | {_cell(code.what_next()[0])} |"
+        yield ""
+
+
+def _by_place() -> Iterator[str]:
+    yield "## By where you are\n"
+    yield "What has no code, because it happens outside a run, or belongs to the place where it is.\n"
+    for place, troubles in PLACES.items():
+        yield f"### {place}\n"
+        yield "| You see | Because | Do |\n|---|---|---|"
+        yield from (f"| {' | '.join(map(_cell, trouble))} |" for trouble in troubles)
         yield ""
 
 
