@@ -73,7 +73,7 @@ def test_a_worker_that_hangs_is_named_with_the_function_in_which_it_does(
     job.finish(expected=undisturbed(STEPS))
 
 
-def test_of_a_stopped_process_the_kernel_tells(train: Train, undisturbed: Weights) -> None:
+def test_of_a_stopped_process_the_kernel_and_py_spy_tell(train: Train, undisturbed: Weights) -> None:
     job = begin(train, 3)
     members = job.status()["members"]
     assert job.signal_rank(1, signal.SIGSTOP) == members[1]
@@ -82,6 +82,7 @@ def test_of_a_stopped_process_the_kernel_tells(train: Train, undisturbed: Weight
     job.settle()
     evidence = sections(job, the_hang(job, members[1], members))[members[1]]
     assert "the process is stopped" in evidence and "state T (stopped)" in evidence
+    assert "by py-spy" in evidence and "in <module>" in evidence, "py-spy reads the memory of a stopped process"
     job.finish(expected=undisturbed(STEPS), victims=[members[1]])
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from elastic_harness import processes
 from elastic_harness.agent.reporting import hang_files
+from elastic_harness.agent.workers import spy
 from elastic_harness.agent.workers.diagnosis import Shown, as_member
 from elastic_harness.agent.workers.stacks import ANSWER_S_MAX, StackTaking, innermost
 from elastic_harness.contract.board import PARTS_MAX, STACKS_SIGNAL, Board, BoardReader, Phase, Reading
@@ -164,7 +165,14 @@ def taken(asked: Any) -> tuple[list[str], float]:
     taking = StackTaking([asked], began_at)
     while not taking.over(time.monotonic()):
         time.sleep(0.01)
-    return taking.of(asked), time.monotonic() - began_at
+    lines = taking.of(asked)
+    taking.end()
+    return lines, time.monotonic() - began_at
+
+
+@pytest.fixture
+def no_spy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spy, "program", lambda: None)
 
 
 @pytest.mark.parametrize("what", ["sleep", "spin", "gil"])
@@ -177,7 +185,7 @@ def test_stacks_come_whatever_the_worker_does(what: str) -> None:
             assert innermost(lines)[0].endswith("in guilty") and innermost(lines)[-1].endswith("in <module>")
 
 
-def test_of_a_worker_that_blocks_the_signal_the_kernel_tells() -> None:
+def test_of_a_worker_that_blocks_the_signal_the_kernel_tells(no_spy: None) -> None:
     with worker("blocked") as asked:
         lines, took_s = taken(asked)
         assert f"did not answer within {ANSWER_S_MAX:g} s" in lines[0] and took_s < ANSWER_S_MAX + 5
@@ -185,7 +193,7 @@ def test_of_a_worker_that_blocks_the_signal_the_kernel_tells() -> None:
         assert innermost(lines) == []
 
 
-def test_of_a_stopped_worker_the_kernel_tells_at_once() -> None:
+def test_of_a_stopped_worker_the_kernel_tells_at_once(no_spy: None) -> None:
     with worker("sleep") as asked:
         os.kill(asked.pid, signal.SIGSTOP)
         while not asked.stopped():
@@ -194,6 +202,32 @@ def test_of_a_stopped_worker_the_kernel_tells_at_once() -> None:
         assert taking.over(time.monotonic()), "nobody waits for its answer"
         lines = taking.of(asked)
         assert "the process is stopped" in lines[0] and "state T (stopped)" in "\n".join(lines)
+
+
+@pytest.mark.parametrize("what", ["blocked", "sleep", "removed"])
+def test_py_spy_sees_a_worker_that_cannot_answer(what: str) -> None:
+    """It blocks the signal, is stopped, or has no handler any more."""
+    with worker(what) as asked:
+        if what == "sleep":
+            os.kill(asked.pid, signal.SIGSTOP)
+            while not asked.stopped():
+                time.sleep(0.001)
+        lines, _ = taken(asked)
+        assert "py-spy" in lines[0] and f"thread {asked.pid} (python" in lines[1], lines
+        assert innermost(lines)[0].endswith("in guilty") and innermost(lines)[-1].endswith("in <module>")
+
+
+@pytest.mark.parametrize("kind", ["slow", "wrong words", "fails", "cannot run"])
+def test_a_py_spy_that_does_not_work_costs_little(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {"slow": "exec sleep 60", "wrong words": "echo '[{}]'", "fails": "exit 1", "cannot run": ""}
+    program = tmp_path / "py-spy"
+    program.write_text(f"#!{'/no/such/shell' if kind == 'cannot run' else '/bin/sh'}\n{ways[kind]}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(spy, "program", lambda: str(program))
+    with worker("blocked") as asked:
+        lines, took_s = taken(asked)
+        assert lines[0].startswith("No stacks: it did not answer") and took_s < 5
+    assert not [pid for pid in processes.children() if b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +239,7 @@ def test_of_a_stopped_worker_the_kernel_tells_at_once() -> None:
         ("removed", "has removed the handler"),
     ],
 )
-def test_a_script_that_uses_the_signal_is_left_alone_and_named(what: str, why: str) -> None:
+def test_a_script_that_uses_the_signal_is_left_alone_and_named(what: str, why: str, no_spy: None) -> None:
     with worker(what) as asked:
         lines, _ = taken(asked)
         assert f"signal {STACKS_SIGNAL}" in lines[0] and why in lines[0]

@@ -419,8 +419,10 @@ class Agent:
         self._diagnosis = None
         hangs = [hang for hang in diagnosis.hangs if hang.worker.running and not hang.worker.lost]
         if not hangs:  # they have ended by themselves
+            diagnosis.end()
             return
         concluded = diagnosis.conclude(self.supervisor.members)
+        diagnosis.end()
         for hang in hangs:
             self.give_up(replace(hang, kind=of_hang(hang.kind, hang.worker.member, concluded.culprits)))
         took_s = time.monotonic() - diagnosis.began_at

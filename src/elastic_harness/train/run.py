@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from elastic_harness import omissions
+from elastic_harness import omissions, processes
 from elastic_harness.comm import nccl, tcp
 from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.rendezvous import KeyValue
@@ -560,6 +560,7 @@ def _coordinator(run_dir: str | Path | None) -> tuple[Link, Path, Board]:
             file=sys.stderr,
             flush=True,
         )
+    processes.let_trace(int(descriptor))
     agent = AgentLink(int(descriptor), os.environ[variables.MEMBER])
     board = Board(int(os.environ.pop(variables.BOARD)))
     board.offer_stacks()

@@ -58,6 +58,10 @@ class Diagnosis:
         """Return whether all has been found out that can be in the time."""
         return self._taking.over(now)
 
+    def end(self) -> None:
+        """End what it has started."""
+        self._taking.end()
+
     def conclude(self, members_of: MembersOf) -> Conclusion:
         """Return what was found out. Call this before anything is killed."""
         evidence = {hang.worker.member: hang.evidence for hang in self.hangs}

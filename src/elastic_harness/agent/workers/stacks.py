@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_harness import processes
+from elastic_harness.agent.workers import spy
 from elastic_harness.agent.workers.worker import Worker
 from elastic_harness.contract.board import STACKS_SIGNAL
 
@@ -20,20 +21,27 @@ _NOT_THE_USERS = ("<frozen ", str(Path(processes.__file__).parent) + "/", syscon
 
 
 class StackTaking:
-    """Asks workers for their stacks, and gathers what they write. For a worker that writes nothing, the kernel is
-    asked."""
+    """Asks workers for their stacks, and gathers what they write. For a worker that writes nothing, py-spy is asked, if
+    it is installed, and else the kernel. `end` it."""
 
     def __init__(self, workers: Sequence[Worker], now: float) -> None:
         self._until = now + ANSWER_S_MAX
         self._not_asked = {worker.member: _ask(worker) for worker in workers}
         self._asked = [worker for worker in workers if not self._not_asked[worker.member]]
         self._sizes: list[int] = []
+        self._spy = spy.program()
+        self._spies: dict[str, spy.Spy] = {}
+        self._spied_until = now
+        self._look_at([worker for worker in workers if self._not_asked[worker.member]], now)
 
     def over(self, now: float) -> bool:
-        """Return whether everybody who was asked has answered, or the time is over. An answer is complete if it has not
-        grown since the last call."""
+        """Return whether all have answered, for themselves or through py-spy, or the time is over. An answer is
+        complete if it has not grown since the last call."""
         before, self._sizes = self._sizes, [w.board.stacks_bytes() for w in self._asked if w.running]
-        return now >= self._until or (all(self._sizes) and before == self._sizes)
+        if now < self._until and not (all(self._sizes) and before == self._sizes):
+            return False
+        self._look_at([w for w in self._asked if w.running and not w.board.stacks_bytes()], now)
+        return all(each.over() for each in self._spies.values()) or now >= self._spied_until
 
     def of(self, worker: Worker) -> list[str]:
         """Return a worker's stacks, or else what the kernel shows of its threads, and why."""
@@ -41,7 +49,21 @@ class StackTaking:
         if not why and (text := worker.board.stacks()):
             return text.splitlines()
         why = why or f"it did not answer within {ANSWER_S_MAX:g} s"
+        seen = self._spies[worker.member].stacks() if worker.member in self._spies else []
+        if seen:
+            return [f"Seen from outside, by py-spy: {why}.", *processes.threads(worker.pid), *seen]
         return [f"No stacks: {why}. What the kernel shows of its threads:", *processes.threads(worker.pid)]
+
+    def end(self) -> None:
+        """End every py-spy."""
+        for each in self._spies.values():
+            each.end()
+
+    def _look_at(self, workers: Sequence[Worker], now: float) -> None:
+        for worker in workers:
+            if self._spy is not None and worker.member not in self._spies:
+                self._spies[worker.member] = spy.Spy(self._spy, worker.pid)
+                self._spied_until = now + spy.ANSWER_S_MAX
 
 
 def _ask(worker: Worker) -> str:
