@@ -40,9 +40,11 @@ from elastic_harness.membership.protocol import (
 from elastic_harness.membership.types import Generation, Limits, Report, Source
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.verify import verify
+from elastic_harness.train import slots
 from elastic_harness.train.batches import Shape
 from elastic_harness.train.compute import DECLINES_MAX, given_up
 from elastic_harness.train.gate import odd
+from elastic_harness.train.gradients import HeldGradients
 from elastic_harness.train.memory import is_out_of_memory, memory_now
 from elastic_harness.train.progress import Progress
 from unit.test_train_slots import Net, computer, run_unit
@@ -200,12 +202,35 @@ def test_without_others_the_error_names_the_samples(tmp_path: Path) -> None:
         trained(tmp_path, [MemoryError(), MemoryError()])
 
 
+def test_on_a_gpu_the_third_try_keeps_on_the_host_what_backward_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No GPU is needed: the same hooks move the same tensors, here from host to host."""
+    moved = []
+
+    class Counted(slots.save_on_cpu):
+        def __init__(self) -> None:
+            super().__init__()
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: moved.append(tensor.numel()) or pack(tensor)
+
+    monkeypatch.setattr(HeldGradients, "on_gpu", True)
+    monkeypatch.setattr(slots, "save_on_cpu", Counted)
+    undisturbed, _ = trained(tmp_path / "a", [])
+    assert not moved
+    weights, told = trained(tmp_path / "b", [MemoryError(), MemoryError()])
+    assert all(torch.equal(value, weights[name]) for name, value in undisturbed.items())
+    assert [event["spills"] for event in told] == [False, True] and moved
+    with pytest.raises(OutOfMemory):
+        trained(tmp_path / "c", [MemoryError(), MemoryError(), MemoryError()])
+
+
 @pytest.mark.parametrize("given", [3.5, lambda: 3.5, None])
 def test_what_is_no_loss_is_named(given: Any) -> None:
-    slots = computer(Net(), Shape(1, 1, 2))
+    alone = computer(Net(), Shape(1, 1, 2))
     with pytest.raises(UserCodeError, match=r"was given '(3.5|None)' for slot 0 of step 5; give the loss as a tensor"):
-        for _ in slots.run(5, (0, 1)):
-            slots.backward(given)
+        for _ in alone.run(5, (0, 1)):
+            alone.backward(given)
 
 
 # ---- who ends, and who leaves a slot to others

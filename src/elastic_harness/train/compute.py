@@ -109,7 +109,8 @@ def run_slots(
     engine: Engine, progress: Progress, unit: Span, *, canary: bool = False, slots: range | None = None
 ) -> Iterator[Any]:
     """Yield the batches of a unit's slots, or of `slots` in their place. A slot for which memory runs out is computed
-    once more, with all free memory given back, and everything else as it was. Raises OutOfMemory the second time."""
+    once more, with all free memory given back, and everything else as it was; on a GPU then once more, with what its
+    backward needs on the host. Raises OutOfMemory after that."""
     tried = set[int]()
     while True:
         try:
@@ -124,10 +125,11 @@ def run_slots(
         free_unused()
         samples = engine.slots.sample_ids(progress.version, slot)
         fields = {"member": engine.link.member, "step": progress.version, "slot": slot, "samples": samples}
-        if slot in tried:
+        spills = slot in tried and engine.slots.spill(progress.version, slot)
+        if slot in tried and not spills:
             raise OutOfMemory(progress.version, slot, samples, text)
         tried.add(slot)
-        engine.link.send(LogEvent("slot_retried", {**fields, "error": text, **held}))
+        engine.link.send(LogEvent("slot_retried", {**fields, "error": text, **held, "spills": spills}))
 
 
 def _run_slots(engine: Engine, progress: Progress, unit: Span, *, canary: bool, slots: range | None) -> Iterator[Any]:

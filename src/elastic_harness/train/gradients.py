@@ -31,6 +31,11 @@ class HeldGradients:
         self._peeked: tuple[int, int] = (0, 0)  # which gradient, the hash of its beginning
         self.lent = False  # whether p.grad holds the sums
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a parameter is on a GPU."""
+        return any(parameter.is_cuda for parameter in self._parameters)
+
     def lend(self, where: str) -> None:
         """Put the sums where autograd adds to them. Raises UserCodeError if there are others already."""
         others = [parameter.grad is not None for parameter in self._parameters]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
 from elastic_harness.checkpoint.tensors import content_of
 from elastic_harness.comm.tree import Span
@@ -81,6 +83,8 @@ class SlotComputer:
         self._seen: tuple[float, float] | None = None  # loss, weight of the running slot
         self._failed = False  # whether a backward of the running slot ended half-way
         self._ran_out = ""  # the error, if memory did not suffice for the running slot
+        self._spilled: tuple[int, int] | None = None  # step, slot: what its backward needs is kept on the host
+        self._can_spill = False  # whether that would help the running slot
         self.slot = -1  # the running one, or the next
         self.finished = 0  # slots, ever
         self._buffer_sums: list[Tensor] = []
@@ -126,7 +130,7 @@ class SlotComputer:
             if canary:
                 self.canary_batches.append(batch_word(batch))  # now: the user's code may change it
             self._slot = (step, slot, len(ids) / self._batches.micro_batch)
-            self._seen, self._failed, self._ran_out = None, False, ""
+            self._seen, self._failed, self._ran_out, self._can_spill = None, False, "", False
             yield slot, batch
             if self._ran_out:
                 raise MemoryError(self._ran_out)
@@ -181,6 +185,13 @@ class SlotComputer:
         self.undo_slot()
         self.drop_unit()
 
+    def spill(self, step: int, slot: int) -> bool:
+        """Keep on the host what the forward of this slot saves on a GPU for its backward, from now on. That moves bits
+        and changes none. Return whether it is worth another try: not if the loss was no function, so that its forward
+        is out of reach, nor if there is no GPU, nor a second time."""
+        spilled, self._spilled = self._spilled, (step, slot)
+        return self._can_spill and spilled != (step, slot)
+
     def accept_buffers(self) -> None:
         """Take the buffers as they are now for those of the step that begins."""
         self._buffers.accept_values()
@@ -218,8 +229,11 @@ class SlotComputer:
         if share == 0:
             self._seen = (0.0, 0.0)
             return
+        self._can_spill = callable(loss) and self._gradients.on_gpu
         try:
-            self._seen = self._backward(loss() if callable(loss) else loss, share, step, slot)
+            with save_on_cpu() if self._spilled == (step, slot) else nullcontext():
+                value = loss() if callable(loss) else loss
+            self._seen = self._backward(value, share, step, slot)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
