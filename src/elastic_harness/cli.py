@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from elastic_harness.errors import EXIT_CONFIG, EXIT_INTERRUPTED, HarnessError
 
 COMMANDS = {
+    "init": ("commands.init", "main", "write a small training project that runs"),
     "launch": ("commands.launch", "main", "start (or resume) a training job on this machine"),
     "ls": ("commands.manage", "ls", "list the runs"),
     "status": ("commands.manage", "status", "show a run: workers, generation, step, last recovery"),

@@ -1,0 +1,1 @@
+"""The files of a starter project, as `elastic-harness init` writes them. They are ordinary scripts."""
