@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -35,6 +35,7 @@ from elastic_harness.runs.named import RUNS
 
 AGENT_RESTARTS_MAX = 10
 AGENT_RESTARTS_WINDOW_S = 3600.0
+METRICS_END_S = 5.0  # to write the metrics a last time
 _KNOWN_EXITS = frozenset({0, 1, 2, 3, 4, 129, 130, 143})
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -83,9 +84,34 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
         for note in request.notes:
             print(f"[launch] note: {note}", flush=True)
         print(f"[launch] {'resuming' if resumed else 'new'} run {folder.record['run_id']} in {path}", flush=True)
-        return _Parent(path, lock).run()
+        with _metrics_in(request.metrics_file, path):
+            return _Parent(path, lock).run()
     finally:
         os.close(lock)
+
+
+@contextlib.contextmanager
+def _metrics_in(file: str | None, run: Path) -> Iterator[None]:
+    """Keep a file with the run's metrics up to date, by a process of its own. It ends with the block, or when nobody
+    holds the run any more."""
+    if file is None:
+        yield
+        return
+    command = [sys.executable, "-m", "elastic_harness", "metrics", str(run), "--file", os.path.abspath(file)]
+    try:
+        nothing = subprocess.DEVNULL
+        exporter = subprocess.Popen(command, stdin=nothing, stdout=nothing, start_new_session=True)
+    except OSError as error:
+        raise InfrastructureError(f"cannot start the process for --metrics-file: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        exporter.terminate()  # it writes the file once more
+        try:
+            exporter.wait(METRICS_END_S)
+        except subprocess.TimeoutExpired:
+            exporter.kill()
+            exporter.wait()
 
 
 def _check_trainer(command: Sequence[str]) -> None:
