@@ -159,7 +159,7 @@ TABLE = _rows(
     ),
     Metric(
         "failures_total", "counter", "Failures",
-        "Failures by their code. What is only an alarm, or was asked for, is not among them.",
+        "Failures by their code, and what followed from them by its own. Alarms and requests to leave do not count.",
         "`code` of all events but `incident` and `hang`, which tell of a failure again",
         {"code": "[codes](TROUBLESHOOTING.md)"}, scope="node",
         query="sum by (run, code) (increase(failures_total[1h])) > 0", legend="{{run}} {{code}}",
