@@ -92,6 +92,7 @@ class LaunchRequest:
     weights_only: bool = False
     notes: tuple[str, ...] = ()  # what may have been meant otherwise
     metrics_file: str | None = None  # which is kept up to date for Prometheus while the job lives
+    trackers: tuple[str, ...] = ()  # to which each step is shown while the job lives
 
 
 def build_parser(*, built_in: bool = False) -> argparse.ArgumentParser:
@@ -142,6 +143,13 @@ def build_parser(*, built_in: bool = False) -> argparse.ArgumentParser:
     )
     option("--weights-only", action="store_true", help="with --from: take the weights alone and begin at step 0")
     option("--metrics-file", metavar="FILE", help="keep the run's metrics there, for Prometheus (docs/metrics.md)")
+    option(
+        "--track",
+        action="append",
+        default=[],
+        metavar="TRACKER",
+        help="show the run in tensorboard, wandb, trackio or mlflow; may be given again (docs/tracking.md)",
+    )
     option("--quiet", action="store_true", help="do not show the workers' output (it is in their logs)")
     option(
         "--no-fork-server",
@@ -219,6 +227,7 @@ def parse(argv: Sequence[str]) -> LaunchRequest:
         given.weights_only,
         _notes(given),
         given.metrics_file,
+        tuple(dict.fromkeys(given.track)),
     )
 
 

@@ -25,6 +25,7 @@ from elastic_harness.agent.options import LaunchRequest, parse
 from elastic_harness.agent.reporting.incident import signal_name
 from elastic_harness.agent.workers.orphans import Orphans
 from elastic_harness.agent.workers.script import check_command
+from elastic_harness.commands.beside import run_beside
 from elastic_harness.contract import shared_frames
 from elastic_harness.errors import EXIT_INFRASTRUCTURE, EXIT_TERMINATED, ConfigError, InfrastructureError
 from elastic_harness.names import TRAINER
@@ -32,10 +33,10 @@ from elastic_harness.processes import become_child_subreaper, children, die_with
 from elastic_harness.runs import folder as folders
 from elastic_harness.runs import origin as origins
 from elastic_harness.runs.named import RUNS
+from elastic_harness.tracking import trackers
 
 AGENT_RESTARTS_MAX = 10
 AGENT_RESTARTS_WINDOW_S = 3600.0
-METRICS_END_S = 5.0  # to write the metrics a last time
 _KNOWN_EXITS = frozenset({0, 1, 2, 3, 4, 129, 130, 143})
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -47,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
     check_command(request.options.command)
+    trackers.check(request.trackers)
     _check_notice_file(request.options.notice_file)
     _check_trainer(request.options.command)
     request = _for_several_nodes(request)
@@ -84,34 +86,20 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
         for note in request.notes:
             print(f"[launch] note: {note}", flush=True)
         print(f"[launch] {'resuming' if resumed else 'new'} run {folder.record['run_id']} in {path}", flush=True)
-        with _metrics_in(request.metrics_file, path):
+        with contextlib.ExitStack() as followers:
+            for words in _followers(request):
+                followers.enter_context(run_beside(words[0], str(path), *words[1:]))
             return _Parent(path, lock).run()
     finally:
         os.close(lock)
 
 
-@contextlib.contextmanager
-def _metrics_in(file: str | None, run: Path) -> Iterator[None]:
-    """Keep a file with the run's metrics up to date, by a process of its own. It ends with the block, or when nobody
-    holds the run any more."""
-    if file is None:
-        yield
-        return
-    command = [sys.executable, "-m", "elastic_harness", "metrics", str(run), "--file", os.path.abspath(file)]
-    try:
-        nothing = subprocess.DEVNULL
-        exporter = subprocess.Popen(command, stdin=nothing, stdout=nothing, start_new_session=True)
-    except OSError as error:
-        raise InfrastructureError(f"cannot start the process for --metrics-file: {error.strerror or error}") from error
-    try:
-        yield
-    finally:
-        exporter.terminate()  # it writes the file once more
-        try:
-            exporter.wait(METRICS_END_S)
-        except subprocess.TimeoutExpired:
-            exporter.kill()
-            exporter.wait()
+def _followers(request: LaunchRequest) -> Iterator[tuple[str, ...]]:
+    """Yield the commands that follow the run from beside it, each without the run."""
+    if request.metrics_file is not None:
+        yield "metrics", "--file", os.path.abspath(request.metrics_file)
+    if request.trackers:
+        yield "track", *request.trackers
 
 
 def _check_trainer(command: Sequence[str]) -> None:

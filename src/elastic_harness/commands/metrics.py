@@ -7,12 +7,11 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from elastic_harness.commands.beside import asked_to_end
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError, InfrastructureError
 from elastic_harness.metrics import RunMetrics, text
 from elastic_harness.metrics.server import MetricsServer
@@ -88,9 +87,12 @@ def _serve(runs: Sequence[RunMetrics], address: str, port: int) -> int:
     """Serve until Ctrl-C or SIGTERM."""
     with MetricsServer(address, port, lambda openmetrics: text(runs, openmetrics=openmetrics)) as server:
         print(f"{server.url}  (Ctrl-C ends)", flush=True)
-        with contextlib.suppress(KeyboardInterrupt), _ended_by_sigterm():
-            text(runs)  # the whole log, before the first scrape
-            server.serve_forever(poll_interval=0.5)
+        with asked_to_end() as asked:
+            serving = threading.Thread(target=server.serve_forever, daemon=True)
+            serving.start()
+            asked.wait()
+            server.shutdown()
+            serving.join()
     return EXIT_SUCCESS
 
 
@@ -98,14 +100,14 @@ def write_until_end(runs: Sequence[RunMetrics], file: Path, every_s: float) -> N
     """Replace a file every so many seconds until no run is live, or Ctrl-C or SIGTERM comes, and once more then.
     every_s 0: once. Raises InfrastructureError if the file cannot be written the first time; later it is tried again,
     so that a full disk leaves the file old and ends nothing."""
-    with contextlib.suppress(KeyboardInterrupt), _ended_by_sigterm():
+    with asked_to_end() as asked:
         _replace(file, text(runs))
-        while every_s and any(run.live for run in runs):
-            time.sleep(every_s)
+        while every_s and not asked.is_set() and any(run.live for run in runs):
+            asked.wait(every_s)
             with contextlib.suppress(InfrastructureError):
                 _replace(file, text(runs))
-    with contextlib.suppress(InfrastructureError):
-        _replace(file, text(runs))
+        with contextlib.suppress(InfrastructureError):
+            _replace(file, text(runs))
 
 
 def _replace(file: Path, told: str) -> None:
@@ -121,16 +123,3 @@ def _replace(file: Path, told: str) -> None:
         raise InfrastructureError(
             f"cannot write {file}: {error.strerror or error}; name a file in a folder that is there and writable"
         ) from error
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM end the block as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -25,7 +25,7 @@ from elastic_harness.runs.named import RUNS, places
 # The order matters: without the first it is no run any more, and until the last is gone `rm` still knows the folder.
 WRITTEN = (
     folders.RECORD, "checkpoints", "logs", folders.HANGS, "weights.safetensors", LEDGER, "generation",
-    "fingerprint.json", "doubt.json", "origin.json", "replay.json", "imports.json", "config.yaml",
+    "fingerprint.json", "doubt.json", "origin.json", "replay.json", "imports.json", "config.yaml", "tracking",
     "control.sock", "demo.json", "report.html", "report.png", "run-report.html", EVENTS, "writer.lock", folders.LOCK,
 )  # fmt: skip
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
