@@ -1,4 +1,4 @@
-"""What follows a run from beside it, on a run whose workers are killed: one curve without gaps and overlaps, and metrics
+"""What follows a run from beside it, while its workers are killed: one curve without gaps and overlaps, and metrics
 that say what the ledger says."""
 
 from __future__ import annotations

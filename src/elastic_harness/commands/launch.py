@@ -50,7 +50,8 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
     check_command(request.options.command)
     trackers.check(request.trackers)
     _check_notice_file(request.options.notice_file)
-    _check_trainer(request.options.command)
+    tracked = (*request.trackers, *_check_trainer(request.options.command))
+    request = replace(request, trackers=tuple(dict.fromkeys(tracked)))
     request = _for_several_nodes(request)
     run_id = request.run_id or (Path(request.run_dir).resolve().name if request.run_dir else folders.new_run_id())
     node = "" if request.options.store is None else f"@{request.options.node_name}"
@@ -102,12 +103,14 @@ def _followers(request: LaunchRequest) -> Iterator[tuple[str, ...]]:
         yield "track", *request.trackers
 
 
-def _check_trainer(command: Sequence[str]) -> None:
-    """Say what is wrong with the built-in trainer's settings once, before any worker starts. Raises ConfigError."""
-    if tuple(command[1:3]) == ("-m", TRAINER):
-        from elastic_harness.gpt import command_line
+def _check_trainer(command: Sequence[str]) -> Sequence[str]:
+    """Return the trackers that the built-in trainer's settings name. Raises ConfigError for settings that are wrong:
+    once, before any worker starts."""
+    if tuple(command[1:3]) != ("-m", TRAINER):
+        return ()
+    from elastic_harness.gpt import command_line
 
-        command_line.check(command[3:])
+    return command_line.check(command[3:]).trainer.tracking
 
 
 def _check_notice_file(path: str | None) -> None:

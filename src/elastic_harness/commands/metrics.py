@@ -90,6 +90,8 @@ def _serve(runs: Sequence[RunMetrics], address: str, port: int) -> int:
         with asked_to_end() as asked:
             serving = threading.Thread(target=server.serve_forever, daemon=True)
             serving.start()
+            reading = threading.Thread(target=text, args=(runs,), daemon=True)  # a long log, before the first scrape
+            reading.start()
             asked.wait()
             server.shutdown()
             serving.join()
