@@ -45,7 +45,7 @@ class Histogram:
 
 
 @dataclass
-class Worker:
+class LiveWorker:
     """A living worker process of the node."""
 
     place: int
@@ -73,7 +73,7 @@ class Fold:
         self.step_s = Histogram(TABLE["step_duration_seconds"].buckets)
         self.recovery_s = {stage: Histogram(TABLE["recovery_seconds"].buckets) for stage in STAGES}
         self.saved_at: dict[str, float] = {}  # tier → when its newest checkpoint was safe
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, LiveWorker] = {}
         self.lanes, self.slots = 0, 0  # of a step
         self.ended: str | None = None  # how the newest launch ended: finished, stopped or failed
         self.damaged = 0  # events that could not be used
@@ -213,7 +213,7 @@ class Fold:
 
     def _on_worker_started(self, t: float, event: Mapping[str, Any]) -> None:
         place, pid = int(event.get("local_index") or 0), int(event["pid"])
-        self.workers[str(event["member"])] = Worker(place, pid, bool(event.get("spare")), str(event.get("host")))
+        self.workers[str(event["member"])] = LiveWorker(place, pid, bool(event.get("spare")), str(event.get("host")))
 
     def _on_worker_stopped(self, t: float, event: Mapping[str, Any]) -> None:
         self.workers.pop(str(event.get("member")), None)
