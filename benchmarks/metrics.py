@@ -37,7 +37,8 @@ from benchmarks.common import (
     tail,
     target,
     wait_for,
-)  # fmt: skip
+)
+from elastic_harness.metrics import RunMetrics
 
 TICKS = os.sysconf("SC_CLK_TCK")
 DAY_S = 86400
@@ -54,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="metrics-"))
     try:
         long_run = of_a_long_run(folder / "long", int(given.days * DAY_S), given.scrapes)
+        long_run["text_cpu_ms"] = cpu_of_texts(folder / "day", given.scrapes)
         training = of_training(folder, given.pairs, given.window_s)
     finally:
         shutil.rmtree(folder)
@@ -65,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         "targets": {
             "share_of_a_core_scraped_each_second": target(share, 0.001),
             "scrape_ms_p99": target(long_run["scrape_ms"]["p99"], 5.0),
+            "text_cpu_ms_p99": target(long_run["text_cpu_ms"]["p99"], 5.0),
             "throughput_scraped_to_not": target(training["steps_ratio"].get("median"), 0.995, at_least=True),
         },
     }
@@ -143,6 +146,23 @@ def committed(step: int, loss: float) -> dict[str, Any]:
         "world_size": 8, "loss": loss, "tokens": 524288, "samples": 512, "lr": 0.0003, "grad_norm": 1.0 + loss,
         "step_s": 1.0,
     }  # fmt: skip
+
+
+def cpu_of_texts(folder: Path, texts: int) -> dict[str, float]:
+    """Return the processor time of each text alone, which other load does not change much. What was read before does
+    not matter to it: the fold's size is constant."""
+    folder.mkdir()
+    write_events(folder / "events.jsonl", DAY_S)
+    run, took = RunMetrics(folder), list[float]()
+    run.read()
+    with open(folder / "events.jsonl", "a", buffering=1) as events:
+        for step in range(DAY_S, DAY_S + texts):
+            events.write(as_line(committed(step, 0.5)))
+            before = time.thread_time()
+            run.text()
+            took.append(1e3 * (time.thread_time() - before))
+    found = {"p50": statistics.median(took), "p99": quantile(took, 0.99), "max": max(took)}
+    return {name: round(ms, 3) for name, ms in found.items()}
 
 
 def as_line(event: dict[str, Any]) -> str:
