@@ -62,7 +62,7 @@ def case(series: dict[str, str], firing: set[str]) -> dict[str, Any]:
     return {"interval": "1m", "input_series": inputs, "promql_expr_test": queries}
 
 
-@pytest.mark.skipif(PROMTOOL is None, reason="no promtool: name one in ELASTIC_HARNESS_PROMTOOL")
+@pytest.mark.skipif(PROMTOOL is None, reason="no promtool here: name one in ELASTIC_HARNESS_PROMTOOL")
 def test_each_alert_fires_when_it_should_and_a_healthy_run_is_quiet(tmp_path: Path) -> None:
     assert set(ILL) == {alert.name for alert in alerts.ALERTS}
     (tmp_path / "rules.yaml").write_text(alerts.rules())

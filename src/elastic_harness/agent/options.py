@@ -148,7 +148,7 @@ def build_parser(*, built_in: bool = False) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="TRACKER",
-        help="show the run in tensorboard, wandb, trackio or mlflow; may be given again (docs/tracking.md)",
+        help="show the run in tensorboard, wandb, trackio, mlflow or otel; may be given again (docs/tracking.md)",
     )
     option("--quiet", action="store_true", help="do not show the workers' output (it is in their logs)")
     option(

@@ -1,5 +1,5 @@
-"""`elastic-harness track`: shows a run in TensorBoard, Weights & Biases, trackio or MLflow, while it runs or later. It
-may be killed and started again at any time: each step is logged once."""
+"""`elastic-harness track`: shows a run in TensorBoard, Weights & Biases, trackio, MLflow or OpenTelemetry, while it
+runs or later. It may be killed and started again at any time: each step is logged once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="a run folder, or an id below runs/")
-    parser.add_argument("trackers", nargs="+", metavar="TRACKER", help=", ".join(trackers.TRACKERS))
+    parser.add_argument("trackers", nargs="+", metavar="TRACKER", help=", ".join([*trackers.TRACKERS, trackers.OTEL]))
     given = parser.parse_args(list(argv))
     trackers.check(given.trackers)
     (path, *_) = of_run(given.run, folders.RECORD, EVENTS)

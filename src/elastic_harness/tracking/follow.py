@@ -18,7 +18,8 @@ from typing import Any
 
 from elastic_harness import durable_file, shape
 from elastic_harness.runs.events import EVENTS, EventTail
-from elastic_harness.tracking.trackers import TrackedRun, Tracker, open_tracker
+from elastic_harness.tracking.otel import SpanFollower
+from elastic_harness.tracking.trackers import OTEL, TrackedRun, Tracker, open_tracker
 
 FIGURES = ("loss", "lr", "grad_norm", "step_s", "tokens", "world_size")
 FOLDER = "tracking"
@@ -48,6 +49,8 @@ class Follower:
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Log an event's figures, if they are a step's that the tracker has not."""
+        if event["event"] != "step_committed":
+            return
         try:
             mark, t = (int(event.get("lineage") or 0), int(event["step"])), float(event["t"])
             told = {name: float(event[name]) for name in FIGURES if event.get(name) is not None}
@@ -97,20 +100,21 @@ class Follower:
 
 
 def follow(run: Path, run_id: str, names: Sequence[str], live: Callable[[], bool], asked: threading.Event) -> None:
-    """Give all steps to trackers until the run is live no more, or this process is asked to end, and close them. Raises
-    ConfigError if a package is missing."""
-    tail, settings, followers = EventTail(run / EVENTS), dict[str, Any](), list[Follower]()
+    """Give all events to trackers until the run is live no more, or this process is asked to end, and close them. They
+    are opened with the first step, when it is known what the run is made of. Raises ConfigError if a package is
+    missing."""
+    tail, before, followers = EventTail(run / EVENTS), list[Mapping[str, Any]](), list[Follower | SpanFollower]()
     try:
         while True:
             last = asked.is_set() or not live()
             for event in tail.each():
-                if event["event"] == "run_configured" and not followers:
-                    settings = {name: value for name, value in event.items() if name not in ("t", "event", "lineage")}
-                elif event["event"] == "step_committed":
-                    if not followers:
-                        followers += [Follower(name, run_id, run / FOLDER, settings) for name in names]
+                before.append(event)
+                if followers or event["event"] == "step_committed":
+                    followers = followers or [_follower(name, run_id, run / FOLDER, before) for name in names]
                     for follower in followers:
-                        follower.take(event)
+                        for each in before:
+                            follower.take(each)
+                    before = []
             for follower in followers:
                 follower.save()
             if last:
@@ -119,3 +123,10 @@ def follow(run: Path, run_id: str, names: Sequence[str], live: Callable[[], bool
     finally:
         for follower in followers:
             follower.close()
+
+
+def _follower(name: str, run_id: str, folder: Path, events: Sequence[Mapping[str, Any]]) -> Follower | SpanFollower:
+    if name == OTEL:
+        return SpanFollower(run_id, folder)
+    told = next((event for event in events if event["event"] == "run_configured"), {})
+    return Follower(name, run_id, folder, {k: v for k, v in told.items() if k not in ("t", "event", "lineage")})

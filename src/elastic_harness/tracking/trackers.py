@@ -188,11 +188,16 @@ TRACKERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
 }
 
 
+OTEL = "otel"
+"""It takes spans, no figures: `tracking.otel`."""
+
+
 def check(names: Sequence[str]) -> None:
     """Raise ConfigError for a name that is no tracker."""
-    unknown = [name for name in names if name not in TRACKERS]
+    known = [*TRACKERS, OTEL]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise ConfigError(f"there is no tracker {unknown[0]!r}; there are {', '.join(TRACKERS)}")
+        raise ConfigError(f"there is no tracker {unknown[0]!r}; there are {', '.join(known)}")
 
 
 def open_tracker(name: str, run: TrackedRun) -> Tracker:
