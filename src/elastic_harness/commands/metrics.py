@@ -28,6 +28,7 @@ EPILOG = """\
 
 docs/metrics.md lists all metrics.
 """
+SHUTDOWN_LOOKS_S = 3600.0  # nobody shuts the server down: it ends with the process
 PORT = 9464  # the port that OpenTelemetry's exporters for Prometheus have
 
 
@@ -88,13 +89,10 @@ def _serve(runs: Sequence[RunMetrics], address: str, port: int) -> int:
     with MetricsServer(address, port, lambda openmetrics: text(runs, openmetrics=openmetrics)) as server:
         print(f"{server.url}  (Ctrl-C ends)", flush=True)
         with asked_to_end() as asked:
-            serving = threading.Thread(target=server.serve_forever, daemon=True)
-            serving.start()
+            threading.Thread(target=server.serve_forever, args=(SHUTDOWN_LOOKS_S,), daemon=True).start()
             reading = threading.Thread(target=text, args=(runs,), daemon=True)  # a long log, before the first scrape
             reading.start()
             asked.wait()
-            server.shutdown()
-            serving.join()
     return EXIT_SUCCESS
 
 

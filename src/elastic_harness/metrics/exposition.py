@@ -46,8 +46,9 @@ def _as_fields(value: float | Histogram) -> dict[str, Any]:
 def write(runs: Sequence[RunValues], *, openmetrics: bool = False) -> str:
     """Return the text of the metrics of some runs. A metric without a value is left out."""
     lines: list[str] = []
+    common = [(run, _label_text(run.labels.items())) for run in runs]
     for metric in TABLE.values():
-        samples = list(_samples(metric, runs))
+        samples = list(_samples(metric, common))
         if samples:
             lines += [*_head(metric, openmetrics=openmetrics), *samples]
     return "\n".join([*lines, "# EOF"] if openmetrics else lines) + "\n"
@@ -61,17 +62,20 @@ def _head(metric: Metric, *, openmetrics: bool) -> Iterator[str]:
         yield f"# UNIT {family} {metric.unit}"
 
 
-def _samples(metric: Metric, runs: Iterable[RunValues]) -> Iterator[str]:
+def _samples(metric: Metric, runs: Iterable[tuple[RunValues, str]]) -> Iterator[str]:
     name = PREFIX + metric.name
-    for run in runs:
-        common = [f'{label}="{_escaped(value)}"' for label, value in run.labels.items()]
+    for run, common in runs:
         for values, value in run.values.get(metric.name, {}).items():
-            own = [f'{label}="{_escaped(text)}"' for label, text in zip(metric.labels, values, strict=True)]
-            labels = ",".join([*common, *own])
+            own = _label_text(zip(metric.labels, values, strict=True)) if values else ""
+            labels = f"{common},{own}" if own else common
             if isinstance(value, Histogram):
                 yield from _buckets(name, labels, value)
             else:
                 yield f"{name}{{{labels}}} {_number(value)}"
+
+
+def _label_text(labels: Iterable[tuple[str, str]]) -> str:
+    return ",".join([f'{name}="{_escaped(value)}"' for name, value in labels])
 
 
 def _buckets(name: str, labels: str, histogram: Histogram) -> Iterator[str]:
