@@ -37,7 +37,7 @@ simulate: $(STAMP) ## the protocol of many nodes under random faults; SIMULATE_S
 bench: $(STAMP) ## the benchmarks, rivals beside us; JSON below benchmarks/
 	$(BIN)/python -m benchmarks
 
-reference: $(STAMP) ## configs/training_config.yaml and docs/API_REFERENCE.md, made from the code
+reference: $(STAMP) ## settings, API and metrics as files and pages, and monitoring/, made from the code
 	$(BIN)/python scripts/make_reference.py
 
 site: $(STAMP) ## the documentation as a site that needs no network, in build/site; a dead link fails

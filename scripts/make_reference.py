@@ -1,10 +1,11 @@
-"""Writes what is made from the code itself: configs/training_config.yaml and docs/API_REFERENCE.md.
+"""Writes what is made from the code itself: configs/training_config.yaml, docs/API_REFERENCE.md, docs/metrics.md and
+monitoring/.
 
-    python scripts/make_reference.py            write both (make reference)
+    python scripts/make_reference.py            write all (make reference)
     python scripts/make_reference.py --check    exit with 1 if one of them is not what the code says
 
-Settings are explained by the comments beside their fields, names by their docstrings. A test checks that both files are
-up to date.
+Settings are explained by the comments beside their fields, names by their docstrings, metrics by their table. A test
+checks that all files are up to date.
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ import yaml
 
 from elastic_harness import shape
 from elastic_harness.gpt.config import TrainerConfig
+from elastic_harness.metrics import alerts, grafana
+from elastic_harness.metrics.page import metrics_page
 from elastic_harness.typed import Section, plain, section_class
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ROOT / "configs" / "training_config.yaml"
 API = ROOT / "docs" / "API_REFERENCE.md"
+METRICS = ROOT / "docs" / "metrics.md"
+RULES = ROOT / "monitoring" / "prometheus-rules.yaml"
+DASHBOARD = ROOT / "monitoring" / "grafana-dashboard.json"
 WIDTH = 120
 MODULES = {  # what users import, and which names of it where the module does not say so itself
     "elastic_harness": (),
@@ -63,7 +69,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def made() -> dict[Path, str]:
     """Return what each file has to hold."""
-    return {SETTINGS: settings(TrainerConfig), API: api()}
+    return {
+        SETTINGS: settings(TrainerConfig),
+        API: api(),
+        METRICS: metrics_page(),
+        RULES: alerts.rules(),
+        DASHBOARD: grafana.dashboard(),
+    }
 
 
 # ---- the settings

@@ -25,6 +25,8 @@ COMMANDS = {
     "rm": ("commands.rm", "main", "remove runs that ended, after asking"),
     "explain": ("commands.explain", "main", "tell what a code means, or the story of a run"),
     "report": ("commands.report", "main", "write what happened in a run as one HTML file"),
+    "metrics": ("commands.metrics", "main", "show a run's metrics to Prometheus, or write them to a file"),
+    "track": ("commands.track", "main", "show a run in TensorBoard, Weights & Biases, trackio or MLflow"),
     "verify": ("runs.verify", "main", "prove that every sample was used exactly once"),
     "replay": ("commands.replay", "main", "compute a recorded step again, and compare it to the bit"),
     "burn-in": ("commands.burn_in", "main", "test this machine: does it compute the same bits each time?"),

@@ -50,13 +50,16 @@ def _beside(path: Path) -> Iterator[Path]:
             shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink(missing_ok=True)
 
 
-def write(path: Path, content: bytes) -> None:
-    """Replace a small file. Raises InfrastructureError."""
+RESUME = "start again with the same run folder to resume"
+
+
+def write(path: Path, content: bytes, then: str = RESUME) -> None:
+    """Replace a small file. Raises InfrastructureError; `then`: what to do once it can be written."""
     try:
         with replacing(path) as temporary:
             temporary.write_bytes(content)
     except OSError as error:
-        raise cannot_write(path, error) from error
+        raise cannot_write(path, error, then) from error
 
 
 def rename(temporary: Path, path: Path) -> None:
@@ -86,9 +89,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def cannot_write(path: Path, error: OSError) -> InfrastructureError:
-    """Return the error for a write that the disk refuses, with what it means for a run."""
+def cannot_write(path: Path, error: OSError, then: str = RESUME) -> InfrastructureError:
+    """Return the error for a write that the disk refuses, with what to do then."""
     return InfrastructureError(
-        f"cannot write {path}: {error.strerror or error}; free space or make the folder writable, then start again "
-        "with the same run folder to resume"
+        f"cannot write {path}: {error.strerror or error}; free space or make the folder writable, then {then}"
     )

@@ -21,6 +21,7 @@ INSTEAD = {
     "trainer.log_interval_steps": "print what you want after a step, in `if run.rank == 0 and run.step % N == 0:`",
     "trainer.ema_decay": "give start() ema=AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY)), both of "
     "torch.optim.swa_utils",
+    "trainer.tracking": "say --track to `elastic-harness launch`, or follow the run with `elastic-harness track`",
 }
 """What to do, by section or by setting."""
 SECTIONS = tuple(key for key in INSTEAD if "." not in key)
@@ -33,7 +34,8 @@ def refusal(key: str, value: object) -> str:
     section = place.partition(".")[0]
     reads = "reads it" if place == key else f"reads it, as {place}"
     instead = INSTEAD.get(place, INSTEAD[section])
-    return f"{key} is {value!r}, but only the built-in trainer {reads}; in a loop of your own {instead}."
+    shown = list(value) if isinstance(value, tuple) else value
+    return f"{key} is {shown!r}, but only the built-in trainer {reads}; in a loop of your own {instead}."
 
 
 def refusals(prefix: str, values: Mapping[str, Any]) -> list[str]:

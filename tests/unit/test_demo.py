@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
+from elastic_harness import cli
 from elastic_harness.demo import driver
 from elastic_harness.demo.job import Job
 from elastic_harness.demo.screen import render
@@ -104,8 +105,10 @@ def test_demo_passes_leaves_a_report_and_no_process(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("MADE_UP_DEATHS", "6")
-    assert driver.main(arguments) == 0
-    said = capsys.readouterr().out
+    assert cli.main(["demo", *arguments, "--json"]) == 0
+    out, said = capsys.readouterr()
+    shown = json.loads(out)
+    assert shown["outcome"]["ok"] and "def made_up" in shown["sample"] and len(shown["report"]) == 2
     assert "VERDICT: nothing was lost" in said and "def made_up" in said
     assert said.count("  KILL  ") == 5
     storm, calm = sorted((tmp_path / "runs").iterdir())
@@ -168,14 +171,14 @@ def test_demo_says_what_went_wrong_when_the_launch_fails(
 ) -> None:
     monkeypatch.setattr(driver, "cli", lambda *words: [sys.executable, "-c", "raise SystemExit('no corpus here')"])
     assert driver.main(arguments) == 4
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "exit code 1" in said and "no corpus here" in said
 
 
 def test_demo_refuses_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert driver.main(["--workers", "1"]) == 2
     assert driver.main(["training.max_stepz=3"]) == 2
-    assert "max_steps" in capsys.readouterr().out
+    assert "max_steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

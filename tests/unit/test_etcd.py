@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -21,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_harness import cli
 from elastic_harness.contract import variables
 from elastic_harness.errors import ConfigError
 from elastic_harness.etcd import gateway, once, server
@@ -371,7 +373,7 @@ def test_what_is_no_etcd_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_start_status_stop(tmp_path: Path) -> None:
+def test_start_status_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (port,) = free_ports(1)
     folder = ["--dir", tmp_path / "etcd"]
     assert etcd("status", *folder).returncode == 1
@@ -394,7 +396,10 @@ def test_start_status_stop(tmp_path: Path) -> None:
     assert etcd("start", "--port", port, *folder).returncode == 0
     entry = store.get("a")
     assert entry is not None and entry.value == "kept"
-    assert etcd("stop", *folder, "--remove").returncode == 0
+    assert cli.main(["etcd", "start", "--port", str(port), *map(str, folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["store"] == f"etcd://127.0.0.1:{port}"
+    assert cli.main(["etcd", "stop", *map(str, folder), "--remove", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"stopped": f"http://127.0.0.1:{port}", "removed": True}
     assert not (tmp_path / "etcd").exists() and etcd("status", *folder).returncode == 1
 
 

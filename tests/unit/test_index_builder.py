@@ -274,6 +274,18 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert index_command.main(["verify", index]) == 0
     assert index_command.main(["head", index, "-n", "2"]) == 0
     assert "first text" in capsys.readouterr().out
+    packed = str(tmp_path / "packed.bin")
+    for words, name, value in (
+        (["build", str(path), "-o", index, "--processes", "1"], "documents", 5),
+        (["pack", index, "-o", packed, "--seq-length", "16"], "seq_length", 16),
+        (["verify", packed], "path", packed),
+        (["info", packed], "path", packed),
+    ):
+        assert cli.main(["index", *words, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)[name] == value
+    assert cli.main(["index", "head", index, "-n", "2", "--tokens", "4", "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["documents"]
+    assert (first["text"], first["whole"]) == (TEXTS[0][:4], False) and second["document"] == 1
     assert cli.main(["index", "build", str(path), "-o", index, "--max-bad-fraction", "2"]) == 2
     assert "between 0 and 1" in capsys.readouterr().err
 

@@ -27,6 +27,7 @@ SET: dict[str, Any] = {
     "trainer.eval_batches": 2,
     "trainer.log_interval_steps": 10,
     "trainer.ema_decay": 0.9,
+    "trainer.tracking": ["wandb"],
     "data.path": "texts",
     "model.n_layer": 2,
     "optimizer.lr": 0.1,

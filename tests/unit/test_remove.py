@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -53,6 +54,21 @@ def test_a_live_run_is_refused_and_others_go(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err.count("is live: process") == 2
     for descriptor in held:
         os.close(descriptor)
+
+
+def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    live, gone = made("live"), made("gone")
+    (gone / "notes.txt").write_text("mine")
+    held = file_lock.take(live / "lock", "")
+    assert cli.main(["rm", "--yes", "--json", "live", "gone"]) == 1
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["removed"] == [{"run_dir": "runs/gone", "bytes": 10, "left": ["notes.txt"], "checkpoints": None}]
+    assert list(told["refused"]) == ["runs/live"] and "is live: process" in err
+    assert cli.main(["rm", "--json", "live"]) == 2 and "--yes" in capsys.readouterr().err
+    os.close(held)
+    assert cli.main(["rm", "--json", "--yes", "--older-than", "1d"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"removed": [], "refused": {}}
 
 
 def test_those_that_are_old_go() -> None:

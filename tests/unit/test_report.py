@@ -19,6 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from elastic_harness import cli
 from elastic_harness.demo.driver import moment
 from elastic_harness.demo.plan import DOUBLE, RANK_ZERO, Strike, choose_victims, plan_strikes
 from elastic_harness.demo.screen import Screen, render, sparkline
@@ -287,6 +288,9 @@ def test_generate_is_repeatable_and_works_from_export_and_checkpoint(
     assert generate.main(asked) == 0
     assert capsys.readouterr().out == from_checkpoint
     assert from_checkpoint.startswith("def ") and len(from_checkpoint) > 8
+    assert cli.main(["generate", *asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["text"] + "\n" == from_checkpoint and told["seed"] == 1
     assert generate.main([*asked, "--seed", "2"]) == 0
     assert capsys.readouterr().out != from_checkpoint
 

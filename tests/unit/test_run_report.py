@@ -30,6 +30,23 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, An
     return json.loads(out)["figures"]
 
 
+# ---- the page
+
+
+def test_the_headline_counts_alarms_and_requests_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = Log(5).add("alarm", kind="disk", code="EH-T104").commit(3).lost("b", "EH-W101").commit(3)
+    folder = log.add("run_finished", status="stopped", exit_code=143).write(tmp_path / "run")
+    assert report(capsys, folder)[0] == 0
+    page = (folder / "run-report.html").read_text()
+    assert re.search(r"stopped: 11 steps, 1 failure, 1 alarm, 1 time asked to stop, [\d.]+ % of the time", page)
+
+
+def test_the_error_says_what_helps_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Log(5).write(tmp_path / "run")
+    code, _, said = report(capsys, folder, "-o", tmp_path / "nowhere" / "r.html")
+    assert code == 4 and "-o FILE" in said and "resume" not in said
+
+
 # ---- figures
 
 

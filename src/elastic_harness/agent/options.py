@@ -91,6 +91,8 @@ class LaunchRequest:
     origin: str | None = None  # RUN[@VERSION] that a new run begins from
     weights_only: bool = False
     notes: tuple[str, ...] = ()  # what may have been meant otherwise
+    metrics_file: str | None = None  # which is kept up to date for Prometheus while the job lives
+    trackers: tuple[str, ...] = ()  # to which each step is shown while the job lives
 
 
 def build_parser(*, built_in: bool = False) -> argparse.ArgumentParser:
@@ -140,6 +142,14 @@ def build_parser(*, built_in: bool = False) -> argparse.ArgumentParser:
         help="begin a new run with another's state (of its newest checkpoint) under the settings given here",
     )
     option("--weights-only", action="store_true", help="with --from: take the weights alone and begin at step 0")
+    option("--metrics-file", metavar="FILE", help="keep the run's metrics there, for Prometheus (docs/metrics.md)")
+    option(
+        "--track",
+        action="append",
+        default=[],
+        metavar="TRACKER",
+        help="show the run in tensorboard, wandb, trackio, mlflow or otel; may be given again (docs/tracking.md)",
+    )
     option("--quiet", action="store_true", help="do not show the workers' output (it is in their logs)")
     option(
         "--no-fork-server",
@@ -209,7 +219,15 @@ def parse(argv: Sequence[str]) -> LaunchRequest:
     if given.weights_only and given.origin is None:
         raise ConfigError("--weights-only says what to take from another run; name that run: --from RUN[@VERSION]")
     return LaunchRequest(
-        options, given.run_dir, given.run_id, given.fresh, given.origin, given.weights_only, _notes(given)
+        options,
+        given.run_dir,
+        given.run_id,
+        given.fresh,
+        given.origin,
+        given.weights_only,
+        _notes(given),
+        given.metrics_file,
+        tuple(dict.fromkeys(given.track)),
     )
 
 

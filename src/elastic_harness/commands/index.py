@@ -6,15 +6,16 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from elastic_harness.data import index_builder, tokenizers
 from elastic_harness.data.packing import pack
 from elastic_harness.data.readers import find_inputs
 from elastic_harness.data.token_index import TokenIndexFile, copy_with_packing
 from elastic_harness.data.tokenizers import Tokenizer
-from elastic_harness.errors import EXIT_INTERRUPTED, ConfigError
+from elastic_harness.errors import EXIT_INTERRUPTED, EXIT_SUCCESS, ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,8 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "head":
             command.add_argument("-n", type=int, default=3, metavar="N", help="how many documents (default: 3)")
             command.add_argument("--tokens", type=int, default=200, help="at most so many of each (default: 200)")
+    for command in commands.choices.values():
+        command.add_argument("--json", action="store_true", help="as one JSON object (info always is)")
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
+
+
+def _say(arguments: argparse.Namespace, words: str, facts: Mapping[str, Any]) -> int:
+    """Print what was done, as it was asked for."""
+    print(json.dumps(facts) if arguments.json else words)
+    return EXIT_SUCCESS
 
 
 def _add_build_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,14 +123,17 @@ def _build(arguments: argparse.Namespace) -> int:
         )
     for problem in report.problems[: index_builder.SHOWN_PROBLEMS]:
         print(f"left out: {problem}", file=sys.stderr)
+    fingerprint = TokenIndexFile(report.path).fingerprint
     left_out = f"; left out: {report.bad} bad, {report.empty} empty" if report.bad or report.empty else ""
-    print(
+    words = (
         f"{report.path}: {report.documents:,} documents, {report.tokens:,} tokens of a vocabulary of "
         f"{tokenizer.vocab_size:,}, in {report.seconds:.1f} s "
         f"({report.input_bytes / 1e6 / max(report.seconds, 1e-9):.0f} MB/s){left_out}\n"
-        f"fingerprint {TokenIndexFile(report.path).fingerprint}"
+        f"fingerprint {fingerprint}"
     )
-    return 0
+    facts = {name: value for name, value in vars(report).items() if name != "path"}
+    facts |= {"path": str(report.path), "vocab_size": tokenizer.vocab_size, "fingerprint": fingerprint}
+    return _say(arguments, words, facts)
 
 
 def info(arguments: argparse.Namespace) -> int:
@@ -142,7 +154,7 @@ def info(arguments: argparse.Namespace) -> int:
         "fingerprint": index.fingerprint,
     }
     print(json.dumps(facts, indent=1))
-    return 0
+    return EXIT_SUCCESS
 
 
 def pack_index(arguments: argparse.Namespace) -> int:
@@ -171,12 +183,21 @@ def pack_index(arguments: argparse.Namespace) -> int:
         shown.update(shown.task, description="writing", total=None)
         copy_with_packing(index, output, packing)
     cut = len(packing.starts) - index.n_documents
-    print(
+    words = (
         f"{output}: {packing.n_bins:,} windows of {packing.seq_length} tokens, "
         f"{packing.n_bins - packing.n_train:,} of them held out, {packing.filled:.2%} filled; {index.n_documents:,} "
         f"documents, {cut:,} cuts in those longer than a window"
     )
-    return 0
+    facts = {
+        "path": str(output),
+        "windows": packing.n_bins,
+        "held_out": packing.n_bins - packing.n_train,
+        "seq_length": packing.seq_length,
+        "filled": packing.filled,
+        "documents": index.n_documents,
+        "cuts": cut,
+    }
+    return _say(arguments, words, facts)
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -185,17 +206,18 @@ def verify(arguments: argparse.Namespace) -> int:
     index = TokenIndexFile(arguments.index)
     with ProgressBar("verifying", index.nbytes) as shown:
         index.verify(shown.done)
-    print(f"{index.path}: all of {len(index):,} tokens in {index.n_documents:,} documents are as they were written")
-    return 0
+    words = f"{index.path}: all of {len(index):,} tokens in {index.n_documents:,} documents are as they were written"
+    return _say(arguments, words, {"path": str(index.path), "tokens": len(index), "documents": index.n_documents})
 
 
 def head(arguments: argparse.Namespace) -> int:
     index = TokenIndexFile(arguments.index)
     tokenizer = tokenizers.restore(index.tokenizer, index.tokenizer_file())
+    words, documents = list[str](), []
     for number in range(min(arguments.n, index.n_documents)):
-        tokens = index.document(number)
+        tokens, file = index.document(number), index.names[int(index.sources[number])]
         shown = tokens[: arguments.tokens]
-        text = tokenizer.decode(shown[shown != index.eot_id])
-        print(f"--- document {number}, {len(tokens):,} tokens, from {index.names[int(index.sources[number])]}")
-        print(text + (" …" if len(shown) < len(tokens) else ""))
-    return 0
+        text, whole = tokenizer.decode(shown[shown != index.eot_id]), len(shown) == len(tokens)
+        words += [f"--- document {number}, {len(tokens):,} tokens, from {file}", text if whole else f"{text} …"]
+        documents.append({"document": number, "tokens": len(tokens), "file": file, "text": text, "whole": whole})
+    return _say(arguments, "\n".join(words), {"path": str(index.path), "documents": documents})

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -25,6 +25,7 @@ from elastic_harness.agent.options import LaunchRequest, parse
 from elastic_harness.agent.reporting.incident import signal_name
 from elastic_harness.agent.workers.orphans import Orphans
 from elastic_harness.agent.workers.script import check_command
+from elastic_harness.commands.beside import run_beside
 from elastic_harness.contract import shared_frames
 from elastic_harness.errors import EXIT_INFRASTRUCTURE, EXIT_TERMINATED, ConfigError, InfrastructureError
 from elastic_harness.names import TRAINER
@@ -32,6 +33,7 @@ from elastic_harness.processes import become_child_subreaper, children, die_with
 from elastic_harness.runs import folder as folders
 from elastic_harness.runs import origin as origins
 from elastic_harness.runs.named import RUNS
+from elastic_harness.tracking import trackers
 
 AGENT_RESTARTS_MAX = 10
 AGENT_RESTARTS_WINDOW_S = 3600.0
@@ -46,8 +48,10 @@ def main(argv: Sequence[str]) -> int:
 
 def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
     check_command(request.options.command)
+    trackers.check(request.trackers)
     _check_notice_file(request.options.notice_file)
-    _check_trainer(request.options.command)
+    tracked = (*request.trackers, *_check_trainer(request.options.command))
+    request = replace(request, trackers=tuple(dict.fromkeys(tracked)))
     request = _for_several_nodes(request)
     run_id = request.run_id or (Path(request.run_dir).resolve().name if request.run_dir else folders.new_run_id())
     node = "" if request.options.store is None else f"@{request.options.node_name}"
@@ -83,17 +87,30 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
         for note in request.notes:
             print(f"[launch] note: {note}", flush=True)
         print(f"[launch] {'resuming' if resumed else 'new'} run {folder.record['run_id']} in {path}", flush=True)
-        return _Parent(path, lock).run()
+        with contextlib.ExitStack() as followers:
+            for words in _followers(request):
+                followers.enter_context(run_beside(words[0], str(path), *words[1:]))
+            return _Parent(path, lock).run()
     finally:
         os.close(lock)
 
 
-def _check_trainer(command: Sequence[str]) -> None:
-    """Say what is wrong with the built-in trainer's settings once, before any worker starts. Raises ConfigError."""
-    if tuple(command[1:3]) == ("-m", TRAINER):
-        from elastic_harness.gpt import command_line
+def _followers(request: LaunchRequest) -> Iterator[tuple[str, ...]]:
+    """Yield the commands that follow the run from beside it, each without the run."""
+    if request.metrics_file is not None:
+        yield "metrics", "--file", os.path.abspath(request.metrics_file)
+    if request.trackers:
+        yield "track", *request.trackers
 
-        command_line.check(command[3:])
+
+def _check_trainer(command: Sequence[str]) -> Sequence[str]:
+    """Return the trackers that the built-in trainer's settings name. Raises ConfigError for settings that are wrong:
+    once, before any worker starts."""
+    if tuple(command[1:3]) != ("-m", TRAINER):
+        return ()
+    from elastic_harness.gpt import command_line
+
+    return command_line.check(command[3:]).trainer.tracking
 
 
 def _check_notice_file(path: str | None) -> None:

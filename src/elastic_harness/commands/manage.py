@@ -90,6 +90,7 @@ def logs(argv: Sequence[str]) -> int:
     parser.add_argument("worker", nargs="?", help="a member (w1-2), a place (w1 or 1), or agent; default: all")
     parser.add_argument("-f", "--follow", action="store_true", help="go on as long as the run lives")
     parser.add_argument("-n", "--lines", type=int, default=0, metavar="N", help="only the last N lines of each")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line: log and line")
     given = parser.parse_args(list(argv))
     path = folders.resolve(given.run)
     positions: dict[Path, int] = {}
@@ -100,7 +101,11 @@ def logs(argv: Sequence[str]) -> int:
             names = ", ".join("-".join(f.stem.split("-")[-2:]) for f in _log_files(path, None))
             raise ConfigError(f"there is no log of worker {given.worker!r} in {path}; there are: {names or 'none'}")
         for file in files:
-            positions[file] = _print_from(file, positions.get(file), given.lines, title=len(files) > 1)
+            position, goes_on = positions.get(file), given.follow and live
+            if given.json:
+                positions[file] = _print_as_json(file, position, given.lines, goes_on=goes_on)
+            else:
+                positions[file] = _print_from(file, position, given.lines, title=len(files) > 1)
         if not given.follow or not live:
             return EXIT_SUCCESS
         time.sleep(_FOLLOW_S)
@@ -398,21 +403,31 @@ def _log_files(path: Path, worker: str | None) -> list[Path]:
 
 def _print_from(file: Path, position: int | None, lines: int, *, title: bool) -> int:
     """Print what was added since `position`, and return the new position."""
-    with open(file, "rb") as source:
-        if position is None:
-            if title:
-                print(f"==> {file.name} <==")
-            data = source.read()
-            end = len(data)
-            if lines:
-                data = b"".join(data.splitlines(keepends=True)[-lines:])
-        else:
-            source.seek(position)
-            data = source.read()
-            end = position + len(data)
-            if data and title:
-                print(f"==> {file.name} <==")
+    data = _added(file, position)
+    if title and (data or position is None):
+        print(f"==> {file.name} <==")
     sys.stdout.flush()
-    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.write(_last(data, lines) if position is None else data)
     sys.stdout.buffer.flush()
-    return end
+    return (position or 0) + len(data)
+
+
+def _print_as_json(file: Path, position: int | None, lines: int, *, goes_on: bool) -> int:
+    """Print each added line as an object, and return the new position. While the log goes on, a line that is not whole
+    comes next time."""
+    data = _added(file, position)
+    data = data[: data.rfind(b"\n") + 1] if goes_on else data
+    for line in (_last(data, lines) if position is None else data).splitlines():
+        print(json.dumps({"log": file.name, "line": line.decode(errors="replace")}))
+    sys.stdout.flush()
+    return (position or 0) + len(data)
+
+
+def _added(file: Path, position: int | None) -> bytes:
+    with open(file, "rb") as source:
+        source.seek(position or 0)
+        return source.read()
+
+
+def _last(data: bytes, lines: int) -> bytes:
+    return b"".join(data.splitlines(keepends=True)[-lines:]) if lines else data

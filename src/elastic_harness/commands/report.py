@@ -71,7 +71,7 @@ def _write(
             "nothing: --json"
         ) from error
     facts = Facts(run, paths, tale, story, damaged, live, target_s)
-    durable_file.write(output, render(facts).encode())
+    durable_file.write(output, render(facts).encode(), "ask for the report again, or write it elsewhere with -o FILE")
 
 
 def _story(events: Sequence[episodes.TimedEvent]) -> Story:

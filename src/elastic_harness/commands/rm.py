@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from elastic_harness import file_lock
@@ -23,7 +25,7 @@ from elastic_harness.runs.named import RUNS, places
 # The order matters: without the first it is no run any more, and until the last is gone `rm` still knows the folder.
 WRITTEN = (
     folders.RECORD, "checkpoints", "logs", folders.HANGS, "weights.safetensors", LEDGER, "generation",
-    "fingerprint.json", "doubt.json", "origin.json", "replay.json", "imports.json", "config.yaml",
+    "fingerprint.json", "doubt.json", "origin.json", "replay.json", "imports.json", "config.yaml", "tracking",
     "control.sock", "demo.json", "report.html", "report.png", "run-report.html", EVENTS, "writer.lock", folders.LOCK,
 )  # fmt: skip
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -36,31 +38,54 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--older-than", metavar="AGE", help="all below runs/ that ended so long ago: 12h, 7d, 2w")
     parser.add_argument("--folder", type=Path, default=RUNS, help="where --older-than looks (default: runs)")
     parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--json", action="store_true", help="what was removed as one JSON object; with --yes")
     given = parser.parse_args(list(argv))
     if bool(given.runs) == (given.older_than is not None):
         raise ConfigError("name the runs to remove, or say --older-than AGE; `elastic-harness ls` lists the runs")
     found = [_run_at(name) for name in given.runs] if given.runs else _older(given.folder, _seconds(given.older_than))
+    if given.json and not given.yes:
+        raise ConfigError("--json leaves no place for a question: say --yes too")
+    words = sys.stderr if given.json else sys.stdout
     if not found:
-        print(f"no run below {given.folder} ended more than {given.older_than} ago")
-        return EXIT_SUCCESS
+        print(f"no run below {given.folder} ended more than {given.older_than} ago", file=words)
     for path in found:
-        print(f"{path}  {_size(path) / 1e6:,.1f} MB, last written {_day(path)}")
-    if not given.yes and not _agreed(len(found)):
+        print(f"{path}  {_size(path) / 1e6:,.1f} MB, last written {_day(path)}", file=words)
+    if found and not given.yes and not _agreed(len(found)):
         print("nothing was removed")
         return EXIT_USER_CODE
-    refused = 0
+    removed, refused = list[Removed](), dict[str, str]()
     for path in found:
         try:
-            print(remove(path))
+            removed.append(remove(path))
+            print(removed[-1].in_words(), file=words)
         except HarnessError as error:
-            refused += 1
+            refused[str(path)] = str(error)
             print(f"elastic-harness rm: {error}", file=sys.stderr)
+    if given.json:
+        print(json.dumps({"removed": [asdict(each) for each in removed], "refused": refused}))
     return EXIT_USER_CODE if refused else EXIT_SUCCESS
 
 
-def remove(path: Path) -> str:
-    """Remove what a run wrote, and its folder if nothing else is in it. Return what was done. Raises ConfigError for a
-    live run. The run's locks are held meanwhile, so that it cannot be resumed while it is half removed."""
+@dataclass(frozen=True)
+class Removed:
+    """A run that was removed."""
+
+    run_dir: str
+    bytes: int
+    left: tuple[str, ...]  # in its folder, which is not its own
+    checkpoints: str | None  # where its checkpoints are kept, which stay; None: they were in the folder
+
+    def in_words(self) -> str:
+        run = self.run_dir
+        said = f"removed {run}" if not self.left else f"removed the run in {run}; not its own, so left: "
+        said += ", ".join(self.left)
+        return said if self.checkpoints is None else f"{said}; its checkpoints stay in {self.checkpoints}"
+
+
+def remove(path: Path) -> Removed:
+    """Remove what a run wrote, and its folder if nothing else is in it. Raises ConfigError for a live run. The run's
+    locks are held meanwhile, so that it cannot be resumed while it is half removed."""
+    before = _size(path)
     busy = f"the run in {path} is live: process {{holder}} holds it; stop it with `elastic-harness stop {path}` first"
     with contextlib.ExitStack() as held:
         for name in (folders.LOCK, "writer.lock"):
@@ -72,11 +97,11 @@ def remove(path: Path) -> str:
             _remove(path / name)
         for temporary in path.glob(f".{folders.RECORD}.*"):
             _remove(temporary)
-    left = sorted(each.name for each in path.iterdir())
+    left = tuple(sorted(each.name for each in path.iterdir()))
+    freed = before - _size(path)
     if not left:
         path.rmdir()
-    said = f"removed {path}" if not left else f"removed the run in {path}; not its own, so left: {', '.join(left)}"
-    return said if target is None else f"{said}; its checkpoints stay in {target}"
+    return Removed(str(path), freed, left, None if target is None else str(target))
 
 
 def _remove(path: Path) -> None:

@@ -11,6 +11,7 @@ worker's death.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import fcntl
 import mmap
@@ -18,7 +19,7 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from enum import IntEnum
 from itertools import chain
@@ -37,6 +38,8 @@ _WAIT, _WAIT_AT = struct.Struct("<Qqdq"), 64  # the beat of the phase in which i
 _PART, _PARTS_AT = struct.Struct("<4i"), 64 + _WAIT.size
 _PACE, _PACE_AT = struct.Struct("<qddddd"), 2048
 _SAMPLES_AT = 2560
+_BOARD = "elastic-harness-board-"
+_BOARD_LINK = f"/memfd:{_BOARD}"
 _PARTS = [struct.Struct(f"<{4 * count}i") for count in range(PARTS_MAX + 1)]
 
 
@@ -112,7 +115,7 @@ class BoardReader:
     """The agent's side of one worker's board. The worker inherits `descriptor`."""
 
     def __init__(self, name: str) -> None:
-        self.descriptor = os.memfd_create(f"elastic-harness-board-{name}", os.MFD_CLOEXEC)
+        self.descriptor = os.memfd_create(f"{_BOARD}{name}", os.MFD_CLOEXEC)
         os.ftruncate(self.descriptor, mmap.PAGESIZE)
         self._page = mmap.mmap(self.descriptor, mmap.PAGESIZE)
 
@@ -132,10 +135,7 @@ class BoardReader:
 
     def pace(self) -> Pace | None:
         """Return how fast the worker was in its last step; None: it has done none, or is just writing that down."""
-        content = self._page[_PACE_AT : _PACE_AT + _PACE.size]
-        pace = Pace(*_PACE.unpack(content))
-        same = content == self._page[_PACE_AT : _PACE_AT + _PACE.size]
-        return pace if same and (pace.step_s or pace.lane_s) else None
+        return _pace(lambda: self._page[_PACE_AT : _PACE_AT + _PACE.size])
 
     def samples(self, step: int, slot: int) -> tuple[int, ...]:
         """Return the first samples of a slot, if that is the newest one that the worker has read."""
@@ -163,6 +163,38 @@ class BoardReader:
     def close(self) -> None:
         self._page.close()
         os.close(self.descriptor)
+
+
+def _pace(read: Callable[[], bytes]) -> Pace | None:
+    content = read()
+    pace = Pace(*_PACE.unpack(content))
+    return pace if content == read() and (pace.step_s or pace.lane_s) else None
+
+
+def paces(agent_pid: int) -> dict[str, Pace]:
+    """Return how fast the workers of an agent were in their last steps, by their members. Another process of the same
+    user may ask: it looks at the boards that the agent has open, and neither agent nor workers notice. Empty if the
+    agent is gone or another user's."""
+    found: dict[str, Pace] = {}
+    folder = f"/proc/{agent_pid}/fd"
+    with contextlib.suppress(OSError):
+        for number in os.listdir(folder):
+            with contextlib.suppress(OSError, struct.error):  # closed meanwhile
+                target = os.readlink(f"{folder}/{number}")
+                if target.startswith(_BOARD_LINK):
+                    member = target.removeprefix(_BOARD_LINK).removesuffix(" (deleted)")
+                    pace = _pace_in(f"{folder}/{number}")
+                    if pace is not None:
+                        found[member] = pace
+    return found
+
+
+def _pace_in(path: str) -> Pace | None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _pace(lambda: os.pread(descriptor, _PACE.size, _PACE_AT))
+    finally:
+        os.close(descriptor)
 
 
 class Board:

@@ -107,7 +107,8 @@ class Commit:
         """The fields of the event `step_committed`."""
         left_out = ("decisions", "ledger", *(() if self.bad_samples else ("bad_samples",)))
         told = {name: value for name, value in as_fields(self).items() if name not in left_out}
-        return told | decided(self.decisions)
+        samples = {"samples": self.ledger["count"]} if self.ledger and "count" in self.ledger else {}
+        return told | samples | decided(self.decisions)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -69,6 +70,7 @@ class Settings:
     calm_workers: int
     max_steps: int
     plain: bool
+    as_json: bool
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,10 +78,11 @@ def main(argv: list[str] | None = None) -> int:
     console = Console()
     try:
         settings = _settings(argv)
+        console = Console(stderr=settings.as_json)
         with _signals_as_exceptions():
             return _run(settings, console)
     except HarnessError as error:
-        console.print(Text(f"elastic-harness demo: {error}", style="red"))
+        Console(stderr=True).print(Text(f"elastic-harness demo: {error}", style="red"))
         return error.exit_code
     except Quit:
         console.print("stopped; nothing is left running")
@@ -113,7 +116,11 @@ def _run(settings: Settings, console: Console) -> int:
     sample = _sample_text(settings.storm_dir, console)
     _save_facts(settings, storm, outcome)
     report = _write_report(settings, console, storm, calm, outcome, sample)
-    _print_verdict(console, outcome, report, sample, time.time() - began)
+    elapsed_s = time.time() - began
+    _print_verdict(console, outcome, report, sample, elapsed_s)
+    if settings.as_json:
+        facts = {**_facts(settings, storm, outcome), "report": [str(path) for path in report], "sample": sample}
+        print(json.dumps({**facts, "seconds": elapsed_s}))
     return EXIT_SUCCESS if outcome.ok else EXIT_VERDICT_FAILED
 
 
@@ -220,14 +227,18 @@ def _sample_text(run_dir: Path, console: Console) -> str:
 
 
 def _save_facts(settings: Settings, storm: Job, outcome: DemoOutcome) -> None:
-    facts = {
+    facts = _facts(settings, storm, outcome)
+    (settings.storm_dir / "demo.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def _facts(settings: Settings, storm: Job, outcome: DemoOutcome) -> dict[str, Any]:
+    return {
         "seed": settings.seed,
         "storm": str(settings.storm_dir),
         "calm": str(settings.calm_dir),
         "kills": [asdict(kill) for kill in storm.kills],
         "outcome": outcome.to_json(),
     }
-    (settings.storm_dir / "demo.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def _write_report(
@@ -285,6 +296,7 @@ def _settings(argv: list[str] | None) -> Settings:
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where run folders go (default: runs)")
     parser.add_argument("--config", type=Path, help="the training's configuration (default: the demo's own)")
     parser.add_argument("--plain", action="store_true", help="plain lines instead of the live screen")
+    parser.add_argument("--json", action="store_true", help="the verdict as one JSON object; the rest on stderr")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="change the configuration")
     arguments = parser.parse_args(argv)
     if arguments.workers < 2 or arguments.calm_workers < 1 or arguments.kills < 1 or arguments.spares < 0:
@@ -305,6 +317,7 @@ def _settings(argv: list[str] | None) -> Settings:
         calm_workers=arguments.calm_workers,
         max_steps=_max_steps(resolved),
         plain=arguments.plain,
+        as_json=arguments.json,
     )
 
 

@@ -202,14 +202,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "start":
             command.add_argument("--port", type=int, default=PORT, help="where clients connect (%(default)s)")
             command.add_argument("--listen", default="127.0.0.1", help="the address to listen on (%(default)s)")
-        if name == "status":
-            command.add_argument("--json", action="store_true", help="as one JSON object")
+        command.add_argument("--json", action="store_true", help="as one JSON object")
         if name == "stop":
             command.add_argument("--remove", action="store_true", help="remove its data too")
     given = parser.parse_args(argv)
     folder: Path = given.dir.expanduser().absolute()
     if given.command == "start":
         record = start(folder, given.port, given.listen)
+        if given.json:
+            told = {"endpoint": record.endpoint, "pid": record.pid, "store": record.address, "listen": record.listen}
+            print(json.dumps(told))
+            return 0
         print(f"etcd runs on {record.endpoint} (process {record.pid}); give it to a launch with")
         print(f"  --store {record.address}")
         if not given.listen.startswith("127."):
@@ -218,11 +221,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.command == "status":
         running = read(folder)
         words = f"etcd runs on {running.endpoint} (process {running.pid})" if running else f"no etcd runs in {folder}"
-        told = {"endpoint": running.endpoint, "pid": running.pid} if running else {"endpoint": None, "pid": None}
-        print(json.dumps(told) if given.json else words)
+        found = {"endpoint": running.endpoint, "pid": running.pid} if running else {"endpoint": None, "pid": None}
+        print(json.dumps(found) if given.json else words)
         return 0 if running else 1
     stopped = stop(folder)
-    print(f"etcd on {stopped.endpoint} has stopped" if stopped else f"no etcd runs in {folder}")
+    if not given.json:
+        print(f"etcd on {stopped.endpoint} has stopped" if stopped else f"no etcd runs in {folder}")
     if given.remove:
         if not (folder / _DATA / "member").is_dir():
             raise ConfigError(f"{folder} holds no data of an etcd that was started here; nothing was removed.")
@@ -231,4 +235,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             (folder / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # something else is in it
             folder.rmdir()
+    if given.json:
+        print(json.dumps({"stopped": stopped.endpoint if stopped else None, "removed": bool(given.remove)}))
     return 0

@@ -24,6 +24,8 @@ class LoopConfig(Section):
     eval_batches: int = 8  # in one validation
     log_interval_steps: int = 1  # between two lines of output
     ema_decay: float | None = None  # null: no moving average of the weights
+    # where `elastic-harness launch` shows the run, as with its --track; docs/tracking.md
+    tracking: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow", "otel"], ...] = ()
 
     def check(self) -> None:
         self._at_least(1, "eval_batches", "log_interval_steps")

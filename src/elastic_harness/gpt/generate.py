@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -130,6 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="fixes the drawing (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
     arguments = parser.parse_args(argv)
     try:
         if arguments.tokens < 0 or arguments.temperature < 0:
@@ -147,8 +149,10 @@ def main(argv: list[str] | None = None) -> int:
     except HarnessError as error:
         print(f"elastic-harness generate: {error}", file=sys.stderr)
         return error.exit_code
+    fields = ("prompt", "tokens", "temperature", "seed")
+    told = {"run": str(folder), **{name: getattr(arguments, name) for name in fields}, "text": text}
     try:
-        print(text, flush=True)
+        print(json.dumps(told) if arguments.json else text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_SUCCESS

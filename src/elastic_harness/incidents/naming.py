@@ -94,6 +94,20 @@ def of_event(event: Mapping[str, Any]) -> Code | None:
         return None
 
 
+_ALARMS = {table.MEMORY_FILLS, table.MEMORY_FULL, table.SLOT_RETRIED, table.SLOT_DECLINED}
+_ASKED_FOR = {table.PREEMPTED, table.TOLD_TO_GO, table.DRAIN_ASKED, table.STOPPED_ON_REQUEST}
+
+
+def is_alarm(code: Code) -> bool:
+    """Whether nothing ends because of it: it costs time, or may become a failure."""
+    return code.family == "T" or code in _ALARMS
+
+
+def was_asked_for(code: Code) -> bool:
+    """Whether somebody told the run or a node to leave, and it did so in order."""
+    return code in _ASKED_FOR
+
+
 _BY_ALARM: Mapping[str, Code] = {
     "throughput": table.STEPS_SLOWER,
     "data": table.DATA_SLOW,

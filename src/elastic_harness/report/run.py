@@ -11,6 +11,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
+from elastic_harness.incidents.naming import was_asked_for
 from elastic_harness.report import plots
 from elastic_harness.report.figures import Account, KeptThroughput, account, held_up, kept
 from elastic_harness.report.page import page, picture, table, text, tiles
@@ -83,10 +84,18 @@ def _pictures(facts: Facts) -> Iterator[str]:
 
 
 def _headline(facts: Facts, now: str) -> str:
-    steps, failures = len(facts.tale.commits), len(facts.tale.failures)
-    share = account(facts.tale).effective
-    trained = "" if share is None else f", {100 * share:.1f} % of the time trained"
-    return f"{now}: {steps} steps, {failures} failure{'s' * (failures != 1)}{trained}"
+    tale, share = facts.tale, account(facts.tale).effective
+    alarms = sum(failure.ends_nothing for failure in tale.failures)
+    requests = sum(was_asked_for(failure.code) for failure in tale.failures)
+    said = [f"{len(tale.commits)} steps", _counted(len(tale.failures) - alarms - requests, "failure")]
+    said += [_counted(alarms, "alarm")] if alarms else []
+    said += [f"{_counted(requests, 'time')} asked to stop"] if requests else []
+    said += [] if share is None else [f"{100 * share:.1f} % of the time trained"]
+    return f"{now}: {', '.join(said)}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _tiles(facts: Facts) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from elastic_harness.incidents import table
 from elastic_harness.incidents.code import Code
-from elastic_harness.incidents.naming import of_event
+from elastic_harness.incidents.naming import is_alarm, of_event
 
 SECONDS_MAX = 1e11  # the year 5138
 HEALTHY_STEPS = 32  # before an episode: their median says how long a step takes
@@ -32,7 +32,6 @@ _OF_AN_END = _OF_A_WORKER | {"hang", "incident", "recheck"}
 _INTERRUPTING = _OF_A_WORKER | {
     "exchange_broke", "hang", "peers_lost", "rollback", "rollback_decided", "run_cut_off", "slot_declined",
 }  # fmt: skip
-_ENDS_NOTHING = {table.MEMORY_FILLS, table.MEMORY_FULL, table.SLOT_RETRIED, table.SLOT_DECLINED}
 _OF_PEERS = {table.EXCHANGE_BROKE, table.PEERS_LOST}
 _WORKER = re.compile(r"worker (\S+) ")
 
@@ -60,7 +59,7 @@ class Failure:
     @property
     def ends_nothing(self) -> bool:
         """Whether nothing ends because of it, and no other failure follows from it."""
-        return self.code.family == "T" or self.code in _ENDS_NOTHING
+        return is_alarm(self.code)
 
     @property
     def codes(self) -> list[Code]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -48,12 +49,18 @@ class EventTail:
     def read(self) -> list[dict[str, Any]]:
         """Return the events that are new since the last call; none while the file does not exist. A damaged line is
         passed over."""
-        try:
-            lines = list(json_lines.read(self._path, self._read_to))
-        except FileNotFoundError:
-            return []
-        self._read_to = lines[-1].end if lines else self._read_to
-        return list(_events(self._path, iter(lines), lambda damage: None))
+        return list(self.each())
+
+    def each(self) -> Iterator[dict[str, Any]]:
+        """Yield the same events one by one, for a log that is longer than memory. An event that was yielded is not new
+        any more."""
+        return _events(self._path, self._lines(), lambda damage: None)
+
+    def _lines(self) -> Iterator[json_lines.Line]:
+        with contextlib.suppress(FileNotFoundError):
+            for line in json_lines.read(self._path, self._read_to):
+                self._read_to = line.end
+                yield line
 
 
 def _events(
