@@ -409,6 +409,7 @@ class ElasticRun:
             "waiting": self._waiting,
             "last_commit": self._last_commit,
             "last_recovery": self._last_recovery,
+            "audit_asked": self._audit_asked,
             "last_audit": self._last_audit,
             "finished": as_fields(finished) if finished is not None and self._done else None,
             **self.agreement.status(),
