@@ -22,7 +22,8 @@ check: lint ## lint, types, import rules and the fast unit tests; under a minute
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not slow and not soak" tests/unit
 
 test: $(STAMP) ## every test, with real processes and real signals
-	$(BIN)/pytest -n 3 --dist loadgroup
+	$(BIN)/python -m compileall -q src
+	$(BIN)/pytest -n 4 --dist loadgroup
 
 docs: reference ## all that is made from the code: the page about all codes, and what `reference` makes
 	$(BIN)/python -m elastic_harness.incidents > docs/TROUBLESHOOTING.new

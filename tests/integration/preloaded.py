@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,11 +61,11 @@ class Preloaded:
         assert self._heard() == {"ready": True}
 
     def run(
-        self, command: Sequence[str], environment: Mapping[str, str], timeout_s: float
+        self, command: Sequence[str], environment: Mapping[str, str], timeout_s: float, **more: Any
     ) -> subprocess.CompletedProcess[str]:
-        """`python …` to its end, as `subprocess.run` does it, nothing at its input."""
+        """`python …` to its end, as `subprocess.run` does it, nothing at its input. `more`: as of `popen`."""
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-            process = self.popen(command, env=environment, stdout=output, stderr=errors)
+            process = self.popen(command, env=environment, stdout=output, stderr=errors, **more)
             try:
                 process.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -86,10 +86,12 @@ class Preloaded:
         stderr: Stream = subprocess.STDOUT,
         start_new_session: bool = False,
         namespace: str = "",
+        for_writers: Collection[str] = (),
     ) -> Started:
-        """`python …`, as `subprocess.Popen` starts it; in a network namespace, if one is named."""
+        """`python …`, as `subprocess.Popen` starts it; in a network namespace, if one is named. `for_writers`: names of
+        variables that are meant for writers of checkpoints, which begin anew."""
         changed = dict(set({**ONE_THREAD, **env}.items()) ^ set(self._environment.items()))
-        late = [name for name in changed if name.startswith(READ_AT_THE_START)]
+        late = [name for name in changed if name.startswith(READ_AT_THE_START) and name not in for_writers]
         assert not late, f"{late} would come too late: start it as a new process"
         order = {
             "command": list(map(str, command)),

@@ -6,7 +6,7 @@
     here → tests   {ready}, {pid}, {status}
 
 Of a launch, two processes begin in the same way: the agent is a fork of the launcher, the fork server a fork of the
-agent (`Forked`). So none of them has to import anything.
+agent (`Forked`). So none of them has to import anything. Of torchrun, the workers are forks of its agent.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import ctypes
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -27,6 +28,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
 from elastic_harness import failpoints, fork_server
 from elastic_harness.agent import elastic_run, plain_run
 from elastic_harness.agent.control import commands
@@ -37,7 +41,7 @@ from elastic_harness.etcd import store
 
 MESSAGE_MAX = 1 << 17
 NET_NAMESPACE = 0x40000000  # CLONE_NEWNET
-ALSO_USED = (commands, elastic_run, plain_run, store)  # by agents
+ALSO_USED = (commands, elastic_run, plain_run, store, run)  # by agents, torchrun's too
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -50,7 +54,7 @@ def main() -> None:
     unsafe = fork_server.preload(forks.BASE)
     assert unsafe is None, unsafe
     gc.freeze()
-    begin_forking(launch, forks)
+    begin_forking()
     line.send(json.dumps({"ready": True}).encode())
     serve(line)
 
@@ -94,36 +98,47 @@ class Forked(Process):
 
     def __init__(
         self,
-        command: Sequence[str],
+        args: Sequence[str],
         *,
         env: Mapping[str, str],
-        stdin: int,
-        stdout: IO[bytes] | int,
-        stderr: IO[bytes] | int,
-        pass_fds: Collection[int],
+        stdin: int | None = None,
+        stdout: IO[bytes] | int | None,
+        stderr: IO[bytes] | int | None,
+        pass_fds: Collection[int] = (),
         start_new_session: bool,
-        preexec_fn: Callable[[], None],
+        preexec_fn: Callable[[], None] = lambda: None,
     ) -> None:
-        assert stdin == subprocess.DEVNULL and start_new_session and stderr in (stdout, subprocess.STDOUT)
+        assert stdin in (None, subprocess.DEVNULL) and start_new_session and stderr in (stdout, subprocess.STDOUT)
         self.stdout: IO[bytes] | None = None
-        if stdout == subprocess.PIPE:
+        if stdout is None:
+            output, errors = os.dup(1), os.dup(2)
+        elif stdout == subprocess.PIPE:
             mine, output = os.pipe()
+            errors = os.dup(output)
             self.stdout = open(mine, "rb", buffering=0)
         else:
             assert not isinstance(stdout, int)
-            output = os.dup(stdout.fileno())
+            output, errors = os.dup(stdout.fileno()), os.dup(stdout.fileno())
 
         def child() -> NoReturn:
             os.setsid()
             preexec_fn()
-            become(command, env, (os.open(os.devnull, os.O_RDONLY), output, output), pass_fds)
+            become(args, env, (os.open(os.devnull, os.O_RDONLY), output, errors), pass_fds)
 
         super().__init__(fork(child))
         os.close(output)
+        os.close(errors)
 
     @property
     def returncode(self) -> int | None:
         return self._exit_code
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is not None and self.poll() is None:
+            with open(os.pidfd_open(self.pid)) as ended:
+                if not select.select([ended], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        return super().wait()
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -133,11 +148,19 @@ class Forked(Process):
         self.send_signal(signal.SIGKILL)
 
 
-def begin_forking(*modules: Any) -> None:
+def begin_forking() -> None:
     """Have these modules fork what they would start."""
-    for module in modules:
+    for module in (launch, forks):
         assert module.subprocess is subprocess
         module.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
+    assert subprocess_handler.Popen is subprocess.Popen
+    subprocess_handler.Popen = of_torchrun
+
+
+def of_torchrun(args: Sequence[str], **given: Any) -> Forked:
+    program, unbuffered, *rest = args
+    assert unbuffered == "-u", "which PYTHONUNBUFFERED says too"
+    return Forked([program, *rest], **given)
 
 
 # ---- in place of exec

@@ -13,7 +13,8 @@ from elastic_harness.contract.variables import FAILPOINTS
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.verify import verify
 from integration.launch_tools import causes, environment
-from integration.script_tools import SCRIPTS, execute, forked, launch, one_message, python, said
+from integration.preloaded import ONE_THREAD, preloaded
+from integration.script_tools import PATIENCE_S, SCRIPTS, execute, forked, launch, one_message, python, said
 
 pytestmark = pytest.mark.slow
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -71,15 +72,16 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 # ---- the run folder
 
 
-def writer_fills_its_disk(tmp_path: Path) -> dict[str, str]:
-    """The environment in which the process that writes checkpoints may only write small files."""
+def train_beside_a_full_disk(tmp_path: Path, *command: object) -> subprocess.CompletedProcess[str]:
+    """A program whose process that writes checkpoints may only write small files."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "import resource, sys\n"
         "if any('checkpoint.writer' in word for word in sys.orig_argv):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))\n"
     )
-    return {"PYTHONPATH": f"{tmp_path / 'site'}:{environment()['PYTHONPATH']}"}
+    variables = {**environment(), **ONE_THREAD, "PYTHONPATH": f"{tmp_path / 'site'}:{environment()['PYTHONPATH']}"}
+    return preloaded().run([sys.executable, *map(str, command)], variables, PATIENCE_S, for_writers=["PYTHONPATH"])
 
 
 @pytest.mark.parametrize("failing", ["the worker", "the writer"])
@@ -88,16 +90,15 @@ def test_a_checkpoint_that_fails_ends_the_job_if_that_is_the_policy(
     tmp_path: Path, failing: str, launched: bool
 ) -> None:
     (tmp_path / "text.txt").write_text("a line of text\n" * 1000)
-    if failing == "the worker":
-        more, named = {FAILPOINTS: "checkpoint.copied step=2 raise"}, "checkpoint.copied"
-    else:
-        more, named = writer_fills_its_disk(tmp_path), "cannot be written"
     launcher = [*("-m", "elastic_harness", "launch", "--standalone"), "--run-dir", tmp_path / "run"] if launched else []
     settings = ["training.max_steps=2000", "model.n_layer=1", "checkpoint.checkpoint_interval=2", "training.threads=1"]
     settings += ["checkpoint.async_save_policy=fail", f"data.path={tmp_path}/text.txt"]
     trainer = ["-m", "elastic_harness.train", "--config", CONFIGS / "small.yaml"]
     command = (*launcher, *trainer, "--run-dir", tmp_path / "run", *settings)
-    ended = forked(*command, **more) if failing == "the worker" else execute([sys.executable, *command], more)
+    if failing == "the worker":
+        ended, named = forked(*command, **{FAILPOINTS: "checkpoint.copied step=2 raise"}), "checkpoint.copied"
+    else:
+        ended, named = train_beside_a_full_disk(tmp_path, *command), "cannot be written"
     assert ended.returncode == 4, said(ended)
     text = one_message(ended)
     assert named in text and "async_save_policy is fail" in text, said(ended)
@@ -112,20 +113,19 @@ def test_the_last_checkpoint_that_fails_ends_the_job_if_that_is_the_policy(tmp_p
     settings = ["training.max_steps=6", "model.n_layer=1", "checkpoint.checkpoint_interval=0", "training.threads=1"]
     settings += ["checkpoint.async_save_policy=fail", f"data.path={tmp_path}/text.txt"]
     trainer = ["-m", "elastic_harness.train", "--config", CONFIGS / "small.yaml"]
-    command = [sys.executable, *launcher, *trainer, "--run-dir", tmp_path / "run", *settings]
-    ended = execute(command, writer_fills_its_disk(tmp_path))
+    ended = train_beside_a_full_disk(tmp_path, *launcher, *trainer, "--run-dir", tmp_path / "run", *settings)
     assert ended.returncode == 4, said(ended)
     assert "async_save_policy is fail" in one_message(ended), said(ended)
 
 
 def test_a_full_disk_costs_checkpoints_first_and_the_job_last(tmp_path: Path) -> None:
     """The process that writes checkpoints may only write small files; the weights have something in their way."""
-    more = writer_fills_its_disk(tmp_path)
     (tmp_path / "run" / "weights.safetensors" / "in the way").mkdir(parents=True)
-    module = (sys.executable, "-m", "elastic_harness.train", "--config", CONFIGS / "small.yaml")
+    module = ("-m", "elastic_harness.train", "--config", CONFIGS / "small.yaml")
     (tmp_path / "text.txt").write_text("a line of text\n" * 1000)
     settings = ("training.max_steps=5", "model.n_layer=1", "checkpoint.checkpoint_interval=2")
-    ended = execute([*module, "--run-dir", tmp_path / "run", *settings, f"data.path={tmp_path}/text.txt"], more)
+    data = f"data.path={tmp_path}/text.txt"
+    ended = train_beside_a_full_disk(tmp_path, *module, "--run-dir", tmp_path / "run", *settings, data)
     assert ended.returncode == 4, said(ended)
     text = one_message(ended)
     assert "The checkpoint of step 2 cannot be written" in text and "The trained weights cannot be written" in text

@@ -79,6 +79,7 @@ def test_an_audit_on_request_finds_who_differs(broken: Start, undisturbed: Weigh
     with subprocess.Popen(
         command("audit", job.run_dir), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as audit:
+        job.until(lambda: audit.poll() is not None or job.status().get("audit_asked"), "the request")
         while audit.poll() is None:
             job.allow(min(job.committed() + 1, STEPS - 2))  # so that the run does not end before the answer
             time.sleep(0.05)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from elastic_harness.runs.verify import verify
 from etcd_servers import Cluster
 from integration.launch_tools import Job, causes
 from integration.preloaded import preloaded
-from integration.script_tools import SCRIPTS, execute, failing, finals, forked, launch, python, said
+from integration.script_tools import SCRIPTS, failing, finals, forked, launch, python, said
 
 pytestmark = pytest.mark.slow
 STOPPING = SCRIPTS / "stopping.py"
@@ -85,16 +84,15 @@ def test_a_restore_does_not_bring_the_end_forward(tmp_path: Path, fourteen: str)
 
 def test_under_plain_python_and_resumed(tmp_path: Path, fourteen: str) -> None:
     check_stopped(python(STOPPING, "--run-dir", tmp_path), tmp_path, fourteen)
-    again = python(STOPPING, "--run-dir", tmp_path, "--steps", 20)
+    again = forked(STOPPING, "--run-dir", tmp_path, "--steps", 20)
     assert again.returncode == 0 and finals(again.stdout) == ["final-step 20"], said(again)
     assert finished(tmp_path)["stop_reason"] is None
 
 
 def test_under_torchrun(tmp_path: Path, fourteen: str) -> None:
-    torchrun = Path(sys.executable).with_name("torchrun")
-    options = ("--standalone", "--nproc-per-node", 2, "--log-dir", tmp_path / "torchrun")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     run_dir = tmp_path / "run"
-    ended = execute([torchrun, *options, STOPPING, "--who", 1, "--run-dir", run_dir], {})
+    ended = forked(*torchrun, "--log-dir", tmp_path / "torchrun", STOPPING, "--who", 1, "--run-dir", run_dir)
     check_stopped(ended, run_dir, fourteen)
 
 

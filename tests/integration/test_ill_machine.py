@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from elastic_harness.errors import EXIT_INFRASTRUCTURE
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.verify import verify
 from integration.launch_tools import causes
-from integration.preloaded import ONE_THREAD
-from integration.script_tools import SCRIPTS, execute, failing, finals, forked, launch, one_message, said
+from integration.script_tools import SCRIPTS, failing, finals, forked, launch, one_message, said
 
 pytestmark = pytest.mark.slow
 SCRIPT = SCRIPTS / "ill.py"
@@ -149,9 +147,8 @@ def test_a_run_without_a_checkpoint_from_before_a_doubt_is_not_begun_again(tmp_p
 def test_without_an_agent_a_restart_goes_back_as_well(tmp_path: Path, healthy: set[str]) -> None:
     """Under torchrun, which starts both workers again: the newest checkpoint is in doubt then, and is not taken."""
     arguments = ("memory", "--run-dir", tmp_path / "run", "--first-life-only")
-    given = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    given += ["--log-dir", str(tmp_path / "torchrun")]
-    ended = execute([*given, SCRIPT, *arguments], ONE_THREAD)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    ended = forked(*torchrun, "--log-dir", tmp_path / "torchrun", SCRIPT, *arguments)
     assert ended.returncode == 0 and set(finals(ended.stdout)) == healthy, said(ended)
     (rollback,) = events(tmp_path / "run", "rollback")
     assert rollback["to"] == 5 and "going back to version 5" in ended.stderr

@@ -38,7 +38,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 
 
 def test_plain_python_resumes_where_the_last_checkpoint_was(tmp_path: Path, alone: dict[str, Any]) -> None:
-    killed = python(OWN_LOOP, *STEPS, "--run-dir", tmp_path, **failing("apply.finished step=26 kill"))
+    killed = forked(OWN_LOOP, *STEPS, "--run-dir", tmp_path, **failing("apply.finished step=26 kill"))
     assert killed.returncode == -9, said(killed)
     again = python(OWN_LOOP, *STEPS, "--run-dir", tmp_path)
     assert again.returncode == 0, said(again)
@@ -162,7 +162,7 @@ def test_torchrun_restarts_and_resumes(tmp_path: Path, alone: dict[str, Any], pl
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    steps = ("--steps", 400)
+    steps = ("--steps", 200)
     job = Job(tmp_path / "run", *steps, script=OWN_LOOP, options=("--nproc-per-node", 2))
     try:
         job.until_step(20)

@@ -150,7 +150,7 @@ def test_a_run_that_goes_back_ends_as_one_that_omits_the_same_from_the_start(
     told = events(run_dir, "rollback")
     assert [(event["to"], event["omitted"]) for event in told] == rollbacks
     assert told[-1]["omitted_in_all"] == omitted
-    assert {e["step"] for e in events(run_dir, "rollback_decided")} <= ({8} if kind == "spike" else {1, 7, 9})
+    assert [e["step"] for e in events(run_dir, "rollback_decided")] == ([8] if kind == "spike" else [1, 7, 9])
     if workers == 1:  # of several, the agent may have let go of it before it dies
         assert len(events(run_dir, "failure_detected")) == 1
     verdict, same = verify(run_dir), verify(tmp_path / "fresh")

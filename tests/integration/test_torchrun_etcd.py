@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from elastic_harness.etcd.gateway import Gateway
 from elastic_harness.etcd.torchrun import EtcdTensorStore
 from etcd_servers import VERSIONS, Cluster
 from integration.launch_tools import environment
+from integration.preloaded import preloaded
 from integration.script_tools import SCRIPTS
 
 pytestmark = pytest.mark.slow
@@ -38,9 +38,7 @@ class Node:
         command += [str(SCRIPTS / "plain_sum.py"), str(steps), str(step_s)]
         self.log = log
         with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=output, env=environment(), start_new_session=True
-            )
+            self.process = preloaded().popen(command, stdout=output, env=environment(), start_new_session=True)
 
     @property
     def output(self) -> str:

@@ -15,7 +15,7 @@ from elastic_harness.agent.elastic_run import ElasticRun
 from elastic_harness.agent.options import LaunchOptions
 from elastic_harness.agent.reporting import alarms
 from elastic_harness.agent.reporting.records import Records
-from elastic_harness.contract.messages import Commit
+from elastic_harness.contract.messages import Commit, LogEvent
 from elastic_harness.contract.wire import Malformed
 from elastic_harness.health.memory import MemoryReading
 from elastic_harness.membership import protocol
@@ -89,6 +89,21 @@ def test_who_is_rolled_back_is_heard_first(tmp_path: Path) -> None:
     assert ends == [9] and records.committed == 2 and (records.lineage, records.from_step) == (1, 2)
     told = [(e["event"], e.get("step"), e["lineage"]) for e in events(tmp_path / "run") if e["event"] != "waiting"]
     assert told == [*(("step_committed", step, 0) for step in range(3)), ("rollback", None, 1)]
+
+
+@pytest.mark.parametrize("first", ["w0-1", "w1-1"])
+def test_what_makes_a_run_go_back_is_told_once_whoever_is_heard_first(tmp_path: Path, first: str) -> None:
+    """The first one that is heard may have the others ended, so each of them says it."""
+    records = opened(tmp_path)
+    options = LaunchOptions(2, 2, 2, 0, None, 60.0, 5.0, quiet=True, command=("true",))
+    run = ElasticRun(MagicMock(folder=records.folder, options=options, records=records, workers={}))
+    for generation in (1, 4):  # the lineage that begins then may come to the same again
+        for member in sorted(("w0-1", "w1-1"), key=lambda member: member != first):
+            said = LogEvent("rollback_decided", {"step": 5, "generation": generation, "reason": f"heard of {member}"})
+            run.on_message(SimpleNamespace(member=member), said)  # type: ignore[arg-type]
+    records.close()
+    told = [(event["event"], event["generation"], event["reason"]) for event in events(tmp_path)]
+    assert told == [("rollback_decided", generation, f"heard of {first}") for generation in (1, 4)]
 
 
 def test_what_a_relaunch_has_to_know(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ def test_an_interrupt_reaches_the_job_once(tmp_path: Path) -> None:
     caller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     while not began.exists():
         assert caller.poll() is None
+        time.sleep(0.01)
     caller.send_signal(signal.SIGINT)
     said, _ = caller.communicate(timeout=60)
     assert caller.returncode == 130 and "was asked to end" in said, said

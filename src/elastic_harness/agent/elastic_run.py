@@ -111,6 +111,7 @@ class ElasticRun:
         self._admission = Admission(agent)
         self._unfit: dict[str, tuple[Cause, str]] = {}
         self._rolled_back_to, self._in_doubt_until = -1, -1
+        self._rollback_decided_at: tuple[object, object] = (None, None)  # in which generation, at which step
         self._sent_away: set[str] = set()  # members that the run decided to go on without
         self._ever_members: set[str] = set()  # a worker that was told of any generation hears of every later one
         self._finished: dict[str, LastStepDone] = {}
@@ -167,6 +168,11 @@ class ElasticRun:
                 self.agreement.tell(protocol.Committed(message.step))
             case HandOver(line):
                 self.agent.records.handed_over(line)
+            case LogEvent("rollback_decided", fields):
+                at = fields.get("generation"), fields.get("step")
+                if at != self._rollback_decided_at:  # every member tells it
+                    self.agent.records.event("rollback_decided", **fields)
+                self._rollback_decided_at = at
             case LogEvent(event, fields):
                 self.agent.records.event(event, **fields)
                 if event == "recovery":
@@ -409,6 +415,7 @@ class ElasticRun:
             "waiting": self._waiting,
             "last_commit": self._last_commit,
             "last_recovery": self._last_recovery,
+            "audit_asked": self._audit_asked,
             "last_audit": self._last_audit,
             "finished": as_fields(finished) if finished is not None and self._done else None,
             **self.agreement.status(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from elastic_harness.membership.node import Input
@@ -110,12 +111,23 @@ class Numbered(Generic[T]):
 def hashable(value: Any) -> Any:
     """Return a value that can be hashed, and that is equal for equal values. Mappings in another order do not count as
     equal, because their text in the store is not equal either."""
-    if isinstance(value, State):
+    kind = type(value)
+    if kind in _HASHABLE:
         return value
-    if is_dataclass(value) and not isinstance(value, type):
-        return type(value), *(hashable(getattr(value, field.name)) for field in fields(value))
-    if isinstance(value, Mapping):
-        return tuple((key, hashable(each)) for key, each in value.items())
+    names = _field_names(kind)
+    if names is not None:
+        return kind, *[hashable(getattr(value, name)) for name in names]
     if isinstance(value, (tuple, list)):
         return tuple(map(hashable, value))
+    if isinstance(value, Mapping):
+        return tuple((key, hashable(each)) for key, each in value.items())
     return value
+
+
+_HASHABLE = frozenset((State, str, int, float, bool, type(None)))
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """Return the names of a dataclass's fields; None for another class. To ask each value takes most of the time."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None

@@ -136,8 +136,9 @@ def tell_unfit(
 
 def tell_rollback(engine: Engine, formed: Formed, decided: Decided) -> str:
     """Tell that a policy makes the run go back before this step, and return why. Nobody has committed the step, and
-    whoever computes it again comes to the same: so it is enough if one member is heard. Raises UserCodeError if nobody
-    can know what the omitted slots will be."""
+    whoever computes it again comes to the same: so it is enough if one member is heard. All of them say what was
+    decided, because the first one that is heard may have all the others ended. Raises UserCodeError if nobody can know
+    what the omitted slots will be."""
     if engine.batches.are_state:
         raise UserCodeError(
             'A policy goes back and omits slots, but scaling.batch is "per_worker": after it other numbers of workers '
@@ -147,20 +148,20 @@ def tell_rollback(engine: Engine, formed: Formed, decided: Decided) -> str:
     assert verdict is not None
     reason = f"in step {facts.step} {verdict.reason}"
     omission = Omission(verdict.steps.start, verdict.steps.stop, verdict.slots, reason)
-    if formed.speaks:
-        bad = {str(slot): engine.slots.sample_ids(facts.step, slot) for slot in facts.bad_slots[:NAMED_MAX]}
-        fields = {
-            "step": facts.step,
-            "policy": told.policy,
-            "reason": verdict.reason,
-            "to": verdict.to,
-            "omitted": str(omission),
-            "loss": facts.loss,
-            "grad_norm": facts.grad_norm,
-            "evidence": told.evidence,
-            **({"bad_samples": bad} if bad else {}),
-        }
-        engine.link.send(LogEvent("rollback_decided", fields))
+    bad = {str(slot): engine.slots.sample_ids(facts.step, slot) for slot in facts.bad_slots[:NAMED_MAX]}
+    fields = {
+        "step": facts.step,
+        "generation": formed.generation.number,
+        "policy": told.policy,
+        "reason": verdict.reason,
+        "to": verdict.to,
+        "omitted": str(omission),
+        "loss": facts.loss,
+        "grad_norm": facts.grad_norm,
+        "evidence": told.evidence,
+        **({"bad_samples": bad} if bad else {}),
+    }
+    engine.link.send(LogEvent("rollback_decided", fields))
     tell_doubt(engine, formed, verdict.to, (), reason, (omission,))
     return reason
 

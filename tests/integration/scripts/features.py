@@ -2,8 +2,8 @@
 
     python features.py CASE [--run-dir DIR] [--steps N] [--rejoin-at STEP] [--checkpoint-every STEPS]
 
-`--rejoin-at`: before this step, wait until the coordinator has announced a generation with a member that was not there
-at the start, so that a joiner takes over the state of a run in full swing.
+`--rejoin-at`: before this step, or a later one, wait until the coordinator has announced a generation with a member
+that was not there at the start, so that a joiner takes over the state of a run in full swing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -313,14 +314,17 @@ def let_the_others_begin() -> None:
             threading.Event().wait(0.01)
 
 
-def wait_for_a_joiner(run: Any) -> None:
-    """Until a newer generation with an as yet unknown member is announced: this step's end is where it joins."""
-    first: list[str] | None = None
+def wait_for_a_joiner(run: Any) -> bool:
+    """Until a newer generation with an as yet unknown member is announced: this step's end is where it joins. False if
+    one without has been announced and not formed: who joins is decided after that, so this step must go on first."""
     for _ in range(int(WAIT_S / 0.01)):
-        members = [e["members"] for e in read_events(run.run_dir / "events.jsonl") if e["event"] == "generation"]
-        first = first or members[0]
-        if set(members[-1]) - set(first):
-            return
+        events = list(read_events(run.run_dir / "events.jsonl"))
+        generations = [event for event in events if event["event"] == "generation"]
+        first, newest = generations[0], generations[-1]
+        if set(newest["members"]) - set(first["members"]):
+            return True
+        if not any(event["event"] == "recovery" and event["generation"] == newest["number"] for event in events):
+            return False
         threading.Event().wait(0.01)
     raise TimeoutError(f"nobody joined within {WAIT_S} s")
 
@@ -369,9 +373,10 @@ def main() -> None:
     run = elastic_harness.start(
         case.model, case.optimizer, case.dataset, config, run_dir=arguments.run_dir, **case.more
     )
+    rejoin_at = math.inf if arguments.rejoin_at is None else arguments.rejoin_at
     for step in run.steps():
-        if step.index == arguments.rejoin_at:
-            wait_for_a_joiner(run)
+        if step.index >= rejoin_at and wait_for_a_joiner(run):
+            rejoin_at = math.inf
         for batch in step.micro_batches():
             result = case.loss(case.model, batch)
             step.backward(*(result if isinstance(result, tuple) else (result,)))

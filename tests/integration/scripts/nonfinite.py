@@ -12,6 +12,7 @@ loss is 100 times as large.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from typing import Any
 
@@ -82,9 +83,10 @@ def main() -> None:
         }
     )
     run = elastic_harness.start(model, optimizer, dataset, config, run_dir=arguments.run_dir, **parts)
+    rejoin_at = math.inf if arguments.rejoin_at is None else arguments.rejoin_at
     for step in run.steps():
-        if step.index == arguments.rejoin_at:
-            wait_for_a_joiner(run)
+        if step.index >= rejoin_at and wait_for_a_joiner(run):
+            rejoin_at = math.inf
         if arguments.answer == "rollback" and step.index == FIRST_SAVED + 1:
             wait_for_a_checkpoint(run)
         if kind == "ever" and step.index > BAD_STEP and max(versions_in(run.run_dir), default=0) <= BAD_STEP:

@@ -10,6 +10,7 @@ there is no policy.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from dataclasses import dataclass
 from typing import ClassVar
@@ -73,9 +74,10 @@ def main() -> None:
     )
     policies = [] if arguments.kind in ("health", "none") else [TameSpikes(arguments.kind, arguments.times)]
     run = elastic_harness.start(model, optimizer, dataset, config, run_dir=arguments.run_dir, policies=policies)
+    rejoin_at = math.inf if arguments.rejoin_at is None else arguments.rejoin_at
     for step in run.steps():
-        if step.index == arguments.rejoin_at:
-            wait_for_a_joiner(run)
+        if step.index >= rejoin_at and wait_for_a_joiner(run):
+            rejoin_at = math.inf
         for batch in step.micro_batches():
             step.backward(F.cross_entropy(model(batch["x"]), batch["y"]))
     print_final_state(model, {"optimizer": optimizer})
