@@ -111,7 +111,7 @@ class Numbered(Generic[T]):
 def hashable(value: Any) -> Any:
     """Return a value that can be hashed, and that is equal for equal values. Mappings in another order do not count as
     equal, because their text in the store is not equal either."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in _HASHABLE:
         return value
     names = _field_names(kind)
