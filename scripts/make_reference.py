@@ -46,6 +46,7 @@ MODULES = {  # what users import, and which names of it where the module does no
     "elastic_harness.data": (),
     "elastic_harness.scaling": (),
     "elastic_harness.health": (),
+    "elastic_harness.notebook": (),
     "elastic_harness.planning": (
         "calculate_failure_probability", "young_interval_s", "daly_interval_s", "available_interval_s", "restarting",
         "strategies", "bill", "Nodes", "FailureCosts", "TimeShares", "Strategy", "Bill",

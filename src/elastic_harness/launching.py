@@ -1,4 +1,4 @@
-"""`elastic-harness launch` from Python: for a notebook, or a script that starts jobs."""
+"""`elastic-harness launch` from Python, for a script that starts jobs. `notebook` has more for those who watch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from elastic_harness.agent.options import parse
 from elastic_harness.errors import ConfigError
@@ -25,6 +26,16 @@ def launch(command: Sequence[str | Path], **options: object) -> int:
     the job at the next step boundary, and a second one stops it at once. The job does not outlive this process. Raises
     ConfigError for wrong options.
     """
+    job = begin(checked_arguments(command, options))
+    while True:
+        try:
+            return job.wait()
+        except KeyboardInterrupt:
+            job.send_signal(signal.SIGINT)
+
+
+def checked_arguments(command: Sequence[str | Path], options: dict[str, object]) -> list[str]:
+    """Return the arguments of `elastic-harness launch` for this command and these options. Raises ConfigError."""
     arguments = [*_spelled(options), *map(str, command)]
     said = io.StringIO()
     try:
@@ -32,17 +43,24 @@ def launch(command: Sequence[str | Path], **options: object) -> int:
             parse(arguments)
     except SystemExit:
         raise ConfigError(f"launch() was given {arguments}: {said.getvalue().strip().splitlines()[-1]}") from None
+    return arguments
+
+
+def begin(
+    arguments: Sequence[str], output: BinaryIO | None = None, folder: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start `elastic-harness launch` in a folder, and return its process. It prints into `output`, or where this
+    process does. It ends in good order when the calling thread ends, however that happens."""
     parent = os.getpid()
-    job = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-m", "elastic_harness", "launch", *arguments],
+        cwd=folder,
+        stdin=None if output is None else subprocess.DEVNULL,
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
         start_new_session=True,  # a terminal's Ctrl-C comes to this process alone, and once
         preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
     )
-    while True:
-        try:
-            return job.wait()
-        except KeyboardInterrupt:
-            job.send_signal(signal.SIGINT)
 
 
 def _spelled(options: dict[str, object]) -> list[str]:

@@ -16,7 +16,7 @@ import grimp
 import pytest
 
 import elastic_harness
-from elastic_harness import checkpoint, health, scaling
+from elastic_harness import checkpoint, health, notebook, scaling
 from elastic_harness.errors import ConfigError
 
 LOOKED_FOR = {
@@ -35,7 +35,10 @@ def test_looking_at_the_package_loads_nothing_heavy() -> None:
     assert set(names) >= LOOKED_FOR and heavy == []
 
 
-@pytest.mark.parametrize("package", [elastic_harness, checkpoint, health, scaling], ids=lambda each: each.__name__)
+PACKAGES = [elastic_harness, checkpoint, health, notebook, scaling]
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda each: each.__name__)
 def test_every_name_is_there_and_documented(package: Any) -> None:
     offered = set(package.__all__)
     assert offered <= set(dir(package)) and offered - {"__version__"} == set(package._HOMES)

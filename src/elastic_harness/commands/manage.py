@@ -43,7 +43,7 @@ def ls(argv: Sequence[str]) -> int:
             record = {"status": "damaged"}
             print(f"elastic-harness ls: {error}", file=sys.stderr)
         if record is not None:
-            rows.append(_summary(path, record, "step_committed"))
+            rows.append(summary_of(path, record, "step_committed"))
     rows.sort(key=lambda r: -(r["created"] or 0))
     if given.json:
         for row in rows:
@@ -73,7 +73,7 @@ def status(argv: Sequence[str]) -> int:
         return EXIT_SUCCESS
     path = folders.resolve(given.run)
     record = folders.read_record(path) or {}
-    shown = _summary(path, record, "step_committed", "recovery", "incident")
+    shown = summary_of(path, record, "step_committed", "recovery", "incident")
     if shown["live"] and record.get("control"):
         shown = {**shown, **request(record["control"], GetStatus())}
     if given.json:
@@ -119,7 +119,7 @@ def stop(argv: Sequence[str]) -> int:
     _add_json(parser)
     given = parser.parse_args(list(argv))
     path = folders.resolve(given.run)
-    request(_control(path), StopRun())
+    request(control_of(path), StopRun())
     end = time.monotonic() + given.timeout
     while folders.locked(path):
         if time.monotonic() > end:
@@ -180,7 +180,7 @@ def scale(argv: Sequence[str]) -> int:
     _add_json(parser)
     given = parser.parse_args(list(argv))
     path = folders.resolve(given.run)
-    answer = request(_control(path), ScaleRun(given.workers))
+    answer = request(control_of(path), ScaleRun(given.workers))
     words = f"scaling to {answer['target']} workers (now {len(answer['members'])})"
     return _say(given, words, {"target": answer["target"], "members": answer["members"]})
 
@@ -195,7 +195,7 @@ def drain(argv: Sequence[str]) -> int:
     given = parser.parse_args(list(argv))
     path = folders.resolve(given.run)
     node = "" if given.node is None else _node_named(path, given.node)
-    request(_control(path), DrainNode(node))
+    request(control_of(path), DrainNode(node))
     end = time.monotonic() + given.timeout
     while node in _nodes(path) if node else folders.locked(path):
         if time.monotonic() > end:
@@ -220,9 +220,9 @@ def audit(argv: Sequence[str]) -> int:
     _add_json(parser)
     given = parser.parse_args(list(argv))
     path, began_at, number = folders.resolve(given.run), time.time(), time.time_ns() // 1000
-    request(_control(path), AuditRun(number))
+    request(control_of(path), AuditRun(number))
     end = time.monotonic() + given.timeout
-    while (found := request(_control(path), GetStatus()).get("last_audit") or {}).get("number", 0) < number:
+    while (found := request(control_of(path), GetStatus()).get("last_audit") or {}).get("number", 0) < number:
         if time.monotonic() > end:
             raise InfrastructureError(
                 f"no step with the audit was committed within {given.timeout:g} s; see: elastic-harness status {path}"
@@ -265,7 +265,7 @@ def kill(argv: Sequence[str]) -> int:
     parser.add_argument("worker", help="a member (w1-2), a place (w1) or a rank (rank0)")
     _add_json(parser)
     given = parser.parse_args(list(argv))
-    answer = request(_control(folders.resolve(given.run)), KillWorker(given.worker))
+    answer = request(control_of(folders.resolve(given.run)), KillWorker(given.worker))
     words = f"killed {answer['killed']} (rank {answer['rank']}, pid {answer['pid']})"
     return _say(given, words, {name: answer[name] for name in ("killed", "rank", "pid")})
 
@@ -284,14 +284,15 @@ def _say(given: argparse.Namespace, words: str, fields: Mapping[str, Any]) -> in
     return EXIT_SUCCESS
 
 
-def _control(path: Path) -> str:
+def control_of(path: Path) -> str:
+    """Return the control socket of a live run. Raises ConfigError if it is not live."""
     record = folders.read_record(path) or {}
     if not folders.locked(path) or not record.get("control"):
         raise ConfigError(f"the run in {path} is not live; start it with: elastic-harness resume {path}")
     return str(record["control"])
 
 
-def _summary(path: Path, record: dict[str, Any], *events: str) -> dict[str, Any]:
+def summary_of(path: Path, record: dict[str, Any], *events: str) -> dict[str, Any]:
     """Return a run as its records show it, with the newest of each of these events."""
     live = folders.locked(path)
     state = record.get("status", "unknown")
