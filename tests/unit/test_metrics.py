@@ -103,6 +103,20 @@ def test_steps_that_are_committed_again_are_replay() -> None:
     assert fold.gauges["lineage"][()] == 1
 
 
+def test_a_recovery_is_timed_from_the_failure_that_it_is_from() -> None:
+    log = Log(3).lost("b", "EH-W101")
+    noticed = log.t + 0.02
+    log.add("recovery", generation=9, stages={"rebuild_ms": 5.0, "repair_ms": None}, total_ms=8.0, t_noticed=noticed)
+    log.commit(3).lost("a spare", "EH-W101").commit(50)
+    log.add("recovery", generation=12, stages={}, total_ms=8.0, t_noticed=log.t)
+    fold = Fold()
+    for event in log.events:
+        fold.take(event)
+    detect, total = fold.recovery_s["detect"], fold.recovery_s["total"]
+    assert sum(detect.counts) == 1 and detect.sum == pytest.approx(0.03, abs=0.011), "not since the spare ended"
+    assert sum(total.counts) == 2 and sum(fold.recovery_s["repair"].counts) == 0 and fold.damaged == 0
+
+
 def test_a_commit_that_a_new_agent_writes_again_takes_no_time() -> None:
     log = Log(5)
     log.step = 5

@@ -187,6 +187,8 @@ class Fold:
         if event.get("tokens") is not None:  # else an agent writes again what its predecessor had committed
             self._commit_passed(t, step_s, "productive" if new else "replay")
         if step_s is not None:
+            if self._noticed_at is not None and self._noticed_at < t - step_s:
+                self._noticed_at = None  # a whole step since: nobody had to recover from it
             self.step_s.observe(step_s)
             self._recent_s.append(step_s)
         if new:
@@ -227,7 +229,8 @@ class Fold:
         if event.get("planned") or number <= self._recovered:
             return
         self._recovered = number
-        stages = {name.removesuffix("_ms"): ms / 1000 for name, ms in (event.get("stages") or {}).items()}
+        told = (event.get("stages") or {}).items()
+        stages = {name.removesuffix("_ms"): ms / 1000 for name, ms in told if ms is not None}
         if self._noticed_at is not None and event.get("t_noticed") is not None:
             stages["detect"] = max(0.0, float(event["t_noticed"]) - self._noticed_at)
         self._noticed_at = None

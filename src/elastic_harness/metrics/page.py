@@ -42,8 +42,9 @@ elastic-harness launch --metrics-file DIR/run.prom train.py    # the same, for a
 
 [monitoring/prometheus-rules.yaml](../monitoring/prometheus-rules.yaml) has alert rules, and
 [monitoring/grafana-dashboard.json](../monitoring/grafana-dashboard.json) a dashboard; `elastic-harness metrics --make
-rules` and `--make dashboard` print them. Both are made from the same tables as this page. The rules were checked with
-promtool, and the dashboard's queries as well. No real Grafana has shown the dashboard.
+rules` and `--make dashboard` print them. Both are made from the same tables as this page. In the tests promtool judges
+the rules: each fires when it should. A real Prometheus has scraped a run and answered every query of the dashboard. No
+real Grafana has shown it.
 """
 
 
