@@ -90,6 +90,7 @@ class LaunchRequest:
     fresh: bool
     origin: str | None = None  # RUN[@VERSION] that a new run begins from
     weights_only: bool = False
+    dashboard: bool = False  # a page shows the run, as long as the launch goes on
     notes: tuple[str, ...] = ()  # what may have been meant otherwise
 
 
@@ -140,6 +141,7 @@ def build_parser(*, built_in: bool = False) -> argparse.ArgumentParser:
         help="begin a new run with another's state (of its newest checkpoint) under the settings given here",
     )
     option("--weights-only", action="store_true", help="with --from: take the weights alone and begin at step 0")
+    option("--dashboard", action="store_true", help="show the run on a page as well (see: elastic-harness dashboard)")
     option("--quiet", action="store_true", help="do not show the workers' output (it is in their logs)")
     option(
         "--no-fork-server",
@@ -209,7 +211,14 @@ def parse(argv: Sequence[str]) -> LaunchRequest:
     if given.weights_only and given.origin is None:
         raise ConfigError("--weights-only says what to take from another run; name that run: --from RUN[@VERSION]")
     return LaunchRequest(
-        options, given.run_dir, given.run_id, given.fresh, given.origin, given.weights_only, _notes(given)
+        options,
+        given.run_dir,
+        given.run_id,
+        given.fresh,
+        given.origin,
+        given.weights_only,
+        given.dashboard,
+        _notes(given),
     )
 
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -35,6 +35,7 @@ from elastic_harness.runs.named import RUNS
 
 AGENT_RESTARTS_MAX = 10
 AGENT_RESTARTS_WINDOW_S = 3600.0
+DASHBOARD_END_S = 3.0
 _KNOWN_EXITS = frozenset({0, 1, 2, 3, 4, 129, 130, 143})
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -83,7 +84,8 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
         for note in request.notes:
             print(f"[launch] note: {note}", flush=True)
         print(f"[launch] {'resuming' if resumed else 'new'} run {folder.record['run_id']} in {path}", flush=True)
-        return _Parent(path, lock).run()
+        with _dashboard(path) if request.dashboard else contextlib.nullcontext():
+            return _Parent(path, lock).run()
     finally:
         os.close(lock)
 
@@ -113,6 +115,32 @@ def _for_several_nodes(request: LaunchRequest) -> LaunchRequest:
     host = own_address(options.host, gateway.Address.parse(options.store).endpoints)
     name = options.node_name or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")[:100] or "node"
     return replace(request, options=replace(options, host=host, node_name=name))
+
+
+@contextlib.contextmanager
+def _dashboard(path: Path) -> Iterator[None]:
+    """Show the run on a page while inside. If the page fails, the run goes on without it."""
+    parent = os.getpid()
+    try:
+        page = subprocess.Popen(
+            [sys.executable, "-m", "elastic_harness", "dashboard", str(path)],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
+        )
+    except OSError as error:
+        print(f"[launch] the page cannot be started ({error.strerror or error}); the run goes on", flush=True)
+        yield
+        return
+    try:
+        yield
+    finally:
+        page.terminate()
+        try:
+            page.wait(DASHBOARD_END_S)
+        except subprocess.TimeoutExpired:
+            page.kill()
+            page.wait()
 
 
 class _Parent:

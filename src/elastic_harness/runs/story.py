@@ -3,6 +3,7 @@ report."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ class WorkerStory:
     placed: float | None = None
     ended: float | None = None
     end: str | None = None
+    host: str = ""
+    born_spare: bool = False  # it waited for a place before it was placed
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,10 @@ class Crew:
     def spares(self) -> list[WorkerStory]:
         return [worker for worker in self.workers.values() if worker.end is None and worker.member not in self.members]
 
-    def stages_after(self, t: float) -> dict[str, float]:
+    def stages_after(self, t: float, until: float = math.inf) -> dict[str, float]:
         """Return milliseconds from a failure at `t` to a working group, by stages, detection first. Empty while there
-        is none."""
-        later = [recovery for recovery in self.recoveries.values() if recovery.t > t]
+        is none, or if there was none until that time."""
+        later = [recovery for recovery in self.recoveries.values() if t < recovery.t <= until]
         if not later:
             return {}
         first = min(later, key=lambda recovery: recovery.t)
@@ -129,7 +132,13 @@ class Crew:
     def _on_worker_started(self, event: Mapping[str, Any]) -> None:
         member = str(event["member"])
         self.workers[member] = WorkerStory(
-            member, int(event["pid"]), float(event["t"]), bool(event.get("spare")), event.get("rank")
+            member,
+            int(event["pid"]),
+            float(event["t"]),
+            bool(event.get("spare")),
+            event.get("rank"),
+            host=str(event.get("host") or ""),
+            born_spare=bool(event.get("spare")),
         )
 
     def _on_generation(self, event: Mapping[str, Any]) -> None:
