@@ -24,7 +24,7 @@ from elastic_harness.errors import EXIT_SUCCESS, ConfigError, InfrastructureErro
 
 PORT = 8770
 PORTS_TRIED = 20
-NICENESS = 10  # training goes first
+NICENESS = 5  # training goes first
 TOKEN_CHARS_MIN = 16
 
 EPILOG = f"""\

@@ -33,7 +33,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedVersion:
     """The newest checkpoint of a tier."""
 
     t: float
@@ -51,7 +51,7 @@ class LiveRun:
         self.series = Series()
         self.changes: deque[Change] = deque(maxlen=CHANGES_MAX)
         self.waits: deque[tuple[float, float | None]] = deque(maxlen=CHANGES_MAX)  # from, to; None: it goes on
-        self.saved: dict[str, Saved] = {}  # by tier
+        self.saved: dict[str, SavedVersion] = {}  # by tier
         self.not_saved: tuple[float, str, str] | None = None  # the newest failure: time, event, error
         self.alarms: deque[Event] = deque(maxlen=100)
         self.stacks: dict[str, str] = {}  # member -> the file with the stacks of its hang
@@ -126,7 +126,7 @@ class LiveRun:
                 tier = "disk" if name == "checkpoint_saved" else "object storage"
                 nbytes = number(event.get("bytes"))
                 where = str(event.get("path") or event.get("url") or "")
-                self.saved[tier] = Saved(
+                self.saved[tier] = SavedVersion(
                     float(event["t"]),
                     int(event["step"]),
                     number(event.get("seconds")),

@@ -83,7 +83,8 @@ def number(value: object) -> float | None:
 
 
 class Series:
-    """All steps in a bounded number of points. A step that is committed again replaces all that came after it."""
+    """All steps in a bounded number of points. A step that is committed again replaces all that came after it, and the
+    point that it was in."""
 
     def __init__(self, points_max: int = POINTS_MAX) -> None:
         self.points: list[Point] = []

@@ -29,7 +29,7 @@ COLUMNS = ("first", "last", "t", "loss", "low", "high", "lr", "grad_norm", "toke
 
 
 @dataclass(frozen=True)
-class Shown:
+class RunShown:
     """A run at one moment."""
 
     now: dict[str, Any]  # what changes with each step
@@ -41,10 +41,10 @@ class Shown:
         return vars(self)
 
 
-def show(followed: Followed, at: float) -> Shown:
+def show(followed: Followed, at: float) -> RunShown:
     """Return what is to be shown now. It reads run.json, the end of the ledger, and /proc of workers here."""
     run, tale, live = followed.run, followed.run.told(), followed.live
-    return Shown(_now(followed, tale, at, live=live), _crew(run, live=live), _failures(followed, tale))
+    return RunShown(_now(followed, tale, at, live=live), _crew(run, live=live), _failures(followed, tale))
 
 
 # ---- with each step

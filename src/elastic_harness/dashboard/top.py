@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_harness.dashboard.follow import Followed
-from elastic_harness.dashboard.shown import Shown, rows, show
+from elastic_harness.dashboard.shown import RunShown, rows, show
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError
 from elastic_harness.report.terminal import sparkline, stages_text
 from elastic_harness.report.words import printable
@@ -66,7 +66,7 @@ def _followed(run: str) -> Followed:
     return Followed(paths[0].resolve().name.partition("@")[0], paths)
 
 
-def draw(shown: Shown, followed: Followed, width: int, height: int) -> RenderableType:
+def draw(shown: RunShown, followed: Followed, width: int, height: int) -> RenderableType:
     """Return the whole screen, cut to so many lines."""
     now = shown.now
     parts: list[RenderableType] = [_head(now), *_figures(now, width)]
@@ -119,7 +119,7 @@ def _figures(now: dict[str, Any], width: int) -> list[RenderableType]:
     return [table]
 
 
-def _workers(shown: Shown, room: int) -> RenderableType:
+def _workers(shown: RunShown, room: int) -> RenderableType:
     living = [w for w in shown.crew["workers"] if w["end"] is None and shown.now["live"]]
     if not living:
         return Text("no worker is there", style="dim")
@@ -144,7 +144,7 @@ def _workers(shown: Shown, room: int) -> RenderableType:
     return table
 
 
-def _failures(shown: Shown, now: dict[str, Any]) -> list[RenderableType]:
+def _failures(shown: RunShown, now: dict[str, Any]) -> list[RenderableType]:
     episodes = shown.failures["episodes"][:FAILURES_SHOWN]
     if not episodes:
         return []

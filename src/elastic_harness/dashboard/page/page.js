@@ -135,7 +135,7 @@ function showNow() {
       `by so much later came the next new steps; ${now.lost.redone_steps} steps were computed again`),
     tile("workers", `${training().length}${now.workers_wanted ? ` of ${now.workers_wanted}` : ""}`),
     tile("a step", seconds(now.step_s), "", "median"),
-    tile("newest checkpoint", saved.length ? `${seconds(serverNow() - Math.max(...saved))} ago` : "none"),
+    tile("checkpoint age", saved.length ? seconds(Math.max(0, serverNow() - Math.max(...saved))) : "none"),
     tile("epoch", data?.samples ? (data.position / data.samples).toFixed(3) : data ? String(data.epoch) : "–", "",
       data ? `${count(data.position)} samples were read` : ""),
     tile("gradient norm", short(now.grad_norm)),
@@ -268,7 +268,7 @@ get("timeline").addEventListener("pointermove", event => {
 const STAGES = ["--c0", "--c3", "--c5", "--c6", "--c1", "--c4", "--c2", "--c7"];
 
 function showRecoveries() {
-  const told = run.crew.recoveries.toReversed().slice(0, 30);
+  const told = run.crew.recoveries.toReversed().slice(0, 15);
   const longest = Math.max(1e-9, ...told.map(each => each.total_ms));
   const names = [...new Set(told.flatMap(each => Object.keys(each.stages)))];
   const key = name => `var(${STAGES[names.indexOf(name) % STAGES.length]})`;
@@ -299,7 +299,8 @@ function showFailures() {
     const node = el("details", { class: "failure", "data-number": episode.number },
       el("summary", {}, el("b", {}, first.code), el("span", {}, first.name),
         el("span", { class: "faint when" }, `${moment(episode.t)}${cost && ` · ${cost}`}`),
-        el("span", { class: "what" }, first.what)),
+        el("span", { class: "what" }, episode.failures.length > 1
+          ? `${first.what} (and ${episode.failures.length - 1} more)` : first.what)),
       ...episode.failures.map(each => tellFailure(each, each.texts)),
       el("div", { class: "told" }, el("dl", {}, ...listed("cost", [costOf(episode)]), ...listed("stages",
         Object.entries(episode.stages).map(([name, value]) => `${name.replace(/_ms$/, "")} ${value.toFixed(1)} ms`)))));
