@@ -260,7 +260,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def seen(browser: Browser, dashboard: object) -> Iterator[Browser]:
-    """The browser, which must have nothing to complain of in the end. It leaves a page before the page's server ends."""
+    """The browser, which must have nothing to complain of. It leaves a page before the page's server ends."""
     browser.complaints.clear()
     browser.look()
     yield browser

@@ -213,6 +213,19 @@ def test_the_state_of_each_worker() -> None:
     assert list(run.waits) == [(3.0, 4.0)]
 
 
+def test_workers_of_another_node_are_known_from_generations() -> None:
+    run = LiveRun()
+    for event in (
+        {"t": 1, "event": "worker_started", "member": "a/w0-1", "pid": 7},
+        {"t": 2, "event": "generation", "number": 1, "members": ["a/w0-1", "b/w0-1", "b/w1-1"]},
+        {"t": 3, "event": "generation", "number": 2, "members": ["a/w0-1", "b/w1-1"], "urgent": True},
+        {"t": 4, "event": "generation", "number": 3, "members": ["a/w0-1"], "urgent": False},
+    ):
+        run.take(event)
+    told = {worker.member: (worker.started, worker.ended, worker.end) for worker in run.crew.workers.values()}
+    assert told == {"a/w0-1": (1, None, None), "b/w0-1": (2, 3, "failed"), "b/w1-1": (2, 4, "stopped")}
+
+
 def test_the_best_speed_is_no_single_lucky_step() -> None:
     run = LiveRun()
     for step in range(100):

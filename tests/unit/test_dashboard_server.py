@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from elastic_harness.dashboard import command, server
+from elastic_harness.dashboard import command, hub, server
 from elastic_harness.dashboard.access import Access
 from elastic_harness.dashboard.hub import Catalogue, Hub, as_json
 from elastic_harness.dashboard.server import DashboardServer
@@ -132,13 +132,37 @@ def test_what_happens_reaches_a_page_that_is_open(start: Start, runs: Path) -> N
     stream.close()
 
 
+def test_a_page_that_is_open_gets_the_whole_curve_of_a_run_that_was_begun_anew(start: Start, runs: Path) -> None:
+    add(runs / "first", commit(1), commit(2))
+    stream = Stream(start())
+    assert len(stream.until("series")["rows"]) == 3
+    (runs / "first" / "events.jsonl").rename(runs / "old")
+    add(runs / "first", commit(0), commit(1))
+    told = stream.until("series")
+    assert (told["from"], [row[0] for row in told["rows"]]) == (0, [0, 1])
+    stream.close()
+
+
+def test_the_folder_of_another_node_is_taken_in(start: Start, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "LIST_S", 0.0)
+    served = start()
+    stream = Stream(served)
+    stream.until("now")
+    (runs / "first@other").mkdir()
+    add(runs / "first@other", {"t": 9.0, "event": "worker_started", "member": "other/w0-1", "pid": 1})
+    both = Stream(served)
+    assert both.until("crew", lambda told: "other/w0-1" in [worker["member"] for worker in told["workers"]])
+    with pytest.raises(AssertionError, match="the stream ended"):
+        stream.until("nothing")  # the browser connects again by itself
+    stream.close()
+    both.close()
+
+
 def test_a_run_that_cannot_be_shown_says_so_and_harms_no_other(
     start: Start, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (runs / "second").mkdir()
     add(runs / "second", commit(7))
-    from elastic_harness.dashboard import hub
-
     show = hub.show
     monkeypatch.setattr(hub, "show", lambda run, at: 1 / 0 if run.name == "first" else show(run, at))
     served = start()
@@ -336,15 +360,15 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken_is_said_or_the_next_one_used(tmp_path: Path, start: Start) -> None:
     taken = start()
-    hub = Hub(Catalogue(str(tmp_path)))
+    others = Hub(Catalogue(str(tmp_path)))
     access = Access(True, frozenset(), None, False)
     try:
         with pytest.raises(InfrastructureError, match=f"port {taken.port}"):
-            command._server("127.0.0.1", taken.port, access, hub)
+            command._server("127.0.0.1", taken.port, access, others)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(command, "PORT", taken.port)
-            served = command._server("127.0.0.1", None, access, hub)
+            served = command._server("127.0.0.1", None, access, others)
             assert taken.port < served.port < taken.port + command.PORTS_TRIED
             served.server_close()
     finally:
-        hub.close()
+        others.close()

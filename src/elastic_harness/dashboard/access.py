@@ -28,7 +28,7 @@ class Headers(Protocol):
 
 
 @dataclass(frozen=True)
-class Refusal:
+class PageRefusal:
     """Why a request is not answered."""
 
     status: HTTPStatus
@@ -44,32 +44,32 @@ class Access:
     token: str | None  # None: none is asked for
     control: bool  # whether commands are taken
 
-    def refusal(self, method: str, headers: Headers, port: int) -> Refusal | None:
+    def refusal(self, method: str, headers: Headers, port: int) -> PageRefusal | None:
         """Return why a request is refused, or None."""
         host = headers.get("Host", "")
         if not self._is_ours(host):
-            return Refusal(
+            return PageRefusal(
                 HTTPStatus.FORBIDDEN,
                 f"the Host header is {host[:100]!r}, which is no name of this machine; open the address that the "
                 "command printed",
             )
         if self.token is not None and not self.knows_token(headers, port):
-            return Refusal(
+            return PageRefusal(
                 HTTPStatus.UNAUTHORIZED,
                 "a token is needed: open the address that the command printed, or send 'Authorization: Bearer TOKEN'",
             )
         return None if method in ("GET", "HEAD") else self._refusal_of_command(headers, host)
 
-    def _refusal_of_command(self, headers: Headers, host: str) -> Refusal | None:
+    def _refusal_of_command(self, headers: Headers, host: str) -> PageRefusal | None:
         if not self.control or self.token is None:
-            return Refusal(HTTPStatus.FORBIDDEN, "this page only shows; start it with --control to steer the run")
+            return PageRefusal(HTTPStatus.FORBIDDEN, "this page only shows; start it with --control to steer the run")
         origin = headers.get("Origin", "")
         if urlsplit(origin).netloc.lower() != host.lower():
-            return Refusal(HTTPStatus.FORBIDDEN, f"the request comes from {origin[:100]!r}, which is not this page")
+            return PageRefusal(HTTPStatus.FORBIDDEN, f"the request comes from {origin[:100]!r}, which is not this page")
         if headers.get(ASKED_BY_PAGE, "") != "control":
-            return Refusal(HTTPStatus.FORBIDDEN, f"the header {ASKED_BY_PAGE} is missing")
+            return PageRefusal(HTTPStatus.FORBIDDEN, f"the header {ASKED_BY_PAGE} is missing")
         if headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
-            return Refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a command is a JSON object (application/json)")
+            return PageRefusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a command is a JSON object (application/json)")
         return None
 
     def knows_token(self, headers: Headers, port: int) -> bool:

@@ -43,7 +43,9 @@ class Followed:
     def read(self) -> bool:
         """Read what is new. Return whether there was anything. A log that was begun anew is read from its beginning."""
         if any(reader.replaced() for reader in self._readers):
+            remade = self.run.series.remade + 1  # pages know by it that their points are of another log
             self.run = LiveRun()
+            self.run.series.remade = remade
             self._readers = [LogReader(path / EVENTS) for path in self.paths]
         found = False
         for begin, node, event in self._new():

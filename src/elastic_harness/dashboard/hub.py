@@ -102,6 +102,7 @@ class Watched:
     def __init__(self, followed: Followed) -> None:
         self.followed = followed
         self.watchers = 0
+        self.over = False  # another one has taken its place: pages are to connect again
         self.left_at = time.monotonic()  # when the last one went
         self.lock = threading.Lock()  # over `followed`
         self._changed = threading.Condition()
@@ -203,6 +204,8 @@ class Hub:
             known = self._watched.get(name)
             if known is not None and known.followed.paths == paths:
                 return known
+            if known is not None:  # the folder of another node has come
+                known.over = True
             watched = self._watched[name] = Watched(Followed(name, paths))
         watched.look_once()
         return watched

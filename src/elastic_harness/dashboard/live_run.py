@@ -10,19 +10,20 @@ from typing import Any
 
 from elastic_harness.dashboard.series import Series, number, point_of
 from elastic_harness.runs.episodes import SECONDS_MAX, Tale, Teller
-from elastic_harness.runs.story import Crew
+from elastic_harness.runs.story import Crew, WorkerStory
 
 COMMITS_MAX = 16384  # whose times are kept
 WORKERS_MAX = 2000  # that have ended, of which the newest are kept; the same for what else comes with each failure
 CHANGES_MAX = 1000
 RECENT_STEPS = 20  # whose median is the present speed
 BEST_LEAST = 20  # steps that a best speed is told from
+ELSEWHERE = 0  # in place of the process of a worker on another node
 _ODD = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Change:
+class GenerationChange:
     """A new generation."""
 
     t: float
@@ -49,7 +50,7 @@ class LiveRun:
     def __init__(self) -> None:
         self.crew = Crew()
         self.series = Series()
-        self.changes: deque[Change] = deque(maxlen=CHANGES_MAX)
+        self.changes: deque[GenerationChange] = deque(maxlen=CHANGES_MAX)
         self.waits: deque[tuple[float, float | None]] = deque(maxlen=CHANGES_MAX)  # from, to; None: it goes on
         self.saved: dict[str, SavedVersion] = {}  # by tier
         self.not_saved: tuple[float, str, str] | None = None  # the newest failure: time, event, error
@@ -118,7 +119,9 @@ class LiveRun:
                 self._end_wait(float(event["t"]))
                 reason, urgent = str(event.get("reason") or ""), bool(event.get("urgent"))
                 members = event["members"]
-                self.changes.append(Change(float(event["t"]), int(event["number"]), len(members), urgent, reason))
+                t, generation = float(event["t"]), int(event["number"])
+                self._note_elsewhere(t, urgent=urgent)
+                self.changes.append(GenerationChange(t, generation, len(members), urgent, reason))
             case "waiting":
                 if not self.waits or self.waits[-1][1] is not None:
                     self.waits.append((float(event["t"]), None))
@@ -159,6 +162,16 @@ class LiveRun:
                 usual = statistics.median(self._speeds)
                 self.best_tokens_per_s = max(usual, self.best_tokens_per_s or 0.0)
         self._teller.thin(COMMITS_MAX)
+
+    def _note_elsewhere(self, t: float, *, urgent: bool) -> None:
+        """Note the workers of nodes whose folders are not here: all that is known of them are the generations."""
+        workers, members = self.crew.workers, self.crew.members
+        for worker in workers.values():
+            if worker.pid == ELSEWHERE and worker.end is None and worker.member not in members:
+                worker.end, worker.ended = "failed" if urgent else "stopped", t
+        for rank, member in enumerate(members):
+            if member not in workers:
+                workers[member] = WorkerStory(member, ELSEWHERE, t, rank=rank, placed=t)
 
     def _end_wait(self, t: float) -> None:
         if self.waits and self.waits[-1][1] is None:

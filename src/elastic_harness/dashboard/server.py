@@ -27,8 +27,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from elastic_harness import shape
 from elastic_harness.dashboard import control
-from elastic_harness.dashboard.access import Access, Refusal, cookie
-from elastic_harness.dashboard.hub import Hub, as_json, event
+from elastic_harness.dashboard.access import Access, PageRefusal, cookie
+from elastic_harness.dashboard.hub import Hub, Watched, as_json, event
 from elastic_harness.dashboard.shown import COLUMNS, rows
 from elastic_harness.errors import ConfigError, HarnessError, InfrastructureError
 
@@ -81,7 +81,7 @@ class DashboardServer(ThreadingMixIn, TCPServer):
             raise ConfigError(f"--host is {host!r}, which is no address of this machine: {error.strerror}") from error
         self.address_family = found[0]
         try:
-            super().__init__(found[4][:2], Handler)  # type: ignore[arg-type]
+            super().__init__(found[4][:2], PageHandler)  # type: ignore[arg-type]
         except OSError as error:
             raise InfrastructureError(f"cannot listen on {host} port {port}: {error.strerror}") from error
 
@@ -128,7 +128,7 @@ class DashboardServer(ThreadingMixIn, TCPServer):
         self.hub.close()
 
 
-class Handler(BaseHTTPRequestHandler):
+class PageHandler(BaseHTTPRequestHandler):
     """One connection, which has one request."""
 
     server: DashboardServer
@@ -168,7 +168,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._show(address.path, asked)
 
-    def _refused(self, refusal: Refusal | None) -> bool:
+    def _refused(self, refusal: PageRefusal | None) -> bool:
         if refusal is not None:
             self._send(refusal.status, TEXT, refusal.reason.encode() + b"\n")
         return refusal is not None
@@ -208,7 +208,7 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 self._send(HTTPStatus.NOT_FOUND, TEXT, b"there is nothing of this name in the run\n")
 
-    def _stream(self, watched: Any) -> None:
+    def _stream(self, watched: Watched) -> None:
         """Send what changes, until the client goes or takes nothing any more."""
         if not self.server.streams.acquire(blocking=False):
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, TEXT, b"too many pages are open\n", {"Retry-After": "5"})
@@ -217,7 +217,7 @@ class Handler(BaseHTTPRequestHandler):
             self._head(HTTPStatus.OK, "text/event-stream", {"X-Accel-Buffering": "no"})
             known: dict[str, int] = {}
             sent_at = time.monotonic()
-            while not self.server.ending.is_set():
+            while not (self.server.ending.is_set() or watched.over):
                 news = watched.news(known, 1.0)
                 if news:
                     self.wfile.write(b"".join(map(event, news)))

@@ -239,9 +239,9 @@ function showCrew() {
   get("workers").hidden = !living.length;
   table(get("workers"), ["rank", "member", "state", "slots", "memory", "pid", "here for", ""], living.map(worker => [
     worker.rank ?? "–", worker.member, coloured(el("span", { class: "key" }, worker.state), `var(--${worker.state})`),
-    slots[worker.member] ?? "–", memory[worker.member] ? gib(memory[worker.member]) : "–", worker.pid,
+    slots[worker.member] ?? "–", memory[worker.member] ? gib(memory[worker.member]) : "–", worker.pid || "another node",
     seconds(serverNow() - worker.started),
-    control && now?.live ? el("button", { class: "danger", onclick: () =>
+    control && now?.live && worker.pid ? el("button", { class: "danger", onclick: () =>
       ask(`Kill worker ${worker.member} (pid ${worker.pid}) with SIGKILL?`, { command: "kill", worker: worker.member }) },
     "kill") : ""]));
   showRecoveries();
