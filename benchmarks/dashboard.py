@@ -3,7 +3,8 @@
     python -m benchmarks.dashboard             some ten minutes
     python -m benchmarks.dashboard --quick     two minutes
 
-opens_s: from the request until the newest state of the run is there; the log has 30 days of steps of 5 s, a checkpoint
+opens_s: from the request until the newest state of the run is there, and opens_cpu_s: what the page's process has used
+until then, its start included; the log has 30 days of steps of 5 s, a checkpoint
 every ten minutes and a failure every hour. Each time with a new process. first_paint_s, shown_s: the same in Chromium,
 where there is one: until something, and until the figures, are on the screen.
 event_to_page_s: from the write of an event until an open page has it.
@@ -17,6 +18,7 @@ import argparse
 import http.client
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -82,12 +84,18 @@ def write_log(path: Path, days: float, seed: int) -> int:
 
 
 @contextmanager
-def dashboard(what: Path, log: Path) -> Iterator[int]:
-    """A page while inside; the port at which it listens."""
+def dashboard(what: Path, log: Path) -> Iterator[tuple[int, int]]:
+    """A page while inside: the port at which it listens, and its process."""
     log.unlink(missing_ok=True)
-    with child([*HARNESS, "dashboard", str(what), "--port", "0"], log, environment(PYTHONUNBUFFERED="1")):
+    with child([*HARNESS, "dashboard", str(what), "--port", "0"], log, environment(PYTHONUNBUFFERED="1")) as process:
         found = wait_for("the page", lambda: re.search(r"127\.0\.0\.1:(\d+)", log.read_text()), PATIENCE_S)
-        yield int(found[1])
+        yield int(found[1]), process.pid
+
+
+def cpu_s(pid: int) -> float:
+    """The processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Page:
@@ -124,15 +132,17 @@ def open_long(scratch: Path, days: float, rounds: int) -> dict[str, Any]:
     folder.mkdir()
     say(f"writing the log of {days:g} days")
     steps = write_log(folder / EVENTS, days, seed=0)
-    opens_s = []
+    opens_s, opens_cpu_s = [], []
     for _ in range(rounds):
-        with dashboard(folder, scratch / "long.log") as port:
+        with dashboard(folder, scratch / "long.log") as (port, pid):
             began_at = time.time()
             page = Page(port, "long")
             opens_s.append(page.until_step(steps - 1) - began_at)
+            opens_cpu_s.append(cpu_s(pid))
             page.close()
     size_mb = (folder / EVENTS).stat().st_size / 1e6
     return {"days": days, "steps": steps, "log_mb": round(size_mb, 1), "opens_s": summary(opens_s),
+            "opens_cpu_s": summary(opens_cpu_s),
             "in_chromium": in_chromium(scratch, folder, rounds)}  # fmt: skip
 
 
@@ -147,7 +157,7 @@ def in_chromium(scratch: Path, folder: Path, rounds: int) -> dict[str, Any] | st
     paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
     with chromium.Browser(scratch / "chromium") as browser:
         for _ in range(rounds):
-            with dashboard(folder, scratch / "long.log") as port:
+            with dashboard(folder, scratch / "long.log") as (port, _):
                 browser.open(f"http://127.0.0.1:{port}/")
                 browser.until("document.querySelectorAll('.tile').length")
                 shown_s.append(browser.run("performance.now()") / 1000)
@@ -171,7 +181,7 @@ def latency(scratch: Path, events: int, seed: int) -> dict[str, Any]:
         return now
 
     commit(0)
-    with dashboard(folder, scratch / "young.log") as port:
+    with dashboard(folder, scratch / "young.log") as (port, _):
         page = Page(port, "young")
         page.until_step(0)
         for step in range(1, events + 1):
@@ -194,24 +204,28 @@ def throughput(scratch: Path, pairs: int, turn_s: float, seed: int) -> dict[str,
         return [event["t"] for event in found if event["event"] == "step_committed"]
 
     turns: dict[bool, list[float]] = {True: [], False: []}
+    shares: list[float] = []  # of a core, that the page used
     with child([*command, *train], scratch / "trained.log"):
         wait_for("20 steps", lambda: len(committed()) > 20, PATIENCE_S)
         for pair in range(pairs):
             for there in rng.sample([True, False], 2):
                 with ExitStack() as stack:
                     if there:
-                        port = stack.enter_context(dashboard(run_dir, scratch / "page.log"))
+                        port, pid = stack.enter_context(dashboard(run_dir, scratch / "page.log"))
                         page = Page(port, "trained")
                         reader = threading.Thread(target=_drain, args=(page,), daemon=True)
                         reader.start()
                     time.sleep(SETTLE_S)
-                    begin = time.time()
+                    begin, used_s = time.time(), cpu_s(pid) if there else 0.0
                     time.sleep(turn_s)
                     end = time.time()
+                    if there:
+                        shares.append((cpu_s(pid) - used_s) / (end - begin))
                 inside = [t for t in committed() if begin < t <= end]
                 turns[there].append((len(inside) - 1) / (inside[-1] - inside[0]))
             say(f"pair {pair + 1}: {turns[True][-1]:.3f} steps/s with the page, {turns[False][-1]:.3f} without")
     told = {"workers": WORKERS, "turn_s": turn_s, "with_over_without": ratio_summary(turns[True], turns[False])}
+    told["page_share_of_a_core"] = summary(shares)
     return {**told, "steps_per_s_with": summary(turns[True]), "steps_per_s_without": summary(turns[False])}
 
 

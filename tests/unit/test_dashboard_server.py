@@ -132,6 +132,21 @@ def test_what_happens_reaches_a_page_that_is_open(start: Start, runs: Path) -> N
     stream.close()
 
 
+def test_what_happens_after_a_quiet_time_comes_as_soon(
+    start: Start, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "ALWAYS_S", 1000.0)
+    monkeypatch.setattr(server, "LOOK_S", 0.05)
+    stream = Stream(start())
+    stream.until("now")
+    time.sleep(0.5)  # the stream has looked whether its client is there
+    add(runs / "first", commit(1))
+    began_at = time.monotonic()
+    stream.until("now", lambda told: told["step"] == 1)
+    assert time.monotonic() - began_at < server.IDLE_S / 2
+    stream.close()
+
+
 def test_a_page_that_is_open_gets_the_whole_curve_of_a_run_that_was_begun_anew(start: Start, runs: Path) -> None:
     add(runs / "first", commit(1), commit(2))
     stream = Stream(start())

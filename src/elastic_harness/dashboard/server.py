@@ -14,6 +14,7 @@ No part of an address becomes a part of a path: runs and texts are looked up by 
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -35,6 +36,7 @@ from elastic_harness.errors import ConfigError, HarnessError, InfrastructureErro
 CONNECTIONS_MAX = 128
 STREAMS_MAX = 64
 IDLE_S = 10.0  # a client that sends nothing, or takes nothing, is dropped
+LOOK_S = 1.0  # whether the client of a quiet stream is still there
 BEAT_S = 10.0  # a stream without news says that it lives
 BODY_BYTES_MAX = 4096
 HTML, CSS, SCRIPT, JSON, TEXT = (
@@ -218,7 +220,7 @@ class PageHandler(BaseHTTPRequestHandler):
             known: dict[str, int] = {}
             sent_at = time.monotonic()
             while not (self.server.ending.is_set() or watched.over):
-                news = watched.news(known, 1.0)
+                news = watched.news(known, LOOK_S)
                 if news:
                     self.wfile.write(b"".join(map(event, news)))
                 elif time.monotonic() - sent_at > BEAT_S or _is_gone(self.connection):
@@ -271,13 +273,11 @@ class PageHandler(BaseHTTPRequestHandler):
 
 
 def _is_gone(connection: socket.socket) -> bool:
-    """Return whether a client has closed its side: it sends nothing else."""
-    try:
-        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    """Return whether a client has closed its side: it sends nothing else. A socket with a timeout would wait for it in
+    `recv`, whatever the flags."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN | select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def _file(name: str) -> bytes:

@@ -16,8 +16,8 @@ from typing import Any
 from elastic_harness import shape
 
 CHUNK_BYTES = 1 << 22
-COMMITS_MAX = 8192  # of a log, that are parsed where nothing else happened
-WHOLE = 8  # commits next to any other line, which are parsed: what a failure cost is measured by them
+COMMITS_MAX = 4096  # of a log, that are parsed where nothing else happened
+BEFORE, AFTER = 8, 3  # commits before and after any other line, which are parsed: they say what a failure cost
 _LINE_BYTES = 160  # about the shortest line of a commit
 _COMMIT = b'"event":"step_committed"'
 _HEAD_BYTES = 80  # of a line: its time and its event stand there
@@ -113,7 +113,7 @@ class LogReader:
     def _of_a_row(self, lines: Sequence[bytes], low: int, high: int, quiet: Sequence[int], apart: int) -> Iterable[int]:
         """Return what is parsed of a row of commits, and quiet lines between them: everything, unless the commits are
         many, follow one another, and are new."""
-        inner_low, inner_high = low + WHOLE, high - WHOLE
+        inner_low, inner_high = low + AFTER, high - BEFORE
         if inner_high - inner_low <= apart or not self._is_plain(lines[low], lines[high - 1], high - low - len(quiet)):
             return range(low, high)
         inner = sorted({*range(inner_low, inner_high, apart), *(n for n in quiet if inner_low <= n < inner_high)})

@@ -269,7 +269,8 @@ const STAGES = ["--c0", "--c3", "--c5", "--c6", "--c1", "--c4", "--c2", "--c7"];
 
 function showRecoveries() {
   const told = run.crew.recoveries.toReversed().slice(0, 15);
-  const longest = Math.max(1e-9, ...told.map(each => each.total_ms));
+  const totals = told.map(each => each.total_ms).sort((one, other) => one - other);
+  const longest = Math.max(1e-9, Math.min(totals.at(-1) ?? 0, 4 * (totals[totals.length >> 1] ?? 0))); // one may be odd
   const names = [...new Set(told.flatMap(each => Object.keys(each.stages)))];
   const key = name => `var(${STAGES[names.indexOf(name) % STAGES.length]})`;
   fill(get("recoveries"), told.length ? el("div", { class: "legend" }, ...names.map(name =>
@@ -278,7 +279,7 @@ function showRecoveries() {
     const bar = el("div", { class: "bar" });
     for (const [name, value] of Object.entries(each.stages)) {
       const part = coloured(el("i", { title: `${name.replace(/_ms$/, "")}: ${value.toFixed(1)} ms` }), key(name));
-      part.style.width = `${100 * value / longest}%`;
+      part.style.width = `${100 * value / Math.max(longest, each.total_ms)}%`;
       bar.append(part);
     }
     return [el("div", { class: "row" }, el("span", {}, `${moment(each.t)}, step ${each.step ?? "–"}`),
