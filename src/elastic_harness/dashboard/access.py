@@ -58,7 +58,7 @@ class Access:
                 HTTPStatus.UNAUTHORIZED,
                 "a token is needed: open the address that the command printed, or send 'Authorization: Bearer TOKEN'",
             )
-        return None if method in ("GET", "HEAD") else self._refusal_of_command(headers, host)
+        return None if method == "GET" else self._refusal_of_command(headers, host)
 
     def _refusal_of_command(self, headers: Headers, host: str) -> PageRefusal | None:
         if not self.control or self.token is None:

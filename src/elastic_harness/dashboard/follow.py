@@ -35,6 +35,8 @@ class Followed:
         self.paths = paths
         self.run = LiveRun()
         self._readers = [LogReader(path / EVENTS) for path in paths]
+        self._configured_at = 0.0
+        self._steps_wanted: int | None = None
 
     @property
     def live(self) -> bool:
@@ -76,12 +78,11 @@ class Followed:
 
     def steps_wanted(self) -> int | None:
         """Return with how many steps the run ends, as far as its settings say it in steps."""
-        with contextlib.suppress(HarnessError):
-            training = read_yaml(self.paths[0] / CONFIG).get("training") or {}
-            if not training.get("max_tokens") and not training.get("max_epochs"):
-                steps = training.get("max_steps")
-                return steps if isinstance(steps, int) else None
-        return None
+        with contextlib.suppress(OSError):
+            changed_at = (self.paths[0] / CONFIG).stat().st_mtime
+            if changed_at != self._configured_at:
+                self._configured_at, self._steps_wanted = changed_at, _steps_wanted(self.paths[0] / CONFIG)
+        return self._steps_wanted
 
     def newest_step(self) -> LedgerLine | None:
         """Return what the ledger has of the newest step."""
@@ -133,6 +134,15 @@ class Followed:
         except OSError:
             return None
         return text if size <= TEXT_BYTES else f"… {size - TEXT_BYTES:,} bytes before\n{text.partition(chr(10))[2]}"
+
+
+def _steps_wanted(config: Path) -> int | None:
+    with contextlib.suppress(HarnessError):
+        training = read_yaml(config).get("training")
+        if isinstance(training, dict) and not (training.get("max_tokens") or training.get("max_epochs")):
+            steps = training.get("max_steps")
+            return steps if isinstance(steps, int) else None
+    return None
 
 
 def _time(event: Event) -> float:

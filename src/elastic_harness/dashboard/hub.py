@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness.dashboard.follow import Followed
-from elastic_harness.dashboard.shown import COLUMNS, rows, show
+from elastic_harness.dashboard.series import Series
+from elastic_harness.dashboard.shown import COLUMNS, RunShown, rows, show
 from elastic_harness.errors import HarnessError
 from elastic_harness.runs import folder as folders
 from elastic_harness.runs import named
@@ -20,7 +21,7 @@ from elastic_harness.runs.events import EVENTS
 from elastic_harness.runs.summary import summary
 
 LOOK_S = 0.25  # between two looks at the logs
-SHOW_S = 0.4  # between two messages about a run, at least
+SHOW_S = 0.5  # between two messages about a run, at least
 ALWAYS_S = 2.0  # memory and the state are looked at anew even if the log has nothing
 LINGER_S = 60.0  # a run that nobody looks at is still followed for so long
 LIST_S = 2.0
@@ -109,6 +110,7 @@ class Watched:
         self._sent: dict[str, tuple[int, str]] = {}  # part -> version, JSON
         self._version = 0
         self._series: Curve = (0, 1, [])
+        self._shown: RunShown | None = None
         self._shown_at = -math.inf
         self._stale = True
 
@@ -125,12 +127,18 @@ class Watched:
             due_s = time.monotonic() - self._shown_at
             if not (self._stale and due_s >= SHOW_S) and due_s < ALWAYS_S:
                 return
-            shown = show(self.followed, time.time())
-            series = self.followed.run.series
-            parts = {name: as_json(part) for name, part in shown.parts.items()}
+            before, self._shown = self._shown, show(self.followed, time.time(), self._shown)
+            known = before.parts if before is not None else {}
+            parts = {name: as_json(p) for name, p in self._shown.parts.items() if p is not known.get(name)}
             self._shown_at, self._stale = time.monotonic(), False
-            drawn = series.remade, series.apart, rows(series.points)
+            drawn = self._drawn(self.followed.run.series)
         self._send(parts, drawn)
+
+    def _drawn(self, series: Series) -> Curve:
+        """Return the whole curve. Points that are known already, but for the last, are as they were."""
+        remade, _, known = self._series
+        old = known[:-1] if remade == series.remade else []
+        return series.remade, series.apart, [*old, *rows(series.points[len(old) :])]
 
     def tell_of(self, trouble: Exception) -> None:
         """Tell the pages that the run cannot be shown, and why."""

@@ -12,7 +12,7 @@ from elastic_harness.dashboard.series import Series, number, point_of
 from elastic_harness.runs.episodes import SECONDS_MAX, Tale, Teller
 from elastic_harness.runs.story import Crew, WorkerStory
 
-COMMITS_MAX = 16384  # whose times are kept
+COMMITS_MAX = 4096  # whose times are kept
 WORKERS_MAX = 2000  # that have ended, of which the newest are kept; the same for what else comes with each failure
 CHANGES_MAX = 1000
 RECENT_STEPS = 20  # whose median is the present speed

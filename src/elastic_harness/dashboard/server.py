@@ -142,9 +142,6 @@ class PageHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer("GET")
 
-    def do_HEAD(self) -> None:
-        self._answer("HEAD")
-
     def do_POST(self) -> None:
         self._answer("POST")
 
@@ -253,8 +250,7 @@ class PageHandler(BaseHTTPRequestHandler):
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes, more: dict[str, str] | None = None) -> None:
         self._head(status, kind, {"Content-Length": str(len(body)), **(more or {})})
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.wfile.write(body)
 
     def _head(self, status: HTTPStatus, kind: str, more: dict[str, str]) -> None:
         self.send_response(status)
@@ -265,7 +261,6 @@ class PageHandler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer what is no request of ours, without a word of what was sent."""
         self.close_connection = True
-        self.command = self.command or "GET"
         self._send(HTTPStatus(code), TEXT, f"{HTTPStatus(code).phrase}\n".encode())
 
     def log_message(self, format: str, *args: Any) -> None:

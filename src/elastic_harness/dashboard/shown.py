@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import PurePath
 from typing import Any
@@ -35,16 +35,23 @@ class RunShown:
     now: dict[str, Any]  # what changes with each step
     crew: dict[str, Any]  # workers and generations
     failures: dict[str, Any]  # what went wrong, and what it cost
+    state: tuple[object, ...]  # on which the last two depend
 
     @property
     def parts(self) -> Mapping[str, Any]:
-        return vars(self)
+        return {"now": self.now, "crew": self.crew, "failures": self.failures}
 
 
-def show(followed: Followed, at: float) -> RunShown:
-    """Return what is to be shown now. It reads run.json, the end of the ledger, and /proc of workers here."""
+def show(followed: Followed, at: float, before: RunShown | None = None) -> RunShown:
+    """Return what is to be shown now. It reads run.json, the end of the ledger, and /proc of workers here. What has not
+    changed since `before` is taken from there."""
     run, tale, live = followed.run, followed.run.told(), followed.live
-    return RunShown(_now(followed, tale, at, live=live), _crew(run, live=live), _failures(followed, tale))
+    newest = tale.episodes[-1] if tale.episodes else None
+    state = (id(run), run.happened, live, run.crew.waiting, newest and newest.over_at, newest and newest.redone_steps)
+    now = _now(followed, tale, at, live=live)
+    if before is not None and before.state == state:
+        return replace(before, now=now)
+    return RunShown(now, _crew(run, live=live), _failures(followed, tale), state)
 
 
 # ---- with each step

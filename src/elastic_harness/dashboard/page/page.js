@@ -5,7 +5,7 @@ const get = id => document.getElementById(id);
 const run = { name: null, rows: [], fine: null, now: null, crew: null, failures: null, skew: 0, stream: null };
 const others = new Map(); // runs that are compared: name -> {rows, fine, stream}
 const [FIRST, LAST, T, LOSS, LOW, HIGH, LR, , SPEED] = Array(9).keys();
-let control = false, bars = [];
+let control = false, bars = [], listed = "", answered = { text: "", until: 0 };
 
 // ---- elements
 
@@ -89,6 +89,8 @@ async function listRuns() {
   const told = await answer.json();
   control = told.control;
   const select = get("runs"), names = told.runs.map(each => each.name);
+  if (listed === JSON.stringify([told.runs, run.name])) return;
+  listed = JSON.stringify([told.runs, run.name]);
   fill(select, ...told.runs.map(each => {
     const step = each.step === null ? "" : `, step ${each.step}`;
     return el("option", { value: each.name }, `${each.name} (${each.status}${step})`);
@@ -118,7 +120,7 @@ function showNow() {
   document.title = `${now.step ?? "–"} · ${now.run}`;
   state.textContent = words;
   state.className = `pill ${now.live || words === "finished" ? "good" : ["failed", "cut off"].includes(words) ? "bad" : ""}`;
-  notice([now.waiting && `waiting: ${now.waiting}`, !now.live && now.message,
+  notice([Date.now() < answered.until && answered.text, now.waiting && `waiting: ${now.waiting}`, !now.live && now.message,
     now.damaged && `${now.damaged} lines of the log could not be used`].filter(Boolean).join(" · "));
   const done = now.steps_wanted && now.step !== null ? (now.step + 1) / now.steps_wanted : 0;
   get("progress").firstElementChild.style.width = `${100 * Math.min(1, done)}%`;
@@ -303,7 +305,7 @@ function showFailures() {
         el("span", { class: "what" }, episode.failures.length > 1
           ? `${first.what} (and ${episode.failures.length - 1} more)` : first.what)),
       ...episode.failures.map(each => tellFailure(each, each.texts)),
-      el("div", { class: "told" }, el("dl", {}, ...listed("cost", [costOf(episode)]), ...listed("stages",
+      el("div", { class: "told" }, el("dl", {}, ...entry("cost", [costOf(episode)]), ...entry("stages",
         Object.entries(episode.stages).map(([name, value]) => `${name.replace(/_ms$/, "")} ${value.toFixed(1)} ms`)))));
     node.open = opened.has(String(episode.number));
     return node;
@@ -320,7 +322,7 @@ function costOf(episode) {
   return parts.join("; ") || (episode.interrupted ? "not known" : "no time: nobody waited for it");
 }
 
-function listed(heading, lines) {
+function entry(heading, lines) {
   if (!lines?.length || !lines[0]) return [];
   return [el("dt", {}, heading), lines.length > 1 ? el("dd", {}, el("ul", {}, ...lines.map(line => el("li", {}, line))))
     : el("dd", {}, lines[0])];
@@ -331,9 +333,9 @@ function tellFailure(failure, texts = []) {
     failure.step !== null && `step ${failure.step}`, failure.slot !== null && `slot ${failure.slot}`,
     failure.times > 1 && `${failure.times} times`].filter(Boolean).join(", ");
   return el("div", { class: "told" }, el("h3", {}, `${failure.code} ${failure.name}`), el("span", { class: "faint" }, where),
-    el("dl", {}, ...listed("what", [failure.what]), ...listed("evidence", failure.evidence),
-      ...listed("inferred", [failure.inferred]), ...listed("domain", [`${failure.domain}; the same again would do: ${failure.retry}`]),
-      ...listed("done", [failure.done]), ...listed("what to do", failure.next)),
+    el("dl", {}, ...entry("what", [failure.what]), ...entry("evidence", failure.evidence),
+      ...entry("inferred", [failure.inferred]), ...entry("domain", [`${failure.domain}; the same again would do: ${failure.retry}`]),
+      ...entry("done", [failure.done]), ...entry("what to do", failure.next)),
     ...texts.map(name => el("button", { type: "button", onclick: () => showText(name) }, name)),
     ...failure.consequences.map(each => tellFailure(each)));
 }
@@ -431,7 +433,8 @@ function ask(question, order) {
     if (dialog.returnValue !== "yes") return;
     const answer = await fetch(`/api/runs/${encodeURIComponent(name)}/control`, { method: "POST",
       headers: { "Content-Type": "application/json", "X-Elastic-Harness": "control" }, body: JSON.stringify(order) });
-    notice((await answer.text()).trim());
+    answered = { text: (await answer.text()).trim(), until: Date.now() + 10000 };
+    notice(answered.text);
   };
   dialog.showModal();
 }
