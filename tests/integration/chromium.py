@@ -138,6 +138,14 @@ class Browser:
     def text(self) -> str:
         return self.run("document.body.innerText")
 
+    def drag(self, element: str, begin: int, end: int) -> None:
+        """Drag the mouse over an element, from so many pixels right of its left edge to so many."""
+        box = f"document.querySelector('{element}').getBoundingClientRect()"
+        left, top = self.run(f"(box => [box.left, box.top + 40])({box})")
+        places = (("mouseMoved", begin), ("mousePressed", begin), ("mouseMoved", end), ("mouseReleased", end))
+        for kind, x in places:
+            self.send("Input.dispatchMouseEvent", type=kind, x=left + x, y=top, button="left", clickCount=1)
+
     def screenshot(self, path: Path) -> None:
         size = self.send("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}

@@ -295,6 +295,38 @@ def test_what_happens_is_on_the_page_that_is_open(
     assert all(seen.run(f"{inked}('{name}')") for name in ("loss", "speed", "rate", "timeline")), "curves are drawn"
 
 
+def test_a_part_of_the_curve_is_looked_at_and_another_run_beside_it(
+    seen: Browser, dashboard: Callable[..., int], tmp_path: Path
+) -> None:
+    for name in ("first", "second"):
+        write_run(tmp_path / "runs" / name, steps=100)
+    port = dashboard(tmp_path / "runs")
+    seen.open(f"http://127.0.0.1:{port}/#second")
+    seen.until("document.querySelector('.tile b').textContent === '101'")
+    seen.drag("#loss", 300, 500)
+    seen.until("document.querySelector('#zoomed').textContent.startsWith('steps ')")
+    first, last = map(int, re.findall(r"\d+", seen.run("document.querySelector('#zoomed').textContent")))
+    assert 10 < first < last < 60
+    seen.run("document.querySelector('#reset').click()")
+    seen.until("document.querySelector('#reset').hidden")
+    seen.run("document.querySelector('#compare input').click()")
+    seen.until("document.querySelectorAll('#legend .key').length === 2")
+    assert seen.run("document.querySelector('#legend').innerText").split() == ["second", "first"]
+
+
+def test_a_run_that_has_not_begun_is_shown_when_it_does(
+    seen: Browser, dashboard: Callable[..., int], tmp_path: Path
+) -> None:
+    folder = tmp_path / "first"
+    folder.mkdir()
+    (folder / "events.jsonl").touch()
+    port = dashboard(folder)
+    seen.open(f"http://127.0.0.1:{port}/")
+    seen.until("document.querySelector('.tile b').textContent === '0'")
+    commit(folder, 0)
+    seen.until("document.querySelector('.tile b').textContent === '1'")
+
+
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True)])
 def test_the_page_fits_its_window_and_the_systems_colours(
     seen: Browser, dashboard: Callable[..., int], tmp_path: Path, width: int, dark: bool

@@ -179,11 +179,13 @@ def test_a_run_that_cannot_be_shown_says_so_and_harms_no_other(
     (runs / "second").mkdir()
     add(runs / "second", commit(7))
     show = hub.show
-    monkeypatch.setattr(hub, "show", lambda run, at: 1 / 0 if run.name == "first" else show(run, at))
+    monkeypatch.setattr(hub, "show", lambda run, *more: 1 / 0 if run.name == "first" else show(run, *more))
     served = start()
     ill, well = Stream(served), Stream(served, "second")
     assert "ZeroDivisionError" in ill.until("trouble")
     assert well.until("now")["step"] == 7
+    monkeypatch.setattr(hub, "show", show)
+    assert ill.until("now")["step"] == 0, "as soon as it can be shown, it is"
     ill.close()
     well.close()
 

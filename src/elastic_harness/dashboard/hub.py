@@ -147,6 +147,8 @@ class Watched:
 
     def _send(self, parts: Mapping[str, str], series: Curve) -> None:
         with self._changed:
+            if "trouble" not in parts:
+                self._sent.pop("trouble", None)
             for name, text in parts.items():
                 if name not in self._sent or self._sent[name][1] != text:
                     self._version += 1
