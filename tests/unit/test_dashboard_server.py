@@ -371,6 +371,9 @@ def test_a_token_that_is_easily_guessed_is_refused(monkeypatch: pytest.MonkeyPat
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no run"):
         command.main([str(tmp_path / "nothing")])
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is no folder"):
+        command.main([str(tmp_path / "file")])
     with pytest.raises(ConfigError, match="--port is 70000"):
         command.main([str(tmp_path), "--port", "70000"])
 

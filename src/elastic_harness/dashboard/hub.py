@@ -14,7 +14,7 @@ from typing import Any
 from elastic_harness.dashboard.follow import Followed
 from elastic_harness.dashboard.series import Series
 from elastic_harness.dashboard.shown import COLUMNS, RunShown, rows, show
-from elastic_harness.errors import HarnessError
+from elastic_harness.errors import ConfigError, HarnessError
 from elastic_harness.runs import folder as folders
 from elastic_harness.runs import named
 from elastic_harness.runs.events import EVENTS
@@ -40,6 +40,7 @@ class Catalogue:
         self._folder = named.RUNS if what is None else Path(what)
         if what is not None and not self._run and not self._folder.is_dir():
             named.of_run(what, folders.RECORD, EVENTS)  # which says what is missing
+            raise ConfigError(f"{what!r} is no folder; name the folder of a run, or one with runs in it")
         self._listed_at = -math.inf
         self._found: dict[str, list[Path]] = {}
         self._rows: dict[Path, tuple[object, dict[str, Any]]] = {}
