@@ -127,9 +127,16 @@ def test_skimming_leaves_out_nothing_but_commits_that_are_like_the_others(
 
 
 def test_a_long_log_is_skimmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints after some steps, and at the very end, change nothing."""
     monkeypatch.setattr(skim, "COMMITS_MAX", 20)
-    path = write(tmp_path / "events.jsonl", list(run_of(3000)))
-    assert len(read(LogReader(path))) < 100
+    events = [event for step in range(3000) for event in (commit(step, step), *saved(step, 500))]
+    found = read(LogReader(write(tmp_path / "events.jsonl", events)))
+    assert len(found) < 100
+    assert [event for event in found if event["event"] != "step_committed"] == events[500::501]
+
+
+def saved(step: int, every: int = 1) -> list[Event]:
+    return [] if (step + 1) % every else [{"t": step, "event": "checkpoint_saved", "step": step + 1}]
 
 
 # ---- the curve

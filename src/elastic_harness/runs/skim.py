@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -99,31 +99,35 @@ class LogReader:
     def _wanted(self, lines: Sequence[bytes], apart: int) -> Iterator[int]:
         """Yield the numbers of the lines that are to be parsed."""
         others = [number for number, line in enumerate(lines) if not _is_ordinary(line)]
-        quiet: list[int] = []  # of the row that goes on
+        quiet: set[int] = set()  # of the row that goes on
         low = 0
         for other in (*others, len(lines)):
             if other < len(lines) and any(word in lines[other][:_HEAD_BYTES] for word in _QUIET):
-                quiet.append(other)
+                quiet.add(other)
                 continue
             yield from self._of_a_row(lines, low, other, quiet, apart)
             if other < len(lines):
                 yield other
-            low, quiet = other + 1, []
+            low, quiet = other + 1, set()
 
-    def _of_a_row(self, lines: Sequence[bytes], low: int, high: int, quiet: Sequence[int], apart: int) -> Iterable[int]:
+    def _of_a_row(self, lines: Sequence[bytes], low: int, high: int, quiet: Set[int], apart: int) -> Iterable[int]:
         """Return what is parsed of a row of commits, and quiet lines between them: everything, unless the commits are
         many, follow one another, and are new."""
         inner_low, inner_high = low + AFTER, high - BEFORE
-        if inner_high - inner_low <= apart or not self._is_plain(lines[low], lines[high - 1], high - low - len(quiet)):
+        if inner_high - inner_low <= apart or not self._is_plain(lines, low, high, quiet):
             return range(low, high)
         inner = sorted({*range(inner_low, inner_high, apart), *(n for n in quiet if inner_low <= n < inner_high)})
         return itertools.chain(range(low, inner_low), inner, range(inner_high, high))
 
-    def _is_plain(self, first_line: bytes, last_line: bytes, commits: int) -> bool:
-        first, last = _event(first_line) or {}, _event(last_line) or {}
-        steps = first.get("step"), last.get("step")
-        if not (_is_ordinary(first_line) and _is_ordinary(last_line)):
+    def _is_plain(self, lines: Sequence[bytes], low: int, high: int, quiet: Set[int]) -> bool:
+        """Whether the commits of a row follow one another, and none of them was read before."""
+        commits = high - low - len(quiet)
+        if commits == 0:
             return False
+        begin = next(number for number in range(low, high) if number not in quiet)
+        end = next(number for number in range(high - 1, low - 1, -1) if number not in quiet)
+        first, last = _event(lines[begin]) or {}, _event(lines[end]) or {}
+        steps = first.get("step"), last.get("step")
         if not (isinstance(steps[0], int) and isinstance(steps[1], int)):
             return False
         in_order = steps[1] - steps[0] == commits - 1 and first.get("lineage") == last.get("lineage")
@@ -131,7 +135,7 @@ class LogReader:
 
 
 def _is_ordinary(line: bytes) -> bool:
-    return line.find(_COMMIT, 0, _HEAD_BYTES) > 0 and _TELLING.search(line, _HEAD_BYTES) is None
+    return line.find(_COMMIT, 0, _HEAD_BYTES) > 0 and _TELLING.search(line) is None
 
 
 def _event(line: bytes) -> Event | None:
