@@ -298,7 +298,7 @@ function showFailures() {
   fill(list, ...told.episodes.map(episode => {
     const first = episode.failures.find(each => each.t === episode.t) ?? episode.failures[0];
     const cost = episode.cost_s !== null ? `cost ${seconds(episode.cost_s)}`
-      : !episode.interrupted ? "nobody waited" : episode.over_at === null ? "goes on" : "";
+      : !episode.interrupted ? "nobody waited" : episode.over_at !== null ? "" : run.now?.live ? "goes on" : "no new step after it";
     const node = el("details", { class: "failure", "data-number": episode.number },
       el("summary", {}, el("b", {}, first.code), el("span", {}, first.name),
         el("span", { class: "faint when" }, `${moment(episode.t)}${cost && ` · ${cost}`}`),
@@ -346,7 +346,8 @@ async function showText(name) {
   dialog.querySelector("h2").textContent = name;
   dialog.querySelector("pre").textContent = await answer.text();
   dialog.showModal();
-  dialog.querySelector("pre").scrollIntoView({ block: "end" });
+  const pre = dialog.querySelector("pre"); // of a log the end is what counts
+  pre.scrollTop = name.startsWith("logs/") ? pre.scrollHeight : 0;
 }
 
 // ---- curves
