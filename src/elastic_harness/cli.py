@@ -15,6 +15,8 @@ COMMANDS = {
     "launch": ("commands.launch", "main", "start (or resume) a training job on this machine"),
     "ls": ("commands.manage", "ls", "list the runs"),
     "status": ("commands.manage", "status", "show a run: workers, generation, step, last recovery"),
+    "dashboard": ("dashboard.command", "main", "a page that shows runs while they go on"),
+    "top": ("dashboard.top", "main", "the same at a glance, in a terminal"),
     "logs": ("commands.manage", "logs", "show the output of a run's workers"),
     "stop": ("commands.manage", "stop", "stop a run at the next step boundary"),
     "resume": ("commands.manage", "resume", "launch a run again as it was launched before"),

@@ -22,8 +22,9 @@ from rich.console import Console
 from elastic_harness import cli
 from elastic_harness.demo.driver import moment
 from elastic_harness.demo.plan import DOUBLE, RANK_ZERO, Strike, choose_victims, plan_strikes
-from elastic_harness.demo.screen import Screen, render, sparkline
+from elastic_harness.demo.screen import Screen, render
 from elastic_harness.demo.verdict import compare
+from elastic_harness.report.terminal import sparkline
 from elastic_harness.runs.events import EVENTS, read_events
 from elastic_harness.runs.story import Kill, Story, tell_story
 from unit.made_up_run import SHA, STAGES, make_run, write_lines

@@ -90,6 +90,7 @@ class LaunchRequest:
     fresh: bool
     origin: str | None = None  # RUN[@VERSION] that a new run begins from
     weights_only: bool = False
+    dashboard: bool = False  # a page shows the run, as long as the launch goes on
     notes: tuple[str, ...] = ()  # what may have been meant otherwise
     metrics_file: str | None = None  # which is kept up to date for Prometheus while the job lives
     trackers: tuple[str, ...] = ()  # to which each step is shown while the job lives
@@ -150,6 +151,7 @@ def build_parser(*, built_in: bool = False) -> argparse.ArgumentParser:
         metavar="TRACKER",
         help="show the run in tensorboard, wandb, trackio, mlflow or otel; may be given again (docs/tracking.md)",
     )
+    option("--dashboard", action="store_true", help="show the run on a page as well (see: elastic-harness dashboard)")
     option("--quiet", action="store_true", help="do not show the workers' output (it is in their logs)")
     option(
         "--no-fork-server",
@@ -225,6 +227,7 @@ def parse(argv: Sequence[str]) -> LaunchRequest:
         given.fresh,
         given.origin,
         given.weights_only,
+        given.dashboard,
         _notes(given),
         given.metrics_file,
         tuple(dict.fromkeys(given.track)),

@@ -37,6 +37,7 @@ from elastic_harness.tracking import trackers
 
 AGENT_RESTARTS_MAX = 10
 AGENT_RESTARTS_WINDOW_S = 3600.0
+DASHBOARD_END_S = 3.0
 _KNOWN_EXITS = frozenset({0, 1, 2, 3, 4, 129, 130, 143})
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -90,6 +91,8 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
         with contextlib.ExitStack() as followers:
             for words in _followers(request):
                 followers.enter_context(run_beside(words[0], str(path), *words[1:]))
+            if request.dashboard:
+                followers.enter_context(_dashboard(path))
             return _Parent(path, lock).run()
     finally:
         os.close(lock)
@@ -130,6 +133,32 @@ def _for_several_nodes(request: LaunchRequest) -> LaunchRequest:
     host = own_address(options.host, gateway.Address.parse(options.store).endpoints)
     name = options.node_name or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")[:100] or "node"
     return replace(request, options=replace(options, host=host, node_name=name))
+
+
+@contextlib.contextmanager
+def _dashboard(path: Path) -> Iterator[None]:
+    """Show the run on a page while inside. If the page fails, the run goes on without it."""
+    parent = os.getpid()
+    try:
+        page = subprocess.Popen(
+            [sys.executable, "-m", "elastic_harness", "dashboard", str(path)],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
+        )
+    except OSError as error:
+        print(f"[launch] the page cannot be started ({error.strerror or error}); the run goes on", flush=True)
+        yield
+        return
+    try:
+        yield
+    finally:
+        page.terminate()
+        try:
+            page.wait(DASHBOARD_END_S)
+        except subprocess.TimeoutExpired:
+            page.kill()
+            page.wait()
 
 
 class _Parent:

@@ -24,6 +24,7 @@ from elastic_harness.names import TRAINER
 from elastic_harness.runs import folder as folders
 from elastic_harness.runs.events import EVENTS, newest_events, passed_over
 from elastic_harness.runs.named import RUNS
+from elastic_harness.runs.summary import summary
 
 _FOLLOW_S = 0.2
 
@@ -43,7 +44,7 @@ def ls(argv: Sequence[str]) -> int:
             record = {"status": "damaged"}
             print(f"elastic-harness ls: {error}", file=sys.stderr)
         if record is not None:
-            rows.append(summary_of(path, record, "step_committed"))
+            rows.append(summary(path, record, "step_committed"))
     rows.sort(key=lambda r: -(r["created"] or 0))
     if given.json:
         for row in rows:
@@ -73,7 +74,7 @@ def status(argv: Sequence[str]) -> int:
         return EXIT_SUCCESS
     path = folders.resolve(given.run)
     record = folders.read_record(path) or {}
-    shown = summary_of(path, record, "step_committed", "recovery", "incident")
+    shown = summary(path, record, "step_committed", "recovery", "incident")
     if shown["live"] and record.get("control"):
         shown = {**shown, **request(record["control"], GetStatus())}
     if given.json:
@@ -119,7 +120,7 @@ def stop(argv: Sequence[str]) -> int:
     _add_json(parser)
     given = parser.parse_args(list(argv))
     path = folders.resolve(given.run)
-    request(control_of(path), StopRun())
+    request(folders.control_of(path), StopRun())
     end = time.monotonic() + given.timeout
     while folders.locked(path):
         if time.monotonic() > end:
@@ -180,7 +181,7 @@ def scale(argv: Sequence[str]) -> int:
     _add_json(parser)
     given = parser.parse_args(list(argv))
     path = folders.resolve(given.run)
-    answer = request(control_of(path), ScaleRun(given.workers))
+    answer = request(folders.control_of(path), ScaleRun(given.workers))
     words = f"scaling to {answer['target']} workers (now {len(answer['members'])})"
     return _say(given, words, {"target": answer["target"], "members": answer["members"]})
 
@@ -195,7 +196,7 @@ def drain(argv: Sequence[str]) -> int:
     given = parser.parse_args(list(argv))
     path = folders.resolve(given.run)
     node = "" if given.node is None else _node_named(path, given.node)
-    request(control_of(path), DrainNode(node))
+    request(folders.control_of(path), DrainNode(node))
     end = time.monotonic() + given.timeout
     while node in _nodes(path) if node else folders.locked(path):
         if time.monotonic() > end:
@@ -220,9 +221,9 @@ def audit(argv: Sequence[str]) -> int:
     _add_json(parser)
     given = parser.parse_args(list(argv))
     path, began_at, number = folders.resolve(given.run), time.time(), time.time_ns() // 1000
-    request(control_of(path), AuditRun(number))
+    request(folders.control_of(path), AuditRun(number))
     end = time.monotonic() + given.timeout
-    while (found := request(control_of(path), GetStatus()).get("last_audit") or {}).get("number", 0) < number:
+    while (found := request(folders.control_of(path), GetStatus()).get("last_audit") or {}).get("number", 0) < number:
         if time.monotonic() > end:
             raise InfrastructureError(
                 f"no step with the audit was committed within {given.timeout:g} s; see: elastic-harness status {path}"
@@ -265,7 +266,7 @@ def kill(argv: Sequence[str]) -> int:
     parser.add_argument("worker", help="a member (w1-2), a place (w1) or a rank (rank0)")
     _add_json(parser)
     given = parser.parse_args(list(argv))
-    answer = request(control_of(folders.resolve(given.run)), KillWorker(given.worker))
+    answer = request(folders.control_of(folders.resolve(given.run)), KillWorker(given.worker))
     words = f"killed {answer['killed']} (rank {answer['rank']}, pid {answer['pid']})"
     return _say(given, words, {name: answer[name] for name in ("killed", "rank", "pid")})
 
@@ -282,45 +283,6 @@ def _say(given: argparse.Namespace, words: str, fields: Mapping[str, Any]) -> in
     """Print what was done, as it was asked for."""
     print(json.dumps(fields) if given.json else words)
     return EXIT_SUCCESS
-
-
-def control_of(path: Path) -> str:
-    """Return the control socket of a live run. Raises ConfigError if it is not live."""
-    record = folders.read_record(path) or {}
-    if not folders.locked(path) or not record.get("control"):
-        raise ConfigError(f"the run in {path} is not live; start it with: elastic-harness resume {path}")
-    return str(record["control"])
-
-
-def summary_of(path: Path, record: dict[str, Any], *events: str) -> dict[str, Any]:
-    """Return a run as its records show it, with the newest of each of these events."""
-    live = folders.locked(path)
-    state = record.get("status", "unknown")
-    if not live and state in ("starting", "running", "stopping", "draining"):
-        state = "dead"
-    newest: dict[str, dict[str, Any]] = {}
-    damaged: list[str] = []
-    if (path / EVENTS).exists():
-        for event in newest_events(path / EVENTS, damaged.append):
-            if event["event"] in events:
-                newest.setdefault(event["event"], event)
-            if len(newest) == len(events):
-                break
-    committed = newest.get("step_committed", {})
-    return {
-        "run": record.get("run_id", path.name),
-        "run_dir": str(path),
-        "status": state,
-        "live": live,
-        "created": record.get("created"),
-        "exit_code": record.get("exit_code"),
-        "step": committed.get("step"),
-        "loss": committed.get("loss"),
-        "last_recovery": newest.get("recovery"),
-        "last_incident": newest.get("incident", {}).get("what"),
-        "last_incident_code": newest.get("incident", {}).get("code"),
-        "damaged": damaged,
-    }
 
 
 def _print_nodes(shown: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ LAUNCHERS = "ELASTIC_HARNESS_LAUNCHERS"  # marks of the launchers around a proce
 
 # set by the user
 HOST = "ELASTIC_HARNESS_HOST"  # the address of this machine at which its workers are reached
+DASHBOARD_TOKEN = "ELASTIC_HARNESS_DASHBOARD_TOKEN"  # what the page of `elastic-harness dashboard` asks for
 ETCD_PASSWORD = "ELASTIC_HARNESS_ETCD_PASSWORD"
 METADATA = "ELASTIC_HARNESS_METADATA"  # HOST:PORT of a metadata service in place of the cloud's, for tests
 FAILPOINTS = "ELASTIC_HARNESS_FAILPOINTS"  # where a process is to fail, for tests

@@ -9,11 +9,11 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from elastic_harness.demo.screen import stages_text
 from elastic_harness.demo.verdict import DemoOutcome
 from elastic_harness.report import plots
 from elastic_harness.report.page import page as whole_page
 from elastic_harness.report.page import picture, table, text, tiles
+from elastic_harness.report.terminal import stages_text
 from elastic_harness.runs.story import Kill, Story
 
 HTML_NAME, PNG_NAME = "report.html", "report.png"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -14,29 +14,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from elastic_harness.report.terminal import sparkline, stages_text
 from elastic_harness.runs.story import CommittedStep, Kill, Story, WorkerStory
 
-SPARKS = "▁▂▃▄▅▆▇█"
 SHOW_DEAD_S = 2.5
 DRAW_INTERVAL_S = 0.15
 SHOWN_STRIKES = 8
 LINES_PER_RUN = 20
-
-
-def stages_text(stages: Mapping[str, float]) -> str:
-    """Stages in order, as 'detect 4 · release 1 · …' in milliseconds; what took less than a half is left out."""
-    return " · ".join(f"{name.removesuffix('_ms')} {value:.0f}" for name, value in stages.items() if value >= 0.5)
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """The values as one line of block characters; of more values than fit, evenly spread ones are shown."""
-    if not values:
-        return ""
-    if len(values) > width:
-        values = [values[index * (len(values) - 1) // (width - 1)] for index in range(width)]
-    low, high = min(values), max(values)
-    range_ = high - low or 1.0
-    return "".join(SPARKS[int((value - low) / range_ * (len(SPARKS) - 1))] for value in values)
 
 
 class Screen:

@@ -16,7 +16,6 @@ from typing import Any
 
 from elastic_harness import launching
 from elastic_harness.agent.control.server import request
-from elastic_harness.commands.manage import control_of, summary_of
 from elastic_harness.config_file import read_yaml
 from elastic_harness.contract.commands import GetStatus, KillWorker, ScaleRun, StopRun
 from elastic_harness.errors import (
@@ -31,6 +30,7 @@ from elastic_harness.notebook.view import OUTPUT_LINES, Actions, JobView, Panel
 from elastic_harness.runs import folder as folders
 from elastic_harness.runs.events import EVENTS, EventTail, read_events
 from elastic_harness.runs.story import Story, tell_story
+from elastic_harness.runs.summary import summary
 
 POLL_S = 0.1
 VIEW_SHARE = 0.05  # of the time of this process, at most: a long run has much to draw
@@ -114,7 +114,7 @@ class NotebookJob:
 
     def status(self) -> dict[str, Any]:
         """Return the run as `elastic-harness status --json` has it: live, step, loss; its workers while it lives."""
-        shown = summary_of(
+        shown = summary(
             self.run_dir, folders.read_record(self.run_dir) or {}, "step_committed", "recovery", "incident"
         )
         return {**shown, **self._ask(GetStatus())} if self.live else shown
@@ -288,7 +288,7 @@ class NotebookJob:
             if self._ended.is_set():
                 raise ConfigError(f"the job in {self._given} has ended ({self._state()})")
             try:
-                return request(control_of(self.run_dir), command)
+                return request(folders.control_of(self.run_dir), command)
             except (ConfigError, InfrastructureError):
                 if time.monotonic() > end:
                     raise

@@ -11,7 +11,7 @@ import heapq
 import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic_harness.incidents import table
@@ -20,6 +20,7 @@ from elastic_harness.incidents.naming import is_alarm, of_event
 
 SECONDS_MAX = 1e11  # the year 5138
 HEALTHY_STEPS = 32  # before an episode: their median says how long a step takes
+UNSETTLED = 8  # the newest episodes, to which something may still be added
 Event = Mapping[str, Any]
 TimedEvent = tuple[float, str, Event]
 """Time, node, event."""
@@ -137,19 +138,10 @@ def in_order(logs: Mapping[str, Iterable[Event]], damaged: Callable[[str], objec
 
 def tell(events: Iterable[TimedEvent], damaged: Callable[[str], object]) -> Tale:
     """Return the tale of a run. `damaged` is called for each event that cannot be used."""
-    teller = _Teller()
+    teller = Teller()
     for t, node, event in events:
-        try:
-            teller.take(t, node, event)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            damaged(f"an event {event['event']!r} with other fields than its kind has ({error!r})")
-    healthy_s = teller.tale.healthy_s
-    for episode in teller.tale.episodes:
-        episode.failures = _by_cause(episode.failures)
-        early = episode.cost_s is None and episode.gap_s is not None  # no step was timed before
-        if early and healthy_s is not None:
-            episode.cost_s = max(0.0, (episode.gap_s or 0.0) - healthy_s)
-    return teller.tale
+        teller.take(t, node, event, damaged)
+    return teller.told()
 
 
 def _timed(node: str, events: Iterable[Event], damaged: Callable[[str], object]) -> Iterator[TimedEvent]:
@@ -166,11 +158,12 @@ def _seconds(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and 0 <= value < SECONDS_MAX else None
 
 
-class _Teller:
-    """Takes events in the order of time."""
+class Teller:
+    """Takes events in the order of time, and tells the tale so far at any moment."""
 
     def __init__(self) -> None:
-        self.tale = Tale()
+        self.tale = Tale()  # as it was taken: its failures stand side by side
+        self._settled: list[Episode] = []  # the oldest episodes, arranged: nothing is added to them any more
         self._open: Episode | None = None
         self._farthest, self._newest = -1, (-1, -1)  # the newest commit: lineage, step
         self._world = 0
@@ -181,8 +174,30 @@ class _Teller:
         self._by_member: dict[str, Failure] = {}  # ends of workers
         self._asked: Failure | None = None  # that this node goes, since it was launched
 
-    def take(self, t: float, node: str, event: Event) -> None:
-        """Take one event."""
+    def take(self, t: float, node: str, event: Event, damaged: Callable[[str], object]) -> None:
+        """Take one event. `damaged` is called if it cannot be used."""
+        try:
+            self._take(t, node, event)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            damaged(f"an event {event['event']!r} with other fields than its kind has ({error!r})")
+
+    def told(self) -> Tale:
+        """Return the tale so far, with all that followed from a first cause below it. More events may be taken."""
+        healthy_s = self.tale.healthy_s
+        settled = len(self.tale.episodes) - UNSETTLED
+        for episode in self.tale.episodes[len(self._settled) : max(0, settled)]:
+            self._settled.append(_arranged(episode, healthy_s))
+        open_ones = self.tale.episodes[len(self._settled) :]
+        return replace(self.tale, episodes=[*self._settled, *(_arranged(each, healthy_s) for each in open_ones)])
+
+    def thin(self, commits_max: int) -> None:
+        """Drop every second of the older commits, if there are more than so many: for who follows a run for weeks. The
+        first one, and those that the next failure is compared with, stay."""
+        commits = self.tale.commits
+        if len(commits) > commits_max:
+            commits[1:-HEALTHY_STEPS] = commits[1:-HEALTHY_STEPS:2]
+
+    def _take(self, t: float, node: str, event: Event) -> None:
         tale, name = self.tale, event["event"]
         tale.newest_at = t
         if name == "run_started":
@@ -448,6 +463,18 @@ def _merge(known: Failure, again: Failure) -> None:
 
 _OF_A_SLOT = {table.SLOT_FAILED, table.OVERDUE, table.OUT_OF_MEMORY}
 _HANGS = {table.STANDS_STILL, table.STOPPED, table.OVERDUE, table.DEADLOCK}
+
+
+def _arranged(episode: Episode, healthy_s: float | None) -> Episode:
+    """Return an episode with what followed from a failure below it."""
+    cost_s = episode.cost_s
+    if cost_s is None and episode.gap_s is not None and healthy_s is not None:  # no step was timed before
+        cost_s = max(0.0, episode.gap_s - healthy_s)
+    return replace(episode, failures=_by_cause(list(map(_copied, episode.failures))), cost_s=cost_s)
+
+
+def _copied(failure: Failure) -> Failure:
+    return replace(failure, consequences=list(map(_copied, failure.consequences)))
 
 
 def _by_cause(failures: Sequence[Failure]) -> list[Failure]:

@@ -135,3 +135,11 @@ def locked(path: Path) -> bool:
         return True
     finally:
         os.close(descriptor)
+
+
+def control_of(path: Path) -> str:
+    """Return the control socket of a live run. Raises ConfigError if it is not live."""
+    record = read_record(path) or {}
+    if not locked(path) or not record.get("control"):
+        raise ConfigError(f"the run in {path} is not live; start it with: elastic-harness resume {path}")
+    return str(record["control"])

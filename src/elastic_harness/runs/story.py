@@ -3,6 +3,7 @@ report."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ class WorkerStory:
     placed: float | None = None
     ended: float | None = None
     end: str | None = None
+    host: str = ""
+    born_spare: bool = False  # it waited for a place before it was placed
 
 
 @dataclass(frozen=True)
@@ -68,17 +71,15 @@ class Kill:
 
 
 @dataclass
-class Story:
-    """Everything the demo shows about one run. `apply` takes events in log order."""
+class Crew:
+    """Who was there: workers, generations, recoveries. It grows with what happens to workers, not with the steps.
+    `apply` takes events in log order."""
 
     started: float | None = None
-    max_steps: int = 0
     configured: Mapping[str, Any] = field(default_factory=dict)
     lineage: int = 0
     generation: int = 0
     members: tuple[str, ...] = ()
-    commits: dict[int, CommittedStep] = field(default_factory=dict)
-    validation: dict[int, float] = field(default_factory=dict)
     workers: dict[str, WorkerStory] = field(default_factory=dict)
     recoveries: dict[int, Recovery] = field(default_factory=dict)
     worlds: list[tuple[float, int]] = field(default_factory=list)
@@ -93,21 +94,6 @@ class Story:
         if handler is not None:
             handler(event)
 
-    @property
-    def last(self) -> CommittedStep | None:
-        return self.commits[max(self.commits)] if self.commits else None
-
-    @property
-    def running_step(self) -> int:
-        """The step that is being computed now, counted from 0."""
-        return max(self.commits, default=-1) + 1
-
-    @property
-    def step_s(self) -> float:
-        """Median duration of the recent steps, 0 before there are any."""
-        recent = sorted(self.commits)[-4 * RECENT_STEPS :]
-        return statistics.median(self.commits[step].step_s for step in recent) if recent else 0.0
-
     def alive(self, member: str) -> bool:
         worker = self.workers.get(member)
         return worker is not None and worker.end is None
@@ -119,25 +105,10 @@ class Story:
     def spares(self) -> list[WorkerStory]:
         return [worker for worker in self.workers.values() if worker.end is None and worker.member not in self.members]
 
-    def tokens_per_s(self) -> float:
-        """Return tokens per second over the recent steps, by the clock, recoveries included."""
-        recent = sorted(self.commits)[-RECENT_STEPS - 1 :]
-        if len(recent) < 2:
-            return 0.0
-        elapsed = self.commits[recent[-1]].t - self.commits[recent[0]].t
-        return sum(self.commits[step].tokens for step in recent[1:]) / elapsed if elapsed > 0 else 0.0
-
-    def after_ms(self, t: float) -> float | None:
-        """Return milliseconds from a failure at `t` to the next commit that goes beyond every earlier step; None if
-        none followed."""
-        before = max((step for step, commit in self.commits.items() if commit.t <= t), default=-1)
-        after = [commit.t for step, commit in self.commits.items() if step > before and commit.t > t]
-        return (min(after) - t) * 1000 if after else None
-
-    def stages_after(self, t: float) -> dict[str, float]:
+    def stages_after(self, t: float, until: float = math.inf) -> dict[str, float]:
         """Return milliseconds from a failure at `t` to a working group, by stages, detection first. Empty while there
-        is none."""
-        later = [recovery for recovery in self.recoveries.values() if recovery.t > t]
+        is none, or if there was none until that time."""
+        later = [recovery for recovery in self.recoveries.values() if t < recovery.t <= until]
         if not later:
             return {}
         first = min(later, key=lambda recovery: recovery.t)
@@ -154,9 +125,6 @@ class Story:
         self.started = self.started if self.started is not None else float(event["t"])
         self.lineage = int(event.get("lineage") or 0)
         self.finished = None
-        resumed = event.get("resumed_from_step")
-        if resumed is not None:
-            self.commits = {step: commit for step, commit in self.commits.items() if step < int(resumed)}
 
     def _on_run_configured(self, event: Mapping[str, Any]) -> None:
         self.configured = event
@@ -164,7 +132,13 @@ class Story:
     def _on_worker_started(self, event: Mapping[str, Any]) -> None:
         member = str(event["member"])
         self.workers[member] = WorkerStory(
-            member, int(event["pid"]), float(event["t"]), bool(event.get("spare")), event.get("rank")
+            member,
+            int(event["pid"]),
+            float(event["t"]),
+            bool(event.get("spare")),
+            event.get("rank"),
+            host=str(event.get("host") or ""),
+            born_spare=bool(event.get("spare")),
         )
 
     def _on_generation(self, event: Mapping[str, Any]) -> None:
@@ -184,19 +158,8 @@ class Story:
             worker.placed = float(event["t"])
 
     def _on_step_committed(self, event: Mapping[str, Any]) -> None:
-        step, t = int(event["step"]), float(event["t"])
-        if event.get("step_s") is not None:
-            step_s = float(event["step_s"])
-        else:
-            step_s = t - self.commits[step - 1].t if step - 1 in self.commits else 0.0
         self.waiting = None
         self.lineage = int(event.get("lineage") or self.lineage)
-        loss = float("nan") if event["loss"] is None else float(event["loss"])
-        tokens, world, generation = int(event["tokens"]), int(event["world_size"]), int(event["generation"])
-        self.commits[step] = CommittedStep(t, step, loss, tokens, world, generation, step_s)
-
-    def _on_validation(self, event: Mapping[str, Any]) -> None:
-        self.validation[int(event["step"])] = float(event["loss"])
 
     def _on_failure_detected(self, event: Mapping[str, Any]) -> None:
         member, t = str(event.get("member")), float(event.get("t_detected") or event["t"])
@@ -234,6 +197,65 @@ class Story:
         for worker in self.workers.values():
             if worker.end is None:
                 worker.end, worker.ended = "stopped", float(event["t"])
+
+
+@dataclass
+class Story(Crew):
+    """Everything the demo shows about one run, each of its steps included."""
+
+    max_steps: int = 0
+    commits: dict[int, CommittedStep] = field(default_factory=dict)
+    validation: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def last(self) -> CommittedStep | None:
+        return self.commits[max(self.commits)] if self.commits else None
+
+    @property
+    def running_step(self) -> int:
+        """The step that is being computed now, counted from 0."""
+        return max(self.commits, default=-1) + 1
+
+    @property
+    def step_s(self) -> float:
+        """Median duration of the recent steps, 0 before there are any."""
+        recent = sorted(self.commits)[-4 * RECENT_STEPS :]
+        return statistics.median(self.commits[step].step_s for step in recent) if recent else 0.0
+
+    def tokens_per_s(self) -> float:
+        """Return tokens per second over the recent steps, by the clock, recoveries included."""
+        recent = sorted(self.commits)[-RECENT_STEPS - 1 :]
+        if len(recent) < 2:
+            return 0.0
+        elapsed = self.commits[recent[-1]].t - self.commits[recent[0]].t
+        return sum(self.commits[step].tokens for step in recent[1:]) / elapsed if elapsed > 0 else 0.0
+
+    def after_ms(self, t: float) -> float | None:
+        """Return milliseconds from a failure at `t` to the next commit that goes beyond every earlier step; None if
+        none followed."""
+        before = max((step for step, commit in self.commits.items() if commit.t <= t), default=-1)
+        after = [commit.t for step, commit in self.commits.items() if step > before and commit.t > t]
+        return (min(after) - t) * 1000 if after else None
+
+    def _on_run_started(self, event: Mapping[str, Any]) -> None:
+        super()._on_run_started(event)
+        resumed = event.get("resumed_from_step")
+        if resumed is not None:
+            self.commits = {step: commit for step, commit in self.commits.items() if step < int(resumed)}
+
+    def _on_step_committed(self, event: Mapping[str, Any]) -> None:
+        super()._on_step_committed(event)
+        step, t = int(event["step"]), float(event["t"])
+        if event.get("step_s") is not None:
+            step_s = float(event["step_s"])
+        else:
+            step_s = t - self.commits[step - 1].t if step - 1 in self.commits else 0.0
+        loss = float("nan") if event["loss"] is None else float(event["loss"])
+        tokens, world, generation = int(event["tokens"]), int(event["world_size"]), int(event["generation"])
+        self.commits[step] = CommittedStep(t, step, loss, tokens, world, generation, step_s)
+
+    def _on_validation(self, event: Mapping[str, Any]) -> None:
+        self.validation[int(event["step"])] = float(event["loss"])
 
 
 def tell_story(events: Iterable[Mapping[str, Any]], kills: Iterable[Kill] = ()) -> Story:
