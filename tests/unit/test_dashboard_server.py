@@ -214,7 +214,7 @@ def test_metrics_are_those_of_the_live_runs_or_of_the_one_that_is_shown(
         add(runs / name, {"t": 1.0, "event": "run_started", "run_id": name}, commit(0))
     monkeypatch.setattr(command, "locked", lambda path: path.name == "live")
     _, body = metrics_of(Catalogue(str(runs)), readers)
-    assert b'run="live"' in body and b"first" not in body and b"ended" not in body
+    assert b'run="live"' in body and b'run="first"' not in body and b'run="ended"' not in body
     assert [path.name for path in readers] == ["live"]
 
 
