@@ -262,6 +262,21 @@ def test_a_module_that_leaves_something_behind_is_left_out(body: str, why: str, 
     assert why in known["not_preloaded"]["unsafe"], "the next launch need not find out"
 
 
+def test_what_needs_an_unsafe_module_does_not_cost_a_server_each(loop: Loop, tmp_path: Path) -> None:
+    """As datasets, and all that imports it, bring back the thread of pyarrow."""
+    thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    (tmp_path / "unsafe.py").write_text(thread)
+    (tmp_path / "harmless.py").write_text("")
+    needing = [f"needs_{number}" for number in range(12)]
+    for name in needing:
+        (tmp_path / f"{name}.py").write_text("import unsafe\n")
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint('unsafe' in sys.modules, 'harmless' in sys.modules)\n")
+    start(loop, "harmless", "unsafe", *needing, path=tmp_path)
+    assert loop.run(script).stdout == "False True\n"
+    assert len([text for text in loop.told if "leaves out" in text]) == 2, loop.told
+
+
 def test_a_changed_file_means_a_fresh_server(loop: Loop, tmp_path: Path) -> None:
     module, script = tmp_path / "changing.py", tmp_path / "script.py"
     module.write_text("VALUE = 1\n")

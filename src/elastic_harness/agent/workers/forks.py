@@ -312,9 +312,8 @@ class ForkServer:
                     self._ready, self._files = True, files
                     self._ask()
                 case UnsafeModule(module, why):
-                    self._unsafe[module] = why
+                    self._leave_out(module, why)
                     self._note()
-                    self._tell(f"the fork server leaves out {module}: {why}")
                     self._again()
                     return
                 case NotForked(count, why):
@@ -329,6 +328,17 @@ class ForkServer:
                         self._on_blank(Blank(connection))
                     else:  # forked before it had imported what it has learned since: it ends with its connection
                         connection.close()
+
+    def _leave_out(self, unsafe: str, why: str) -> None:
+        """Import neither this module nor others of its package from now on. If that was not enough, import nothing that
+        the workers have imported after it: each of those may bring it back, and to find out costs a server each."""
+        package = unsafe.partition(".")[0]
+        later = set(self._modules[self._modules.index(unsafe) :]) if unsafe in self._modules and self._unsafe else set()
+        for name in (unsafe, *self._modules):
+            if name not in self._unsafe and (name.partition(".")[0] == package or name in later):
+                self._unsafe[name] = why
+        more = f" and {len(later) - 1} modules that were imported after it" if len(later) > 1 else ""
+        self._tell(f"the fork server leaves out {package}{more}: with {unsafe} {why}")
 
     def _on_blank(self, blank: Blank) -> None:
         blank.connection.setblocking(False)
