@@ -25,6 +25,7 @@ from elastic_harness.typed import Section, nearest_multiple, plain, setting_erro
 ConfigT = TypeVar("ConfigT", bound="Config")
 
 STEPS_UNASKED = 200
+STEP_METRICS = ("loss", "grad_norm", "lr")  # what a checkpoint says of the step before it
 """The end of a run of which nobody says where it ends."""
 
 
@@ -252,7 +253,7 @@ class CheckpointConfig(Section):
     keep_last: int = 3  # on disk, the newest
     keep_every: int = 0  # and every one whose step is a multiple of this
     keep_best: int = 0  # and so many with the best `best_metric`
-    best_metric: str = "loss"  # loss, grad_norm or lr
+    best_metric: str = "loss"  # loss, grad_norm, lr, or a name that the script reports or validates
     best_mode: Literal["min", "max"] = "min"  # whether the smallest or the largest value is best
     s3_keep_last: int = 0  # in object storage; 0: all
     async_save_policy: Literal["warn", "retry", "fail"] = "warn"  # when a write or an upload fails

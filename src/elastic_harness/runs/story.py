@@ -196,7 +196,10 @@ class Story:
         self.commits[step] = CommittedStep(t, step, loss, tokens, world, generation, step_s)
 
     def _on_validation(self, event: Mapping[str, Any]) -> None:
-        self.validation[int(event["step"])] = float(event["loss"])
+        values = event.get("metrics") or {"loss": event.get("loss")}  # a script may have logged one of its own
+        loss = next((value for name, value in values.items() if "loss" in name), None)
+        if loss is not None:
+            self.validation[int(event["step"])] = float(loss)
 
     def _on_failure_detected(self, event: Mapping[str, Any]) -> None:
         member, t = str(event.get("member")), float(event.get("t_detected") or event["t"])
