@@ -4,6 +4,7 @@ checkpoint of a version has what was measured of that version."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,22 @@ def test_stopped_by_the_validation_and_resumed(tmp_path: Path) -> None:
         assert finished["stop_reason"] and finished["version"] < 30, finished
         ends.append((finished["version"], set(finals(ended.stdout)), measured(run_dir)))
     assert ends[0] == ends[1]
+
+
+def test_the_trainer_shares_its_validation_out_and_says_how_fast_it_is(tmp_path: Path) -> None:
+    settings = (
+        *("training.max_steps=5", "training.global_batch_samples=6", "data.seq_length=16", "model.n_layer=1"),
+        *("model.n_head=2", "model.d_model=64", "trainer.eval_interval_steps=2", "trainer.eval_batches=5"),
+        *("checkpoint.best_metric=val_loss", "checkpoint.keep_best=1"),
+    )
+    one, two = tmp_path / "one", tmp_path / "two"
+    alone = forked("-m", "elastic_harness.train", "--run-dir", one, *settings)
+    faults = failing("validation.batch member=w0-1 step=2 kill")
+    ended = launch(two, "-m", "elastic_harness.train", *settings, options=("--nproc-per-node", 2), **faults)  # type: ignore[arg-type]
+    assert alone.returncode == ended.returncode == 0, said(ended)
+    assert measured(one) == measured(two) and list(measured(one)) == [2, 4]
+    lines = [line for line in alone.stdout.splitlines() if line.startswith("step ")]
+    assert re.fullmatch(r"step     2  validation loss \d\.\d{4}", lines[2]), lines
+    assert re.fullmatch(r"step     3  loss \d\.\d{4}  lr \S+  [\d,]+ tokens/s  workers 1", lines[3]), lines
+    refused = forked("-m", "elastic_harness.train", "checkpoint.best_metric=val_loss")
+    assert refused.returncode == 2 and "set trainer.eval_interval_steps too" in refused.stderr, said(refused)

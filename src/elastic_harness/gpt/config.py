@@ -10,6 +10,9 @@ from elastic_harness import own_loop
 from elastic_harness.config import Config
 from elastic_harness.typed import Section, nearest_multiple, setting_error
 
+VALIDATION = "val_loss"
+"""Under which name checkpoints and events have the loss over held-out batches."""
+
 
 @dataclass(frozen=True)
 class LoopConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,16 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_harness import ConfigError, Mixture, ResumableDataset, Validation, start, total_steps
-from elastic_harness.config import STEP_METRICS
 from elastic_harness.data.corpus import Corpus
 from elastic_harness.data.token_index import TokenIndexFile, is_token_index
 from elastic_harness.data.windows import NO_LABEL, Index
 from elastic_harness.gpt import command_line
-from elastic_harness.gpt.config import TrainerConfig
+from elastic_harness.gpt.config import VALIDATION, TrainerConfig
 from elastic_harness.gpt.model import GPT
-
-VALIDATION = "val_loss"
-"""Under which name checkpoints and events have the loss over held-out batches."""
 
 
 def train(config: TrainerConfig, run_dir: str | None = None) -> None:
@@ -36,7 +32,7 @@ def train(config: TrainerConfig, run_dir: str | None = None) -> None:
     model = GPT(config.model, seed=config.seed).to(device)
     optimizer = make_optimizer(config, model)
     scheduler = make_scheduler(config, optimizer, dataset)
-    decay = config.trainer.ema_decay
+    decay, every = config.trainer.ema_decay, config.trainer.eval_interval_steps
     forward = torch.compile(model) if config.trainer.compile else model
 
     def loss_of(batch: dict[str, Tensor]) -> Tensor:
@@ -57,7 +53,7 @@ def train(config: TrainerConfig, run_dir: str | None = None) -> None:
         scaler=torch.amp.GradScaler(device.type) if config.trainer.precision == "fp16" else None,
         ema=averaged(model, decay) if decay else None,
         run_dir=run_dir,
-        validation=validation_of(config, measure),
+        validation=Validation(measure, config.trainer.eval_batches, every, VALIDATION) if every else None,
     )
     if run.rank == 0:
         print(
@@ -158,19 +154,6 @@ def cross_entropy(model: Any, batch: dict[str, Tensor], device: torch.device) ->
     documents = (batch["document_ids"],) if "document_ids" in batch else ()
     logits_BTV = model(batch["input_ids"], *documents)
     return F.cross_entropy(logits_BTV.flatten(0, 1), batch["labels"].flatten(), ignore_index=NO_LABEL)
-
-
-def validation_of(config: TrainerConfig, measure: Callable[[int], tuple[float, int]]) -> Validation | None:
-    """How often the held-out batches are measured. Raises ConfigError if the best checkpoint is to be chosen by what is
-    never measured."""
-    every, best = config.trainer.eval_interval_steps, config.checkpoint.best_metric
-    measured = [*STEP_METRICS, *([VALIDATION] if every else [])]
-    if best not in measured:
-        raise ConfigError(
-            f"checkpoint.best_metric is {best!r}, and this trainer measures {', '.join(measured)}; "
-            + ("set trainer.eval_interval_steps too." if best == VALIDATION else "name one of these.")
-        )
-    return Validation(measure, config.trainer.eval_batches, every, VALIDATION) if every else None
 
 
 def make_optimizer(config: TrainerConfig, model: nn.Module) -> torch.optim.Optimizer:
