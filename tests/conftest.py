@@ -21,6 +21,13 @@ TOGETHER = ("[radosgw", "::test_a_habit_that_changes_nothing")  # parts of the n
 MISSING_PROGRAM = "missing program"  # skip reasons for a system program that is not installed start so
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what runs real jobs, for `pytest -m "not integration"`."""
+    for item in items:
+        if item.path.parent.name in ("integration", "soak"):
+            item.add_marker(pytest.mark.integration)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from features import Table, let_the_others_begin, print_final_state, wait_for_a_joiner
+from features import Table, print_final_state, wait_for_a_joiner
 from torch import nn
 
 import elastic_harness
@@ -53,7 +53,6 @@ def main() -> None:
     parser.add_argument("--report")
     parser.add_argument("--wrong", default="")
     given = parser.parse_args()
-    let_the_others_begin()
     torch.manual_seed(11)
     model = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
