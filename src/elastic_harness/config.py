@@ -20,13 +20,15 @@ import yaml
 from elastic_harness import batch_changes, omissions
 from elastic_harness.config_file import apply_override, build, check_keys, read_yaml
 from elastic_harness.errors import ConfigError
+from elastic_harness.setting_aliases import canonical
 from elastic_harness.typed import Section, nearest_multiple, plain, setting_error
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
 STEPS_UNASKED = 200
-STEP_METRICS = ("loss", "grad_norm", "lr")  # what a checkpoint says of the step before it
 """The end of a run of which nobody says where it ends."""
+STEP_METRICS = ("loss", "grad_norm", "lr")
+"""What a checkpoint says of the step before it."""
 
 
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)")
@@ -156,6 +158,7 @@ class ElasticConfig(Section):
     section: ClassVar[str] = "elastic"
 
     exactness: Literal["strict", "relaxed"] = "strict"  # relaxed: hardware may differ, and so may bits
+    min_workers: int = 1  # with fewer the job waits: for `launch --config`; elsewhere give launch --min-workers
     max_workers: int = 8  # the number of lanes follows from it
     canary: bool = True  # a joiner proves with one micro-batch that it computes the same bits
     deal_by_speed: bool = True  # a slow worker is dealt fewer lanes; off on one worker: lanes are dealt evenly
@@ -166,7 +169,7 @@ class ElasticConfig(Section):
     exchange_timeout_s: float = 600.0  # the longest wait for another worker
 
     def check(self) -> None:
-        self._at_least(1, "max_workers")
+        self._at_least(1, "min_workers", "max_workers")
         self._require(
             self.progress_timeout_factor > 1,
             "progress_timeout_factor",
@@ -372,7 +375,9 @@ class Config(Section):
 
     def unread(self) -> list[str]:
         """Return the settings that have no effect in a loop of one's own, each with what to do there instead."""
-        return []
+        least = self.elastic.min_workers
+        said = f"elastic.min_workers is {least}, but it is for the built-in trainer; give launch --min-workers {least}."
+        return [said] if least > 1 else []
 
     def fingerprint(self) -> dict[str, Any]:
         """Return entries of the run's fingerprint, as plain values: what the bits of a step depend on, but `start`
@@ -390,7 +395,7 @@ class Config(Section):
     @classmethod
     def from_dict(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
         """Return the configuration that these plain values describe. A setting that they leave out has its default."""
-        return build(cls, values, "")
+        return build(cls, canonical(values), "")
 
 
 def load_config(cls: type[ConfigT], path: str | Path | None, overrides: Sequence[str] = ()) -> ConfigT:
@@ -398,7 +403,7 @@ def load_config(cls: type[ConfigT], path: str | Path | None, overrides: Sequence
 
     Later overrides win over earlier ones and over the file. Raises ConfigError for anything that is wrong.
     """
-    values: dict[str, Any] = {} if path is None else read_yaml(Path(path))
+    values: dict[str, Any] = {} if path is None else canonical(read_yaml(Path(path)))
     check_keys(cls, values, "")
     for override in overrides:
         apply_override(cls, values, override)

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
     check_command(request.options.command)
     _check_notice_file(request.options.notice_file)
-    _check_trainer(request.options.command)
+    request = _heed_trainer(request)
     request = _for_several_nodes(request)
     run_id = request.run_id or (Path(request.run_dir).resolve().name if request.run_dir else folders.new_run_id())
     node = "" if request.options.store is None else f"@{request.options.node_name}"
@@ -88,12 +88,18 @@ def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
         os.close(lock)
 
 
-def _check_trainer(command: Sequence[str]) -> None:
-    """Say what is wrong with the built-in trainer's settings once, before any worker starts. Raises ConfigError."""
-    if tuple(command[1:3]) == ("-m", TRAINER):
-        from elastic_harness.gpt import command_line
+def _heed_trainer(request: LaunchRequest) -> LaunchRequest:
+    """Say what is wrong with the built-in trainer's settings once, before any worker starts. Return the request with
+    `elastic.min_workers` of these settings, unless --min-workers asks for more. Raises ConfigError."""
+    options = request.options
+    if tuple(options.command[1:3]) != ("-m", TRAINER):
+        return request
+    from elastic_harness.gpt import command_line
 
-        command_line.check(command[3:])
+    least = max(options.min_workers, command_line.check(options.command[3:]).elastic.min_workers)
+    if least > (options.workers if options.store is None else options.max_workers):
+        raise ConfigError(f"elastic.min_workers is {least}, but there will be {options.workers} workers; start more")
+    return replace(request, options=replace(options, min_workers=least))
 
 
 def _check_notice_file(path: str | None) -> None:

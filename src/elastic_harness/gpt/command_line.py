@@ -45,12 +45,13 @@ def _check_best(config: TrainerConfig) -> None:
         )
 
 
-def check(argv: Sequence[str]) -> None:
-    """Raise ConfigError if no worker with this command line can train on this machine."""
+def check(argv: Sequence[str]) -> TrainerConfig:
+    """Return the configuration of a command line. Raise ConfigError if no worker can train with it on this machine."""
     config, _ = read(argv)
     _check_data(config.data)
     if config.trainer.device == "cuda" and not any(glob.glob(pattern) for pattern in GPU_FILES):
         raise no_gpu("this machine has none of " + ", ".join(GPU_FILES))
+    return config
 
 
 def _check_data(data: DataConfig) -> None:

@@ -175,7 +175,7 @@ class TrainerConfig(Config):
 
     def unread(self) -> list[str]:
         unset = TrainerConfig(self.seed, self.training, self.elastic, self.checkpoint)
-        return [
+        return super().unread() + [
             own_loop.refusal(f"{section}.{name}", value)
             for section in own_loop.SECTIONS
             for name, value in vars(getattr(self, section)).items()
