@@ -253,6 +253,7 @@ class CheckpointConfig(Section):
     upload_interval: int = 1  # to object storage: a checkpoint on disk that is at least so many steps past the last
     nvme_path: str | None = None  # the folder on local disk; null: "checkpoints" in the run's folder
     s3_bucket: str | None = None  # a bucket, or s3://bucket/prefix, gs://…, az://…; null: nothing is uploaded
+    s3_prefix: str = ""  # a folder in it
     keep_last: int = 3  # on disk, the newest
     keep_every: int = 0  # and every one whose step is a multiple of this
     keep_best: int = 0  # and so many with the best `best_metric`
@@ -280,6 +281,7 @@ class CheckpointConfig(Section):
         self._positive("mtbf_hours", "interval_min_s")
         self._require(self.nvme_path != "", "nvme_path", "must name a folder", "or leave it out")
         self._require(self.s3_bucket != "", "s3_bucket", "must name a bucket", "or leave it out")
+        self._require(not self.s3_prefix or self.s3_bucket is not None, "s3_prefix", "needs checkpoint.s3_bucket")
         self._require(
             self.interval_min_s <= self.interval_max_s,
             "interval_min_s",
@@ -289,7 +291,10 @@ class CheckpointConfig(Section):
     @property
     def upload_url(self) -> str | None:
         """The URL that checkpoints are uploaded to. A bare name is a bucket in S3."""
-        return self.s3_bucket if self.s3_bucket is None or "://" in self.s3_bucket else f"s3://{self.s3_bucket}"
+        if self.s3_bucket is None:
+            return None
+        url = self.s3_bucket if "://" in self.s3_bucket else f"s3://{self.s3_bucket}"
+        return f"{url.rstrip('/')}/{self.s3_prefix.strip('/')}" if self.s3_prefix else url
 
 
 @dataclass(frozen=True)
