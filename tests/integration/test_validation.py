@@ -49,7 +49,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[set[str], 
 @pytest.mark.parametrize(
     ("rules", "arguments"),
     [
-        ("", ()),
         (
             "validation.batch member=w1-1 step=4 hit=2 kill; validation.computed member=w0-1 step=8 kill; "
             "measured.told member=w2-1 step=12 kill",
@@ -62,7 +61,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[set[str], 
         ),
         ("; ".join(f"validation.batch member=w{place}-1 step=8 hit=2 kill" for place in range(3)), ()),
     ],
-    ids=["undisturbed", "in each phase, and a joiner", "in a recovery", "all"],
+    ids=["in each phase, and a joiner", "in a recovery", "all"],
 )
 def test_one_value_whoever_dies(
     tmp_path: Path, alone: tuple[set[str], dict[int, Any]], rules: str, arguments: tuple[object, ...]
