@@ -76,10 +76,10 @@ def measure_and_save(engine: Engine, progress: Progress) -> None:
     `measure`."""
     measure(engine, progress)
     measured = progress.measured
-    if engine.measures_at(progress.version) and not measured.done:
-        measured.done = True
-        if knows_measures(progress):
-            save_if_due(engine, progress)
+    if engine.measures_at(progress.version) and knows_measures(progress) and not measured.saved:
+        assert progress.formed is not None
+        measured.saved = progress.formed.speaks  # whoever takes over from one that speaks and has died saves as well
+        save_if_due(engine, progress)
 
 
 def save_if_due(engine: Engine, progress: Progress) -> None:

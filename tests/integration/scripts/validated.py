@@ -2,7 +2,7 @@
 
     python validated.py [--run-dir DIR] [--steps N] [--every N] [--patience N] [--report WHO] [--wrong WHAT]
 
---report: in place of a shared validation these workers (all, or a rank) report a value. --wrong: what the script does
+--report: in place of a shared validation these workers (all, or a member) report a value. --wrong: what the script does
 wrong: raises, hangs, differs-MEMBER, conflict.
 """
 
@@ -101,7 +101,7 @@ def main() -> None:
             patience.note(step.index, step.validation)
             if patience.worse > given.patience:
                 run.stop("the validation gets no better")
-        if given.report is not None and run.step % given.every == 0 and given.report in ("all", str(run.rank)):
+        if given.report is not None and run.step % given.every == 0 and given.report in ("all", member):
             value = 1.0 + 0.25 * ((run.step // given.every) % 3)
             run.report(val_loss=value + (0.5 if given.wrong == "conflict" and run.rank == 1 else 0.0), accuracy=0.5)
     print(f"final-validation {run.validation!r}", flush=True)
