@@ -76,9 +76,10 @@ def measure_and_save(engine: Engine, progress: Progress) -> None:
     `measure`."""
     measure(engine, progress)
     measured = progress.measured
-    if engine.measures_at(progress.version) and knows_measures(progress) and not measured.saved:
-        assert progress.formed is not None
-        measured.saved = progress.formed.speaks  # whoever takes over from one that speaks and has died saves as well
+    assert progress.formed is not None
+    number = progress.formed.generation.number
+    if engine.measures_at(progress.version) and knows_measures(progress) and measured.saved_in != number:
+        measured.saved_in = number  # again in the next one: whoever has died there may have owed a share, or the saving
         save_if_due(engine, progress)
 
 

@@ -90,7 +90,7 @@ class Measured:
     validation: float | None = None  # the mean, once all members know it
     agreed_in: int = 0  # the generation in which all members have told each other; 0: they have not
     told: bool = False  # to the events, by this member
-    saved: bool = False  # by this member, if that was due
+    saved_in: int = 0  # the generation in which it was saved, if that was due
 
     def metrics(self, measures: Measures) -> dict[str, float]:
         """What a checkpoint of this version says; nothing before all members know it."""
