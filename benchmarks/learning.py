@@ -79,7 +79,8 @@ def validation(folder: Path, settings: list[str]) -> float:
     )
     if ended.returncode:
         raise BenchmarkError(f"{' '.join(command)} ended with {ended.returncode}:\n{ended.stderr[-2000:]}")
-    found = [event["loss"] for event in read_events(folder / "events.jsonl") if event["event"] == "validation"]
+    events = read_events(folder / "events.jsonl")
+    found = list({e["step"]: e["metrics"]["val_loss"] for e in events if e["event"] == "validation"}.values())
     return sum(found[-LAST:]) / LAST
 
 

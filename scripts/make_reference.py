@@ -19,7 +19,7 @@ import re
 import sys
 import textwrap
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from elastic_harness import shape
 from elastic_harness.gpt.config import TrainerConfig
 from elastic_harness.metrics import alerts, grafana
 from elastic_harness.metrics.page import metrics_page
+from elastic_harness.setting_aliases import ALIASES
 from elastic_harness.typed import Section, plain, section_class
 
 ROOT = Path(__file__).parents[1]
@@ -102,18 +103,24 @@ def settings(config: type[Section]) -> str:
         for field in dataclasses.fields(section):  # type: ignore[arg-type]
             kind = shape.of(section)[field.name]
             lines += [
-                *_comment("  ", notes.get(field.name, ""), kind),
+                *_comment("  ", notes.get(field.name, ""), kind, also_known_as(f"{name}.{field.name}")),
                 f"  {field.name}: {_yaml(_default(field))}",
             ]
         lines.append("")
     return "\n".join(lines)
 
 
-def _comment(indent: str, note: str, hint: Any) -> list[str]:
+def _comment(indent: str, note: str, hint: Any, also: Sequence[str] = ()) -> list[str]:
     kind = shape.described(hint).replace("one of auto", "auto")
     told = f"{note} ({kind})" if note else f"({kind})"
+    if also:
+        told += f"; also {', '.join(also)}"
     start = f"{indent}# "
     return textwrap.wrap(told, WIDTH, initial_indent=start, subsequent_indent=start, break_on_hyphens=False)
+
+
+def also_known_as(key: str) -> list[str]:
+    return [alias for alias, canonical in ALIASES.items() if canonical == key]
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

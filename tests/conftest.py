@@ -39,7 +39,11 @@ def pytest_runtest_makereport(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests come first: at the end, when processes run out of tests, there are only short ones."""
+    """Mark what runs real jobs, for `pytest -m "not integration"`. Slow tests come first: at the end, when processes run
+    out of tests, there are only short ones."""
+    for item in items:
+        if item.path.parent.name in ("integration", "soak"):
+            item.add_marker(pytest.mark.integration)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

@@ -3,7 +3,8 @@
     start              train your model in your own loop           launch       start a job, as the command does
     Config             what a run is: steps, batch, seed, …        load_config  from a YAML file, with overrides
     ResumableDataset   samples in an order that survives restarts  Mixture      several data sets in proportions
-    CheckpointManager  the same checkpoints for any script         HarnessError what is raised on purpose
+    CheckpointManager  the same checkpoints for any script         Validation   shared out over the workers
+    HarnessError       what is raised on purpose
 
 Importing this package is cheap: everything that needs torch is loaded when it is first used.
 """
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
     from elastic_harness.launching import launch
     from elastic_harness.train.batches import total_steps
     from elastic_harness.train.run import start
+    from elastic_harness.train.validation import Validation
 
 __version__ = "0.1.0"
 __all__ = [
     "CheckpointConfig", "CheckpointManager", "Config", "ConfigError", "HarnessError", "Mixture", "ResumableDataset",
-    "ResumableLoader", "TrainerConfig", "__version__", "launch", "load_config", "start",
+    "ResumableLoader", "TrainerConfig", "Validation", "__version__", "launch", "load_config", "start",
     "total_steps",
 ]  # fmt: skip
 
@@ -42,6 +44,7 @@ _HOMES = {
     "ResumableDataset": "elastic_harness.data.dataset",
     "ResumableLoader": "elastic_harness.data.dataset",
     "TrainerConfig": "elastic_harness.gpt.config",
+    "Validation": "elastic_harness.train.validation",
     "launch": "elastic_harness.launching",
     "load_config": "elastic_harness.config",
     "start": "elastic_harness.train.run",

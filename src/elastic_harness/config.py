@@ -20,12 +20,15 @@ import yaml
 from elastic_harness import batch_changes, omissions
 from elastic_harness.config_file import apply_override, build, check_keys, read_yaml
 from elastic_harness.errors import ConfigError
+from elastic_harness.setting_aliases import canonical
 from elastic_harness.typed import Section, nearest_multiple, plain, setting_error
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
 STEPS_UNASKED = 200
 """The end of a run of which nobody says where it ends."""
+STEP_METRICS = ("loss", "grad_norm", "lr")
+"""What a checkpoint says of the step before it."""
 
 
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)")
@@ -155,6 +158,7 @@ class ElasticConfig(Section):
     section: ClassVar[str] = "elastic"
 
     exactness: Literal["strict", "relaxed"] = "strict"  # relaxed: hardware may differ, and so may bits
+    min_workers: int = 1  # with fewer the job waits: for `launch --config`; elsewhere give launch --min-workers
     max_workers: int = 8  # the number of lanes follows from it
     canary: bool = True  # a joiner proves with one micro-batch that it computes the same bits
     deal_by_speed: bool = True  # a slow worker is dealt fewer lanes; off on one worker: lanes are dealt evenly
@@ -165,7 +169,7 @@ class ElasticConfig(Section):
     exchange_timeout_s: float = 600.0  # the longest wait for another worker
 
     def check(self) -> None:
-        self._at_least(1, "max_workers")
+        self._at_least(1, "min_workers", "max_workers")
         self._require(
             self.progress_timeout_factor > 1,
             "progress_timeout_factor",
@@ -249,10 +253,11 @@ class CheckpointConfig(Section):
     upload_interval: int = 1  # to object storage: a checkpoint on disk that is at least so many steps past the last
     nvme_path: str | None = None  # the folder on local disk; null: "checkpoints" in the run's folder
     s3_bucket: str | None = None  # a bucket, or s3://bucket/prefix, gs://…, az://…; null: nothing is uploaded
+    s3_prefix: str = ""  # a folder in it
     keep_last: int = 3  # on disk, the newest
     keep_every: int = 0  # and every one whose step is a multiple of this
     keep_best: int = 0  # and so many with the best `best_metric`
-    best_metric: str = "loss"  # loss, grad_norm or lr
+    best_metric: str = "loss"  # loss, grad_norm, lr, or a name that the script reports or validates
     best_mode: Literal["min", "max"] = "min"  # whether the smallest or the largest value is best
     s3_keep_last: int = 0  # in object storage; 0: all
     async_save_policy: Literal["warn", "retry", "fail"] = "warn"  # when a write or an upload fails
@@ -276,6 +281,7 @@ class CheckpointConfig(Section):
         self._positive("mtbf_hours", "interval_min_s")
         self._require(self.nvme_path != "", "nvme_path", "must name a folder", "or leave it out")
         self._require(self.s3_bucket != "", "s3_bucket", "must name a bucket", "or leave it out")
+        self._require(not self.s3_prefix or self.s3_bucket is not None, "s3_prefix", "needs checkpoint.s3_bucket")
         self._require(
             self.interval_min_s <= self.interval_max_s,
             "interval_min_s",
@@ -285,7 +291,10 @@ class CheckpointConfig(Section):
     @property
     def upload_url(self) -> str | None:
         """The URL that checkpoints are uploaded to. A bare name is a bucket in S3."""
-        return self.s3_bucket if self.s3_bucket is None or "://" in self.s3_bucket else f"s3://{self.s3_bucket}"
+        if self.s3_bucket is None:
+            return None
+        url = self.s3_bucket if "://" in self.s3_bucket else f"s3://{self.s3_bucket}"
+        return f"{url.rstrip('/')}/{self.s3_prefix.strip('/')}" if self.s3_prefix else url
 
 
 @dataclass(frozen=True)
@@ -371,7 +380,9 @@ class Config(Section):
 
     def unread(self) -> list[str]:
         """Return the settings that have no effect in a loop of one's own, each with what to do there instead."""
-        return []
+        least = self.elastic.min_workers
+        said = f"elastic.min_workers is {least}, but it is for the built-in trainer; give launch --min-workers {least}."
+        return [said] if least > 1 else []
 
     def fingerprint(self) -> dict[str, Any]:
         """Return entries of the run's fingerprint, as plain values: what the bits of a step depend on, but `start`
@@ -389,7 +400,7 @@ class Config(Section):
     @classmethod
     def from_dict(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
         """Return the configuration that these plain values describe. A setting that they leave out has its default."""
-        return build(cls, values, "")
+        return build(cls, canonical(values), "")
 
 
 def load_config(cls: type[ConfigT], path: str | Path | None, overrides: Sequence[str] = ()) -> ConfigT:
@@ -397,7 +408,7 @@ def load_config(cls: type[ConfigT], path: str | Path | None, overrides: Sequence
 
     Later overrides win over earlier ones and over the file. Raises ConfigError for anything that is wrong.
     """
-    values: dict[str, Any] = {} if path is None else read_yaml(Path(path))
+    values: dict[str, Any] = {} if path is None else canonical(read_yaml(Path(path)))
     check_keys(cls, values, "")
     for override in overrides:
         apply_override(cls, values, override)

@@ -11,6 +11,7 @@ import yaml
 
 from elastic_harness import own_loop, shape
 from elastic_harness.errors import ConfigError
+from elastic_harness.setting_aliases import canonical_key
 from elastic_harness.typed import Section, fit, section_class
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -64,6 +65,7 @@ def apply_override(cls: type[Any], values: dict[str, Any], override: str) -> Non
         raise ConfigError(
             f"{override!r} is not an override; write section.key=value, for example training.max_steps=60."
         )
+    key = canonical_key(key)
     hints = shape.of(cls)
     target, prefix = values, ""
     *sections, name = key.split(".")

@@ -15,9 +15,8 @@ INSTEAD = {
     "start() a scaler=torch.amp.GradScaler(DEVICE)",
     "trainer.device": "move the model there before you make its optimizer, and each batch in the loop",
     "trainer.compile": "give start() the plain model and compute the loss with torch.compile(model)",
-    "trainer.eval_interval_steps": "compute the validation loss after a step, in "
-    "`if run.rank == 0 and run.step % N == 0:`",
-    "trainer.eval_batches": "choose the validation batches where you compute the validation loss",
+    "trainer.eval_interval_steps": "give start() a validation=Validation(MEASURE, BATCHES, every=N)",
+    "trainer.eval_batches": "give start() the batches, in validation=Validation(MEASURE, BATCHES, every=N)",
     "trainer.log_interval_steps": "print what you want after a step, in `if run.rank == 0 and run.step % N == 0:`",
     "trainer.ema_decay": "give start() ema=AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY)), both of "
     "torch.optim.swa_utils",

@@ -10,9 +10,18 @@ from typing import Any, ClassVar, Literal
 
 from elastic_harness import own_loop, shape
 from elastic_harness.errors import ConfigError
+from elastic_harness.setting_aliases import own_names
 
 
-class Section:
+class _Named(type):
+    """Has a section take its settings under the names of the field too."""
+
+    def __call__(cls, *values: Any, **settings: Any) -> Any:
+        section = getattr(cls, "section", "")
+        return super().__call__(*values, **(own_names(section, settings) if section else settings))
+
+
+class Section(metaclass=_Named):
     """Checks and converts the types of all fields, then the section's own rules (``check``)."""
 
     section: ClassVar[str] = ""

@@ -13,7 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from elastic_harness.errors import HarnessError
-from elastic_harness.health import ConsistencyChecker, FaultDetector, FaultDetectorConfig
+from elastic_harness.health import (
+    ConsistencyChecker,
+    FaultDetector,
+    FaultDetectorConfig,
+    synchronize_state,
+    verify_model_consistency,
+)
 
 if TYPE_CHECKING:
     from unit.ranks import Here
@@ -42,6 +48,22 @@ def told(checker: ConsistencyChecker, step: int | None = None) -> dict[str, Any]
         return {"error": str(error)}
     names = [[each.name, each.ranks] for each in report.differences]
     return {**asdict(report), "ok": report.ok, "ranks": report.ranks, "names": names, "text": str(report)}
+
+
+def make_equal(here: Here, rank: int, world: int, folder: str) -> None:
+    """Train apart, on the last rank not at all; then all take what rank 1 has."""
+    join(folder, rank, world)
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
+    for _ in range(rank if rank < world - 1 else 0):
+        model(torch.randn(8, 16)).sum().backward()
+        optimizer.step()
+    before = verify_model_consistency(model, optimizer)
+    weight = model[0].weight.tolist()
+    synchronize_state(model, optimizer, source=1)
+    after = verify_model_consistency(model, optimizer)
+    here.say(before=before.ok, after=after.ok, kept=model[0].weight.tolist() == weight, text=str(after))
 
 
 @torch.no_grad()

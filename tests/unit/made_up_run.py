@@ -99,7 +99,7 @@ def make_run(folder: Path, seed: int, workers: int, steps: int, strikes: int, st
         if strikes and len(members) + len(spares) < workers + 1:
             spares.append(start(True))
         if step % 10 == 9:
-            emit("validation", step=step, loss=loss + 0.1)
+            emit("validation", step=step, metrics={"val_loss": loss + 0.1}, workers=workers, took_s=0.1)
     t += 0.1
     emit(
         "run_finished",

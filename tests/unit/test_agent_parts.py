@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import selectors
+import shutil
 import struct
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -122,6 +124,40 @@ def test_no_python_runs_the_program_itself() -> None:
 def test_only_one_node(text: str) -> None:
     with pytest.raises(ConfigError, match="--nnodes"):
         options.parse(["--nnodes", text, "x.py"])
+
+
+def test_standalone_is_one_node_as_under_torchrun() -> None:
+    request = options.parse(["--standalone", "--nnodes=1:4", "--nproc-per-node=2", "x.py"])
+    assert (request.options.min_nodes, request.options.store, request.options.max_workers) == (1, None, 8)
+    assert "one node, this machine" in request.notes[0]
+    with pytest.raises(ConfigError, match="--nnodes"):
+        options.parse(["--standalone", "--nnodes=2", "x.py"])
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "--standalone --nproc-per-node auto -m elastic_harness.train"),
+        (
+            {"NNODES": "4", "MIN_NODES": "2", "MAX_NODES": "8", "NPROC_PER_NODE": "3"},
+            "--nnodes 2:8 --store etcd://127.0.0.1:2379 --run-id training --nproc-per-node 3 -m elastic_harness.train",
+        ),
+        (
+            {"NNODES": "4", "STORE": "etcd://s:1", "RUN_ID": "r"},
+            "--nnodes 1:4 --store etcd://s:1 --run-id r --nproc-per-node auto -m elastic_harness.train",
+        ),
+    ],
+)
+def test_the_script_that_launches(tmp_path: Path, variables: dict[str, str], expected: str) -> None:
+    """It calls launch with options that launch takes."""
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(Path(__file__).parents[2] / "scripts" / "launch_training.sh", tmp_path / "scripts")
+    (tmp_path / "elastic-harness").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "elastic-harness").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
+    said = subprocess.run([script], env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    assert said == f"launch {expected}"
+    assert options.parse(said.split()[1:]).options.command[1:] == ("-m", "elastic_harness.train")
 
 
 def test_abbreviated_options_are_not_guessed() -> None:

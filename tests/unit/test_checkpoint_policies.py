@@ -157,7 +157,7 @@ def savings(
     shared.begin_snapshot = begin_snapshot  # type: ignore[assignment,method-assign]
     for step in asked:
         began = max((epoch for epoch in epochs if epoch <= step), default=0)
-        saver.save_if_due(step, lineage, from_step, 1, dict, epoch_began=began)
+        saver.save_if_due(step, lineage, from_step, 1, dict, needed=began)
     return saved
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_harness.config import Config, TrainingConfig, load_config
+from elastic_harness.config import CheckpointConfig, Config, TrainingConfig, load_config
 from elastic_harness.errors import ConfigError
 from elastic_harness.gpt.config import LoopConfig, TrainerConfig
 
@@ -238,3 +238,29 @@ def test_a_mixture_can_be_written_down(tmp_path: Path) -> None:
     assert config.data.weights == {"a": 0.7, "b": 0.3} and config.data.weight_changes == {"10": {"a": 1.0}}
     (tmp_path / "d.yaml").write_text(config.to_yaml())
     assert load_config(TrainerConfig, str(tmp_path / "d.yaml")) == config
+
+
+def test_names_of_the_field_are_other_names_of_settings(tmp_path: Path) -> None:
+    written = tmp_path / "field.yaml"
+    written.write_text(
+        "model: {d_model: 64, num_layers: 2, num_heads: 2, vocab_size: 512}\n"
+        "training: {lr: 1e-3, batch_size: 16, max_steps: 5}\n"
+        "elastic: {min_nodes: 2, max_nodes: 4}\n"
+        "checkpoint: {keep_last_n: 7}\n"
+    )
+    config = load_config(TrainerConfig, written, ["model.num_layers=3"])
+    assert (config.model.n_layer, config.model.n_head, config.optimizer.lr) == (3, 2, 1e-3)
+    assert (config.training.global_batch_samples, config.checkpoint.keep_last) == (16, 7)
+    assert (config.elastic.min_workers, config.elastic.max_workers) == (2, 4)
+    assert load_config(TrainerConfig, written, ["model.n_layer=3"]) == config
+    assert CheckpointConfig(keep_last_n=7) == config.checkpoint  # type: ignore[call-arg]
+    for values, message in (
+        ({"model": {"num_layers": 2, "n_layer": 2}}, "model.num_layers is another name of model.n_layer"),
+        ({"training": {"lr": 1e-3, "learning_rate": 1e-3}}, "training.lr is given too"),
+        ({"training": {"lr": 1e-3}, "optimizer": {"lr": 1e-3}}, "optimizer.lr is given too"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            TrainerConfig.from_dict(values)
+    with pytest.raises(ConfigError, match=r"optimizer\.lr is 0\.001, but only the built-in trainer reads it"):
+        Config.from_dict({"training": {"lr": 1e-3}})
+    assert "launch --min-workers 2" in Config.from_dict({"elastic": {"min_nodes": 2}}).unread()[0]

@@ -83,6 +83,13 @@ def test_ranks_that_differ_are_named_with_their_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_are_made_equal(tmp_path: Path) -> None:
+    said = ranks_say(consistent_job.make_equal, 3, tmp_path)
+    assert [each["before"] for each in said] == [False] * 3
+    assert [(each["after"], each["kept"]) for each in said] == [(True, False), (True, True), (True, False)], said
+
+
+@pytest.mark.slow
 def test_of_sharded_state_replicas_are_compared(tmp_path: Path) -> None:
     said = ranks_say(consistent_job.sharded, 4, tmp_path)
     for rank, each in enumerate(said):

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import xxhash
 from torch.utils.data import DataLoader
 
-from elastic_harness.data import Mixture, ResumableDataset, ResumableLoader, TokenIndexFile
+from elastic_harness.data import Mixture, ResumableDataset, ResumableLoader, TokenIndexFile, index_builder
 from elastic_harness.data.schedule import Schedule, slot_sample_ids
 from elastic_harness.data.token_index import write_index
 from elastic_harness.errors import ConfigError
@@ -252,6 +253,40 @@ def test_text_is_indexed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert again.index.path == first.index.path and first.index.path.stat().st_mtime_ns == changed
     (tmp_path / "a.txt").write_text("another text " * 20)
     assert ResumableDataset(data_files=str(tmp_path / "a.txt"), seq_length=S).index.path != first.index.path
+
+
+def test_an_index_with_its_files(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    first.write_text("some text to read " * 20)
+    second.write_text('{"text": "hello, hello, hello"}\n{"text": "and more"}\n')
+    files, path = [str(first), str(second)], tmp_path / "index.bin"
+    index_builder.build(files, path, tokenizer="bytes")
+    for index in (path, TokenIndexFile(path)):
+        both = ResumableDataset(data_files=files, index_file=index, tokenizer="bytes", seq_length=S)
+        assert both.fingerprint() == ResumableDataset(index_file=path, seq_length=S).fingerprint()
+    assert both.total_tokens == 20 * 18 + 1 + 19 + 1 + 8 + 1
+    with pytest.raises(ConfigError, match=r"built from a.txt, b.jsonl, not from a.txt\b"):
+        ResumableDataset(data_files=files[:1], index_file=path, seq_length=S)
+    other = tokenizers.Tokenizer(tokenizers.models.BPE())
+    other.add_special_tokens(["<|endoftext|>"])
+    with pytest.raises(ConfigError, match="its tokenizer is"):
+        ResumableDataset(data_files=files, index_file=path, tokenizer=other, seq_length=S)
+    second.write_text('{"text": "another text"}\n')
+    with pytest.raises(ConfigError, match=r"the first text of .*b.jsonl is another one"):
+        ResumableDataset(data_files=files, index_file=path, seq_length=S)
+
+
+def test_set_epoch_keeps_a_position_within_the_epoch(index: TokenIndexFile) -> None:
+    dataset = ResumableDataset(index, S)
+    dataset.go_to(len(dataset) + 7)
+    dataset.set_epoch(1)
+    assert dataset.position == len(dataset) + 7
+    for epoch in (3, 0):
+        dataset.set_epoch(epoch)
+        assert dataset.position == epoch * len(dataset)
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ConfigError, match="at least 0"):
+            dataset.set_epoch(wrong)  # type: ignore[arg-type]
 
 
 class Virtual:

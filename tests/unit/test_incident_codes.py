@@ -109,6 +109,7 @@ PUBLISHED = {
     "EH-U108": "the script cannot be imported",
     "EH-U109": "other samples under the same numbers",
     "EH-U110": "the code after training failed",
+    "EH-U111": "workers say different things of one version",
     "EH-R101": "a setting is wrong",
     "EH-R102": "a worker does not fit the run",
     "EH-R103": "a node does not fit the run",

@@ -36,6 +36,7 @@ from elastic_harness.contract.messages import (
     LinkTrouble,
     LogEvent,
     LoopLeft,
+    MeasuresDiffer,
     Paused,
     PolicyHalt,
     Rechecked,
@@ -228,6 +229,8 @@ class ElasticRun:
                 self.agent.fail(table.POLICY_HALTED, reason)
             case LoopLeft(reason):
                 self.agent.fail(table.LOOP_LEFT, reason)
+            case MeasuresDiffer(reason):
+                self.agent.fail(table.MEASURES_DIFFER, reason)
             case WeightsNotSaved(error):
                 self.agent.fail(table.WEIGHTS_NOT_SAVED, error)
             case Undecided(reason):

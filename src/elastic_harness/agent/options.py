@@ -264,12 +264,15 @@ def _command(given: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _notes(given: argparse.Namespace) -> tuple[str, ...]:
-    """Return notes on our options that stand behind a script. The script may want them itself."""
+    """Return notes on options that do something else than they seem to. Of ours that stand behind a script: the script
+    may want them itself."""
+    one = given.standalone and given.store is None and given.nnodes != "1"
+    here = [f"--standalone is one node, this machine; for --nnodes {given.nnodes} give --store instead"] if one else []
     ours = {name for action in build_parser()._actions for name in action.option_strings} - _SCRIPTS_OWN
     if given.script == TRAINER:
-        return ()
+        return tuple(here)
     found = dict.fromkeys(word.partition("=")[0] for word in given.script_args)
-    return tuple(
+    return tuple(here) + tuple(
         f"{name} stands after {given.script}, so it is handed to that and is no option of launch; if you meant "
         f"launch, put it before {given.script}"
         for name in found
@@ -284,6 +287,8 @@ def _nodes(given: argparse.Namespace) -> tuple[int, int]:
     if not all(p.isdigit() and int(p) >= 1 for p in parts) or len(parts) > 2 or int(parts[0]) > int(parts[-1]):
         raise ConfigError(f"--nnodes is {text!r}; it must be N or MIN:MAX with whole numbers of at least 1")
     least, most = int(parts[0]), int(parts[-1])
+    if given.standalone and given.store is None and least == 1:
+        return 1, 1  # as torchrun's users write it; `_notes` says so
     if most > 1 and given.store is None:
         raise ConfigError(
             f"--nnodes is {text!r}; several nodes need an etcd through which they agree: --store etcd://HOST:2379. "

@@ -36,6 +36,7 @@ from elastic_harness.checkpoint.packages import packages
 from elastic_harness.checkpoint.peers import Peers, this_machine
 from elastic_harness.checkpoint.policy import policy_of
 from elastic_harness.checkpoint.ranks import Ranks
+from elastic_harness.checkpoint.remote import transfer
 from elastic_harness.checkpoint.saver import Saver
 from elastic_harness.checkpoint.state import STATES, CheckpointState
 from elastic_harness.checkpoint.structure import decode, encode
@@ -46,7 +47,7 @@ from elastic_harness.contract.checkpoint_event import print_alarm
 from elastic_harness.errors import CheckpointCorrupt, ConfigError, InfrastructureError
 
 DEFAULT_FOLDER = Path("checkpoints")
-_META = ["epoch", "tokens", "generation", "world_size", "metrics", "config"]
+_META = ["epoch", "tokens", "generation", "world_size", "metrics", "config", "timestamp"]
 
 
 class CheckpointManager:
@@ -71,6 +72,7 @@ class CheckpointManager:
         self._ranks = Ranks()
         self._optimizers: list[torch.optim.Optimizer] = []
         self._saves = 0
+        self._asked = -1  # the step about which `should_checkpoint` was asked last
         self._last = {CheckpointTier.NVME: LastSaved(), CheckpointTier.MEMORY: LastSaved()}
         self._snapshot: Snapshot | None = None
         self._previous: Any = None
@@ -165,6 +167,7 @@ class CheckpointManager:
         tensors: dict[str, Tensor] = {}
         skeleton = {name: encode(getattr(state, name), name, tensors) for name in STATES}
         meta = {"lineage": 0, **{name: getattr(state, name) for name in _META}, "packages": packages()}
+        meta["timestamp"] = time.time()
         if self._ranks.world > 1:
             meta["world_size"] = self._ranks.world
         mine = sharding.to_write(tensors, self._ranks.rank, self._ranks.world)
@@ -192,6 +195,31 @@ class CheckpointManager:
             self._tell("snapshot_taken", {"step": state.step, "tier": tier.value, "stall_ms": stall_ms})
         if wait:
             self.wait()
+
+    def should_checkpoint(self, step: int, tier: CheckpointTier = CheckpointTier.NVME) -> bool:
+        """Return whether the state after `step` steps should be saved to this tier now: `due`, asked for one tier. It
+        may be asked again, until that step is saved. To object storage goes what goes to disk, if there is a bucket."""
+        if tier == CheckpointTier.S3 and self._saver.policy.upload is None:
+            return False
+        if self._previous is not None:
+            self.preempted = bool(self._ranks.greatest(int(self.preempted)))
+        to_disk, timing = tier != CheckpointTier.MEMORY, self._saver.timing
+        if timing.measures and step != self._asked:
+            timing.stepped(writing=self._tiers.busy())
+        self._asked = step
+        last = self._last[CheckpointTier.NVME if to_disk else CheckpointTier.MEMORY]
+        due = timing.is_due(step, last, to_disk=to_disk) or (self.preempted and to_disk)
+        return self._ranks.greatest(int(due and self._ranks.rank == 0)) == 1 if timing.by_clock else due
+
+    def wait_for_pending_saves(self) -> None:
+        """Do as `wait`."""
+        self.wait()
+
+    def clear_memory_snapshots(self) -> None:
+        """Offer this process's snapshots in memory no more, except what is still on its way to disk. The memory stays
+        reserved for the next snapshots; `close` gives it back."""
+        self._join()
+        self._tiers.clear_memory()
 
     def wait(self) -> None:
         """Block until the last state is copied to other nodes and, if it was to go there, is on disk. Raises
@@ -237,15 +265,31 @@ class CheckpointManager:
         found = self._tiers.stored()
         return found if self._ranks.world == 1 else [s for s in found if s.tier == CheckpointTier.NVME]
 
-    def load_checkpoint(self, step: int | None = None, into: CheckpointState | None = None) -> CheckpointState | None:
+    def list_checkpoints(self) -> list[Stored]:
+        """Do as `stored`."""
+        return self.stored()
+
+    def load_checkpoint(
+        self,
+        step: int | None = None,
+        into: CheckpointState | None = None,
+        *,
+        tier: CheckpointTier | str | None = None,
+    ) -> CheckpointState | None:
         """Return the newest complete state, or that of a step; None if there is none. A damaged piece is taken from
         another tier. If no tier has it, the checkpoint is set aside, and the next older one is loaded.
 
         Tensors are whole and on the CPU. With `into`, whose structure must be the same, its tensors are filled in
         place, wherever they are and however they are sharded, and are returned. Collective in a process group: all
         ranks load the same step. Raises ConfigError if there is no checkpoint of the step, or if `into` differs.
+
+        tier: look there only, "memory", "nvme" or "s3". From s3 the newest checkpoint there is brought to the local
+        disk first, if that has not the same step, even if it has newer ones. Raises ConfigError for memory in a process
+        group, where ranks agree on disk or on copies, and for s3 without a bucket or with a step.
         """
         self._join()
+        if tier is not None:
+            return self._load_from(CheckpointTier(tier), step, into)
         if self._peers is not None:
             target = None if into is None else _Target(into)
             on_disk = self._agree(step)
@@ -271,6 +315,51 @@ class CheckpointManager:
             if self._ranks.all(state is not None):
                 return state
             self._set_aside(version)
+
+    def _load_from(
+        self, tier: CheckpointTier, step: int | None, into: CheckpointState | None
+    ) -> CheckpointState | None:
+        """Return the newest state in one tier, or that of a step."""
+        if tier == CheckpointTier.MEMORY and self._ranks.world > 1:
+            raise ConfigError("tier is memory, but ranks of a process group cannot load from there; leave tier= out.")
+        if tier == CheckpointTier.S3:
+            step = self._pull(step)
+        version: int | None
+        if tier == CheckpointTier.MEMORY:
+            found = [s.version for s in self.stored() if s.tier == tier and step in (None, s.version)]
+            version = found[0] if found else None
+        else:
+            here = [c.step for c in newest(self.folder) if step in (None, c.step)]
+            version = self._ranks.least(max(here, default=-1))
+            version = None if version < 0 else version
+        if version is None:
+            if step is not None:
+                raise ConfigError(f"There is no checkpoint of step {step} in the tier {tier.value}.")
+            return None
+        target = None if into is None else _Target(into)
+        from_memory = tier == CheckpointTier.MEMORY
+        loaded = self._tiers.load(version, target.memory if target else None, from_memory=from_memory)
+        return self._state(version, loaded, target)
+
+    def _pull(self, step: int | None) -> int:
+        """Bring the newest checkpoint of object storage to disk, and return its step. Collective."""
+        upload, pulled = self._saver.policy.upload, [-1]
+        if upload is None or step is not None:
+            raise ConfigError(
+                "tier is s3, but s3_bucket is not set; name a bucket in the CheckpointConfig."
+                if upload is None
+                else f"tier is s3 and step {step}; leave step out, or bring it with `elastic-harness checkpoint pull`."
+            )
+
+        def pull() -> None:
+            here = {checkpoint.path.name: checkpoint for checkpoint in newest(self.folder)}
+            there = transfer.names(upload.url)[:1]
+            checkpoint = here.get(there[0]) if there else None
+            checkpoint = checkpoint or transfer.pull_newest(upload.url, self.folder)
+            pulled[0] = -1 if checkpoint is None else checkpoint.step
+
+        self._ranks.on_rank_0(pull)
+        return self._ranks.greatest(pulled[0])
 
     def _load(self, version: int, into: CheckpointState | None) -> CheckpointState:
         target = None if into is None else _Target(into)

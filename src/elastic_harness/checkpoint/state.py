@@ -17,8 +17,8 @@ from elastic_harness.checkpoint.tiers import CheckpointTier
 @dataclass
 class CheckpointState:
     """The state of a training script. The fields `…_state` are what `state_dict()` gives: nested dicts, lists, tuples,
-    numbers, strings, None and tensors (DTensors too). `step`: how many steps are done. Loading fills in `tier`, `path`
-    and `packages`."""
+    numbers, strings, None and tensors (DTensors too). `step`: how many steps are done. Loading fills in `tier`, `path`,
+    `packages` and `timestamp`: when it was saved, in UNIX seconds."""
 
     step: int
     model_state: dict[str, Any] | None = None
@@ -38,6 +38,7 @@ class CheckpointState:
     tier: CheckpointTier | None = None
     path: str | None = None
     packages: dict[str, str] = field(default_factory=dict)
+    timestamp: float | None = None
 
 
 STATES = [f.name for f in fields(CheckpointState) if f.name.endswith("_state")] + ["extra"]  # those that hold tensors

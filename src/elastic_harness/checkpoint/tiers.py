@@ -172,6 +172,13 @@ class Tiers:
         if error is not None:
             raise error
 
+    def clear_memory(self) -> None:
+        """Offer no snapshot in memory any more, except those that are still on their way to disk."""
+        for snapshot in self._frames.copied():
+            with snapshot.pinned() as pinned:
+                if pinned and not snapshot.waits_for_disk:
+                    snapshot.drop()
+
     def busy(self) -> bool:
         """Return whether the writer has something to write to disk."""
         return any(snapshot.waits_for_disk for snapshot in self._frames.complete())

@@ -49,10 +49,9 @@ def main(argv: Sequence[str]) -> int:
 
 def launch(request: LaunchRequest, argv: Sequence[str]) -> int:
     check_command(request.options.command)
-    trackers.check(request.trackers)
     _check_notice_file(request.options.notice_file)
-    tracked = (*request.trackers, *_check_trainer(request.options.command))
-    request = replace(request, trackers=tuple(dict.fromkeys(tracked)))
+    request = _heed_trainer(request)
+    trackers.check(request.trackers)
     request = _for_several_nodes(request)
     run_id = request.run_id or (Path(request.run_dir).resolve().name if request.run_dir else folders.new_run_id())
     node = "" if request.options.store is None else f"@{request.options.node_name}"
@@ -106,14 +105,21 @@ def _followers(request: LaunchRequest) -> Iterator[tuple[str, ...]]:
         yield "track", *request.trackers
 
 
-def _check_trainer(command: Sequence[str]) -> Sequence[str]:
-    """Return the trackers that the built-in trainer's settings name. Raises ConfigError for settings that are wrong:
-    once, before any worker starts."""
-    if tuple(command[1:3]) != ("-m", TRAINER):
-        return ()
+def _heed_trainer(request: LaunchRequest) -> LaunchRequest:
+    """Say what is wrong with the built-in trainer's settings once, before any worker starts. Return the request with
+    the trackers that these settings name, and with `elastic.min_workers`, unless --min-workers asks for more. Raises
+    ConfigError."""
+    options = request.options
+    if tuple(options.command[1:3]) != ("-m", TRAINER):
+        return request
     from elastic_harness.gpt import command_line
 
-    return command_line.check(command[3:]).trainer.tracking
+    config = command_line.check(options.command[3:])
+    least = max(options.min_workers, config.elastic.min_workers)
+    if least > (options.workers if options.store is None else options.max_workers):
+        raise ConfigError(f"elastic.min_workers is {least}, but there will be {options.workers} workers; start more")
+    trackers = tuple(dict.fromkeys((*request.trackers, *config.trainer.tracking)))
+    return replace(request, options=replace(options, min_workers=least), trackers=trackers)
 
 
 def _check_notice_file(path: str | None) -> None:

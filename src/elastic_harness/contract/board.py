@@ -54,6 +54,7 @@ class Phase(IntEnum):
     CHECKPOINT = 7
     FINISHED = 8
     WAITING = 9
+    VALIDATION = 10
 
 
 _IN_WORDS = {
@@ -67,6 +68,7 @@ _IN_WORDS = {
     Phase.CHECKPOINT: "saving a checkpoint",
     Phase.FINISHED: "finished",
     Phase.WAITING: "waiting for a generation",
+    Phase.VALIDATION: "validating",
 }
 _WITHOUT_STEP = (Phase.STARTING, Phase.FINISHED, Phase.WAITING)
 

@@ -264,6 +264,13 @@ class LoopLeft:
 
 
 @dataclass(frozen=True)
+class MeasuresDiffer:
+    """Workers have reported two values of one metric, or measure different things. The job ends with exit code 1."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class EndAsked:
     """A script has called `run.stop`: the run has to end after that step. The agent passes the request on, also to
     workers that come later."""
@@ -324,6 +331,7 @@ TO_AGENT = Codec(
         "leaving": LeftOut,
         "policy_halt": PolicyHalt,
         "left_loop": LoopLeft,
+        "measures_differ": MeasuresDiffer,
         "stop_asked": EndAsked,
         "unsaved": WeightsNotSaved,
         "imports": Imported,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-HEADER, JOIN, REDUCE, GATHER, SPREAD, RECHECK, TRANSFER, CONNECTION, REPORT = range(9)
-"""The kinds of messages between members, in the order in which a step needs them. The last three belong to a
-recovery: state travels, a peer connects, and a peer reports to the leader, who needs all reports for the digest."""
+HEADER, JOIN, REDUCE, GATHER, SPREAD, RECHECK, TRANSFER, MEASURED, CONNECTION, REPORT = range(10)
+"""The kinds of messages between members. The first six are in the order in which a step needs them; MEASURED comes
+before a step. The others belong to a recovery: state travels, a peer connects, and a peer reports to the leader, who
+needs all reports for the digest. The first eight have tags."""
 
 
 class Awaited(NamedTuple):
@@ -28,6 +29,8 @@ class Awaited(NamedTuple):
             return f"a part of the finished sum of step {step}"
         if self.kind == RECHECK:
             return f"what it computes again of step {step}"
+        if self.kind == MEASURED:
+            return f"what it has measured of version {step}"
         return {TRANSFER: "training state", CONNECTION: "a connection", REPORT: "a report"}.get(self.kind, "something")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from elastic_harness.dashboard.series import Series, number, point_of
 from elastic_harness.runs.episodes import SECONDS_MAX, Tale, Teller
-from elastic_harness.runs.story import Crew, WorkerStory
+from elastic_harness.runs.story import Crew, WorkerStory, validation_loss
 
 COMMITS_MAX = 4096  # whose times are kept
 WORKERS_MAX = 2000  # that have ended, of which the newest are kept; the same for what else comes with each failure
@@ -145,7 +145,7 @@ class LiveRun:
                     about = [*event.get("members", ()), *(m for c in event.get("culprits", ()) for m in c["members"])]
                     self.stacks.update(dict.fromkeys(map(str, about), str(event["stacks"])))
             case "validation":
-                loss = number(event.get("loss"))
+                loss = validation_loss(event)
                 if loss is not None:
                     self.validation.append((int(event["step"]), loss))
 

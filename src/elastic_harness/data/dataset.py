@@ -42,8 +42,9 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
 
     The text comes from one of three arguments. index_file: a TokenIndexFile, its path or its address in object storage.
     data_files (with tokenizer): files, folders or patterns, from which an index is built once and kept in the cache
-    folder (tokenizer: a name, or an object of tiktoken, tokenizers or transformers: see tokenizers.chosen). mixture:
-    several indexes in proportions.
+    folder (tokenizer: a name, or an object of tiktoken, tokenizers or transformers: see
+    tokenizers.chosen). mixture: several indexes in proportions. index_file and data_files may be given together: then
+    the index is read, and it must be of these files and this tokenizer, as `index_builder.mismatch` sees it.
 
     split: which side of the split by document, of which `validation_fraction` is held out. rank, world_size: this
     process's share when it is iterated over; default: those of the process group, else alone. endless: a pass never
@@ -79,8 +80,11 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
         epochs: int | None = None,
         endless: bool = False,
     ) -> None:
-        if [index_file, data_files, mixture].count(None) != 2:
-            raise ConfigError("ResumableDataset needs index_file, data_files or mixture; give exactly one of them.")
+        if (index_file is None and data_files is None) == (mixture is None):
+            raise ConfigError(
+                "ResumableDataset needs index_file, data_files or mixture; give exactly one of them, or index_file "
+                "with the data_files that it is of."
+            )
         if seq_length < 1:
             raise ConfigError(f"seq_length is {seq_length}, but must be at least 1.")
         if not 0 <= validation_fraction < 1:
@@ -94,7 +98,11 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
         if endless and epochs is not None:
             raise ConfigError(f"endless is True and epochs is {epochs}; they exclude each other: leave one out.")
         if data_files is not None:
-            index_file = find_or_build([data_files] if isinstance(data_files, str) else data_files, tokenizer)
+            files = [data_files] if isinstance(data_files, str) else data_files
+            if index_file is None:
+                index_file = find_or_build(files, tokenizer)
+            else:
+                index_file = _of_these(_opened(index_file), files, tokenizer)
         names = list(mixture.sources) if mixture else [""]
         self.indexes = [_opened(given) for given in (mixture.sources.values() if mixture else [index_file])]
         self.documents = documents
@@ -303,6 +311,22 @@ class ResumableDataset(IterableDataset[dict[str, Any]]):
             raise ConfigError(f"The position is {position}, but must be at least 0.")
         self._position = position
 
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch, the first being 0, unless the position is in that epoch already: so a loop
+        over epochs that calls this goes on in the middle of one after `load_state_dict`. Needed only to leave epochs
+        out, because each pass is the next epoch by itself. Raises ConfigError for a mixture, which has none."""
+        if isinstance(self.order, MixtureOrder):
+            raise ConfigError("A mixture has no epochs: leave set_epoch out, and end the loop yourself.")
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise ConfigError(f"set_epoch was given {epoch!r}; give a whole number of at least 0.")
+        if self._position // len(self) != epoch:
+            self.go_to(epoch * len(self))
+
+    @property
+    def total_tokens(self) -> int:
+        """How many tokens this split has, of all sources together."""
+        return sum(part.tokens for part in self._sources.parts)
+
     @property
     def index(self) -> Index:
         """The index, or the first one of a mixture, whose tokenizer is that of all."""
@@ -396,6 +420,18 @@ def find_or_build(data_files: Sequence[str], tokenizer: object) -> TokenIndexFil
     if not path.exists():
         index_builder.build_once(data_files, path, chosen)
     return TokenIndexFile(path)
+
+
+def _of_these(index: Index, data_files: Sequence[str], tokenizer: object) -> Index:
+    """Return the index. Raises ConfigError if it is not of these files and this tokenizer."""
+    if not isinstance(index, TokenIndexFile):
+        raise ConfigError("data_files can be compared with a token index only; give one of index_file and data_files.")
+    if differs := index_builder.mismatch(index, data_files, tokenizers.chosen(tokenizer)):
+        raise ConfigError(
+            f"{index.path} is not the index of these data_files: {differs}. Build it again (elastic-harness index "
+            "build), or leave out index_file or data_files."
+        )
+    return index
 
 
 def _share(rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -28,7 +28,7 @@ import xxhash
 from elastic_harness import durable_file
 from elastic_harness.data import tokenizers
 from elastic_harness.data.readers import Document, TextPiece, Unit, documents, find_inputs, plan_units
-from elastic_harness.data.token_index import token_dtype, write_index
+from elastic_harness.data.token_index import TokenIndexFile, token_dtype, write_index
 from elastic_harness.data.tokenizers import Tokenizer
 from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.processes import die_with_parent
@@ -68,6 +68,9 @@ class BuildReport:
     problems: tuple[str, ...]
     seconds: float
     input_bytes: int
+
+
+COMPARED_FILES = 100  # of an index with the files that it is said to be of
 
 
 def build(
@@ -408,6 +411,25 @@ def _token_bytes(folder: Path, parts: Sequence[IndexPart]) -> Iterator[bytes]:
                 yield content
         if digest.intdigest() != part.sha:
             raise InfrastructureError(f"The part {number} in {folder} is damaged; remove that folder and start again.")
+
+
+def mismatch(index: TokenIndexFile, inputs: Sequence[str], tokenizer: Tokenizer, text_key: str = "text") -> str:
+    """Return why an index is not of these files and this tokenizer, in words; empty if nothing tells. Compared are the
+    tokenizer, the names of the files without their folders, and of the first COMPARED_FILES files the first document.
+    So a file that was changed behind its first document is not noticed."""
+    if tokenizer.identity != index.tokenizer:
+        return f"its tokenizer is {json.dumps(index.tokenizer)}, the given one {json.dumps(tokenizer.identity)}"
+    paths, names = find_inputs(inputs), [Path(name).name for name in index.names]
+    if names != [path.name for path in paths]:
+        return f"it was built from {', '.join(names[:5])}, not from {', '.join(path.name for path in paths[:5])}"
+    for number, path in enumerate(paths[:COMPARED_FILES]):
+        mine = np.flatnonzero(np.asarray(index.sources) == number)
+        first = next((d for u in plan_units([path]) for p in u.pieces for d in documents(p, text_key)), None)
+        if first is None or first.problem or not first.ends or not first.text or not len(mine):
+            continue  # what was left out, or is in pieces
+        if xxhash.xxh3_64_intdigest(first.text) != int(index.keys[mine[0]]):
+            return f"the first text of {path} is another one"
+    return ""
 
 
 def first_texts(paths: Sequence[Path], text_key: str) -> Iterator[str]:

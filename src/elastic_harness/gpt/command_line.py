@@ -7,9 +7,9 @@ import glob
 import os
 from collections.abc import Sequence
 
-from elastic_harness.config import load_config
+from elastic_harness.config import STEP_METRICS, load_config
 from elastic_harness.errors import ConfigError
-from elastic_harness.gpt.config import DataConfig, TrainerConfig
+from elastic_harness.gpt.config import VALIDATION, DataConfig, TrainerConfig
 from elastic_harness.names import TRAINER
 from elastic_harness.object_store import is_remote
 
@@ -29,7 +29,20 @@ def read(argv: Sequence[str] | None) -> tuple[TrainerConfig, str | None]:
     parser.add_argument("--run-dir", help="where to write events, ledger and checkpoints when run without a launcher")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
     given = parser.parse_intermixed_args(argv)
-    return load_config(TrainerConfig, given.config, given.overrides), given.run_dir
+    config = load_config(TrainerConfig, given.config, given.overrides)
+    _check_best(config)
+    return config, given.run_dir
+
+
+def _check_best(config: TrainerConfig) -> None:
+    """Raise ConfigError if the best checkpoint is to be chosen by what the trainer does not measure."""
+    best, validates = config.checkpoint.best_metric, config.trainer.eval_interval_steps > 0
+    measured = [*STEP_METRICS, *([VALIDATION] if validates else [])]
+    if best not in measured:
+        advice = "set trainer.eval_interval_steps too" if best == VALIDATION else "name one of these"
+        raise ConfigError(
+            f"checkpoint.best_metric is {best!r}, but the trainer measures {', '.join(measured)}; {advice}."
+        )
 
 
 def check(argv: Sequence[str]) -> TrainerConfig:

@@ -10,6 +10,9 @@ from elastic_harness import own_loop
 from elastic_harness.config import Config
 from elastic_harness.typed import Section, nearest_multiple, setting_error
 
+VALIDATION = "val_loss"
+"""Under which name checkpoints and events have the loss over held-out batches."""
+
 
 @dataclass(frozen=True)
 class LoopConfig(Section):
@@ -174,7 +177,7 @@ class TrainerConfig(Config):
 
     def unread(self) -> list[str]:
         unset = TrainerConfig(self.seed, self.training, self.elastic, self.checkpoint)
-        return [
+        return super().unread() + [
             own_loop.refusal(f"{section}.{name}", value)
             for section in own_loop.SECTIONS
             for name, value in vars(getattr(self, section)).items()

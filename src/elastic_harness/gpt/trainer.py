@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -14,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_harness import ConfigError, Mixture, ResumableDataset, start, total_steps
+from elastic_harness import ConfigError, Mixture, ResumableDataset, Validation, start, total_steps
 from elastic_harness.data.corpus import Corpus
 from elastic_harness.data.token_index import TokenIndexFile, is_token_index
 from elastic_harness.data.windows import NO_LABEL, Index
 from elastic_harness.gpt import command_line
-from elastic_harness.gpt.config import TrainerConfig
+from elastic_harness.gpt.config import VALIDATION, TrainerConfig
 from elastic_harness.gpt.model import GPT
 
 
@@ -31,7 +32,18 @@ def train(config: TrainerConfig, run_dir: str | None = None) -> None:
     model = GPT(config.model, seed=config.seed).to(device)
     optimizer = make_optimizer(config, model)
     scheduler = make_scheduler(config, optimizer, dataset)
-    decay = config.trainer.ema_decay
+    decay, every = config.trainer.ema_decay, config.trainer.eval_interval_steps
+    forward = torch.compile(model) if config.trainer.compile else model
+
+    def loss_of(batch: dict[str, Tensor]) -> Tensor:
+        with autocast(config, device):
+            return cross_entropy(forward, batch, device)
+
+    def measure(index: int) -> tuple[float, int]:
+        batch = dataset.validation_batch(index, config.training.micro_batch_samples)
+        labels = labels_in(batch)
+        return (float(loss_of(batch)), labels) if labels else (0.0, 0)
+
     run = start(
         model,
         optimizer,
@@ -41,8 +53,8 @@ def train(config: TrainerConfig, run_dir: str | None = None) -> None:
         scaler=torch.amp.GradScaler(device.type) if config.trainer.precision == "fp16" else None,
         ema=averaged(model, decay) if decay else None,
         run_dir=run_dir,
+        validation=Validation(measure, config.trainer.eval_batches, every, VALIDATION) if every else None,
     )
-    forward = torch.compile(model) if config.trainer.compile else model
     if run.rank == 0:
         print(
             f"{model.num_parameters():,} parameters, {len(dataset):,} samples of {config.data.seq_length} tokens from "
@@ -51,19 +63,29 @@ def train(config: TrainerConfig, run_dir: str | None = None) -> None:
             flush=True,
         )
 
-    def loss_of(batch: dict[str, Tensor]) -> Tensor:
-        with autocast(config, device):
-            return cross_entropy(forward, batch, device)
-
+    began_at, samples = time.perf_counter(), 0
     for step in run.steps():
         for batch in step.micro_batches():
             weight = labels_in(batch) / (config.training.micro_batch_samples * config.data.seq_length)
             step.backward(partial(loss_of, batch), weight=weight)
-        if run.rank == 0 and run.step % config.trainer.log_interval_steps == 0:
-            print(f"step {step.index + 1:>5}  loss {step.loss:.4f}  workers {run.world_size}", flush=True)
-        every = config.trainer.eval_interval_steps
-        if every and run.step % every == 0 and run.rank == 0:
-            run.log("validation", step=run.step, loss=validate(config, forward, dataset, device))
+        samples += step.samples
+        if run.rank == 0 and step.validation is not None:
+            print(validation_line(step.index, step.validation), flush=True)
+        if run.step % config.trainer.log_interval_steps == 0:
+            tokens_per_s = samples * config.data.seq_length / (time.perf_counter() - began_at)
+            if run.rank == 0:
+                print(
+                    f"step {run.step:>5}  loss {step.loss:.4f}  lr {step.lr:.3g}  {tokens_per_s:,.0f} tokens/s  "
+                    f"workers {run.world_size}",
+                    flush=True,
+                )
+            began_at, samples = time.perf_counter(), 0
+    if run.rank == 0 and run.validation is not None:
+        print(validation_line(run.step, run.validation), flush=True)
+
+
+def validation_line(step: int, loss: float) -> str:
+    return f"step {step:>5}  validation loss {loss:.4f}"
 
 
 class _Obeyed(TrainerConfig):
@@ -132,21 +154,6 @@ def cross_entropy(model: Any, batch: dict[str, Tensor], device: torch.device) ->
     documents = (batch["document_ids"],) if "document_ids" in batch else ()
     logits_BTV = model(batch["input_ids"], *documents)
     return F.cross_entropy(logits_BTV.flatten(0, 1), batch["labels"].flatten(), ignore_index=NO_LABEL)
-
-
-@torch.no_grad()
-def validate(config: TrainerConfig, model: Any, dataset: ResumableDataset, device: torch.device) -> float:
-    """Mean loss over the first held-out batches, in evaluation mode."""
-    model.eval()
-    losses, labels = [], 0
-    for index in range(config.trainer.eval_batches):
-        batch = dataset.validation_batch(index, config.training.micro_batch_samples)
-        with autocast(config, device):
-            loss, count = cross_entropy(model, batch, device), labels_in(batch)
-        losses.append(float(loss) * count if count else 0.0)
-        labels += count
-    model.train()
-    return math.fsum(losses) / max(1, labels)
 
 
 def make_optimizer(config: TrainerConfig, model: nn.Module) -> torch.optim.Optimizer:

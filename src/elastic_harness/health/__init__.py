@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from elastic_harness.health.faults import DetectedFault, FaultDetectorConfig, FaultError, FaultKind, Severity
     from elastic_harness.health.watching.checker import ConsistencyChecker
     from elastic_harness.health.watching.detector import FaultDetector
+    from elastic_harness.health.watching.replicas import synchronize_state, verify_model_consistency
 
 _HOMES = {
     "ConsistencyChecker": "elastic_harness.health.watching.checker",
@@ -29,10 +30,12 @@ _HOMES = {
     "FaultError": "elastic_harness.health.faults",
     "FaultKind": "elastic_harness.health.faults",
     "Severity": "elastic_harness.health.faults",
+    "synchronize_state": "elastic_harness.health.watching.replicas",
+    "verify_model_consistency": "elastic_harness.health.watching.replicas",
 }
 __all__ = [
     "ConsistencyChecker", "ConsistencyReport", "DetectedFault", "Difference", "FaultDetector", "FaultDetectorConfig",
-    "FaultError", "FaultKind", "Severity",
+    "FaultError", "FaultKind", "Severity", "synchronize_state", "verify_model_consistency",
 ]  # fmt: skip
 
 __getattr__, __dir__ = lazy.attach(__name__, _HOMES)

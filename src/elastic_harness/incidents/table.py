@@ -925,6 +925,16 @@ LOOP_LEFT = Code(
     next=('call `run.stop("why")` in place of `break`: all workers end after the same step', _RESUME),
     exit_code=EXIT_USER_CODE,
 )  # fmt: skip
+MEASURES_DIFFER = Code(
+    "EH-U111", "workers say different things of one version", "workload", "no",
+    symptom="the run failed: run.report() was given two values of …, or workers measure different things",
+    meaning="What a validation has found must not depend on who computed it.",
+    evidence="what each worker has told, before the step after that version",
+    inferred="nothing",
+    done="the run ended; the newest checkpoint stays",
+    next=("let one worker report, or all the same value; `start(validation=…)` has one value for all", _RESUME),
+    exit_code=EXIT_USER_CODE,
+)  # fmt: skip
 ALL_FAILED = Code(
     "EH-U107", "every worker failed in the script", "workload", "no",
     symptom="the run failed: every worker failed in user code, or in the same way, or before the first step",

@@ -18,6 +18,7 @@ from typing import Any
 from elastic_harness.incidents import table as codes
 from elastic_harness.incidents.naming import is_alarm, of_event, was_asked_for
 from elastic_harness.metrics.table import AUDITS, SOURCES, STAGES, TABLE
+from elastic_harness.runs.story import validation_loss
 
 HEALTHY_STEPS = 32  # their median says how long a step takes
 Labels = tuple[str, ...]
@@ -211,7 +212,9 @@ class Fold:
         self._newest, self._farthest = (lineage, step), max(self._farthest, step)
 
     def _on_validation(self, t: float, event: Mapping[str, Any]) -> None:
-        self.gauges["validation_loss"][()] = float(event["loss"])
+        loss = validation_loss(event)
+        if loss is not None:
+            self.gauges["validation_loss"][()] = loss
 
     def _on_worker_started(self, t: float, event: Mapping[str, Any]) -> None:
         place, pid = int(event.get("local_index") or 0), int(event["pid"])

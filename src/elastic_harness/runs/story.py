@@ -255,7 +255,16 @@ class Story(Crew):
         self.commits[step] = CommittedStep(t, step, loss, tokens, world, generation, step_s)
 
     def _on_validation(self, event: Mapping[str, Any]) -> None:
-        self.validation[int(event["step"])] = float(event["loss"])
+        loss = validation_loss(event)
+        if loss is not None:
+            self.validation[int(event["step"])] = loss
+
+
+def validation_loss(event: Mapping[str, Any]) -> float | None:
+    """Return the first loss among what a `validation` event tells of; None if there is none."""
+    values = event.get("metrics") or {"loss": event.get("loss")}  # a script may have logged one of its own
+    loss = next((value for name, value in values.items() if "loss" in name), None)
+    return None if loss is None else float(loss)
 
 
 def tell_story(events: Iterable[Mapping[str, Any]], kills: Iterable[Kill] = ()) -> Story:

@@ -43,7 +43,8 @@ ComputedBy = tuple[tuple[str, int, int], ...]
 class Record:
     """The outcome of one step: the summed gradient before unscaling and clipping, (E,) on the host, never written
     to; the table of all slots; who computed which lanes. ends: the script asked for this step to be the last one.
-    replicas: the rows in which they did, if there are several shards. omitted: what was not computed on purpose."""
+    replicas: the rows in which they did, if there are several shards. omitted: what was not computed on purpose.
+    validation: of the weights before this step, if it was due."""
 
     step: int
     generation: int
@@ -53,6 +54,7 @@ class Record:
     ends: bool = False
     replicas: tuple[Replica, ...] = ()
     omitted: Omitted = field(default_factory=Omitted)
+    validation: float | None = None
 
     def payload(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """As it travels to a laggard."""
@@ -63,6 +65,7 @@ class Record:
             "ends": self.ends,
             **({"replicas": self.replicas} if self.replicas else {}),
             **({"omitted": asdict(self.omitted)} if self.omitted.slots else {}),
+            **({"validation": self.validation.hex()} if self.validation is not None else {}),
         }
         meta |= {"slots": self.table.slots, "lanes": self.table.lanes}
         return meta, {"flat": self.flat, "table": torch.from_numpy(self.table.words)}
@@ -76,7 +79,8 @@ class Record:
         rows = tuple(map(tuple, meta.get("replicas", ())))
         omitted = shape.build(Omitted, meta.get("omitted", {}))
         step, generation, ends = meta["step"], meta["generation"], meta["ends"]
-        return Record(step, generation, tensors["flat"], table, computed_by, ends, rows, omitted)
+        value = float.fromhex(meta["validation"]) if "validation" in meta else None
+        return Record(step, generation, tensors["flat"], table, computed_by, ends, rows, omitted, value)
 
 
 @dataclass(frozen=True)

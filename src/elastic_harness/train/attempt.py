@@ -192,6 +192,8 @@ def finish_exchange(engine: Engine, progress: Progress, attempt: Attempt) -> lis
         certain=progress.certain,
         asked=asked if asked > progress.audited and not attempt.omitted.slots else 0,
         by_speed=engine.config.elastic.deal_by_speed,
+        measures=engine.measures.word,
+        validation=progress.measured.validation,
         **attempt.lane_times.per_lane_us(shape),
     )
 
@@ -214,7 +216,9 @@ def record_of(formed: Formed, attempt: Attempt, headers: list[Header]) -> Record
     computed_by = tuple((member, lo, hi) for member in formed.generation.members for lo, hi in attempt.placed[member])
     last, flat = any(header.ends for header in headers), attempt.exchange.result
     generation, step, omitted = formed.generation, headers[0].version, attempt.omitted
-    return Record(step, generation.number, flat, combine(headers), computed_by, last, generation.replicas, omitted)
+    validation = next((header.validation for header in headers if header.validation is not None), None)
+    table, replicas = combine(headers), generation.replicas
+    return Record(step, generation.number, flat, table, computed_by, last, replicas, omitted, validation)
 
 
 class Adder:

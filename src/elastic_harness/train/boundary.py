@@ -20,9 +20,13 @@ from elastic_harness.train.compute import CANARY
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.header import Header
 from elastic_harness.train.link import Left
+from elastic_harness.train.measuring import knows_measures, measure
 from elastic_harness.train.nonfinite import NAME as NONFINITE
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.tell import tell_commit
+
+FRAME_WAIT_S = 60.0
+"""So long training waits until there is memory for a version that may be among the best. Others are just not saved."""
 
 
 def after_apply(
@@ -59,11 +63,24 @@ def before_apply(engine: Engine, progress: Progress) -> None:
 
 def after_commit(engine: Engine, progress: Progress) -> None:
     """Do what follows from the commit of the last step, after the user's code and before the next step. Raises Diverged
-    or Left if training does not go on."""
+    or Left if training does not go on. A version that is measured is saved later, with what was measured."""
     halt_if_decided(engine, progress)
     if progress.verdict is not None and progress.verdict.stop:
         raise stop_at_boundary(engine, progress)
-    save_if_due(engine, progress)
+    if not engine.measures_at(progress.version):
+        save_if_due(engine, progress)
+
+
+def measure_and_save(engine: Engine, progress: Progress) -> None:
+    """Have all members know what is measured of this version, if anything is, and then save it if that is due. As
+    `measure`."""
+    measure(engine, progress)
+    measured = progress.measured
+    assert progress.formed is not None
+    number = progress.formed.generation.number
+    if engine.measures_at(progress.version) and knows_measures(progress) and measured.saved_in != number:
+        measured.saved_in = number  # again in the next one: whoever has died there may have owed a share, or the saving
+        save_if_due(engine, progress)
 
 
 def save_if_due(engine: Engine, progress: Progress) -> None:
@@ -76,10 +93,21 @@ def save_if_due(engine: Engine, progress: Progress) -> None:
     if formed.speaks:
         digest, (_, shares) = formed.digest, formed.on_node
         uploads = formed.rank == 0  # one node's copy is enough
-        epoch_began = engine.batches.epoch_began(version) if engine.config.checkpoint.each_epoch else 0
+        needed = engine.batches.epoch_began(version) if engine.config.checkpoint.each_epoch else 0
+        patience_s = 0.0
+        if engine.measures.keeps(progress.measured):
+            needed, patience_s = version, FRAME_WAIT_S
+            engine.board.show(Phase.CHECKPOINT, version, deadline_s=engine.config.elastic.exchange_timeout_s)
         describes = described(engine, progress)
         engine.saver.save_if_due(
-            version, digest.lineage, digest.from_step, shares, describes, uploads=uploads, epoch_began=epoch_began
+            version,
+            digest.lineage,
+            digest.from_step,
+            shares,
+            describes,
+            uploads=uploads,
+            needed=needed,
+            patience_s=patience_s,
         )
     else:
         engine.saver.copy_share(version, *formed.on_node)
@@ -103,6 +131,7 @@ def described(engine: Engine, progress: Progress) -> Callable[[], dict[str, Any]
         assert formed is not None
         positions = engine.batches.schedule.at(progress.version)
         values = {} if metrics is None else {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "lr": metrics.lr}
+        values |= progress.measured.metrics(engine.measures)
         since = engine.policies.states[NONFINITE].value["since"]
         return {
             "generation": formed.generation.number,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from elastic_harness.train.batches import Batches
 from elastic_harness.train.deadlines import Deadlines
 from elastic_harness.train.layout import Layout
 from elastic_harness.train.link import Link
+from elastic_harness.train.measures import Measures
 from elastic_harness.train.own_pace import OwnPace
 from elastic_harness.train.partials import Partials, SlotTable
 from elastic_harness.train.policies import Policies
@@ -34,7 +35,7 @@ class Engine:
     """canary: whether joiners have to prove their arithmetic. connect: builds a generation's transport from (its
     key-value space, rank, world, cancelled). configured: what the run is made of, as `verify` needs to know it.
     before_step: sets requires_grad and modes from a step's number, if the user gave it. replay: which recorded steps
-    are computed again, if this is no training."""
+    are computed again, if this is no training. measures: what is measured beside training."""
 
     config: Config
     run_dir: Path
@@ -59,11 +60,16 @@ class Engine:
     omissions: tuple[Entry, ...] = ()  # of the settings; the digest has those of rollbacks
     before_step: Callable[[int], None] | None = None
     replay: ReplayOrder | None = None
+    measures: Measures = field(default_factory=lambda: Measures(None, "loss", False))
 
     @property
     def last_version(self) -> int:
         """The version at which the run ends, unless the script ends it before."""
         return self.batches.last_version if self.replay is None else self.replay.step + 1
+
+    def measures_at(self, version: int) -> bool:
+        """Whether members tell each other what they have measured of this version."""
+        return self.replay is None and self.measures.is_due(version)
 
     def omitted(self, digest: Digest, step: int) -> Omitted:
         """What this step omits, in the lineage of this digest."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import torch
 from elastic_harness.train.gate import Signals
 from elastic_harness.train.partials import SlotTable, Words
 
-FIXED_WORDS = 17
+FIXED_WORDS = 20
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Header(Signals):
     knows that an audit of everybody has confirmed it; -1: none. asked: the number of the newest request to compare all
     members that was not met yet; 0: none. lane_us: microseconds that each lane took in this step, reading included; 0:
     this member computed none. reading_us, running_us, queued_us: how much of that went into reading samples; on a
-    processor; ready to run, but without a processor."""
+    processor; ready to run, but without a processor. measures: 63 bits of the hash of what this member measures beside
+    training. validation: the value of this version's weights; None: there is none, or this member does not know it."""
 
     table: SlotTable
     ends: bool = False
@@ -36,20 +38,27 @@ class Header(Signals):
     reading_us: int = 0
     running_us: int = 0
     queued_us: int = 0
+    measures: int = 0
+    validation: float | None = None
 
     def pack(self) -> torch.Tensor:
         signals = [self.generation, self.version, self.switch, self.stop, self.canary, self.canary_batch, self.state]
         others = [self.ends, self.by_speed, self.audited, self.audit, self.certain, self.asked]
         times = [self.lane_us, self.reading_us, self.running_us, self.queued_us]
-        return torch.from_numpy(np.concatenate([np.array([*signals, *others, *times], np.int64), self.table.words]))
+        value = np.float64(self.validation if self.validation is not None else 0.0).view(np.int64)
+        measured = [self.measures, self.validation is not None, value]
+        fixed = np.array([*signals, *others, *times, *measured], np.int64)
+        return torch.from_numpy(np.concatenate([fixed, self.table.words]))
 
     @staticmethod
     def unpack(words: torch.Tensor, like: SlotTable) -> Header:
         array: Words = words.numpy()
-        generation, version, switch, stop, canary, batch, state, ends, by_speed, *others = map(int, array[:FIXED_WORDS])
+        fixed = list(map(int, array[: FIXED_WORDS - 1]))
+        generation, version, switch, stop, canary, batch, state, ends, by_speed, *others, validated = fixed
+        value = float(array[FIXED_WORDS - 1 : FIXED_WORDS].view(np.float64)[0]) if validated else None
         table = SlotTable(like.slots, like.lanes, like.entries, array[FIXED_WORDS:])
-        both = (bool(ends), bool(by_speed))
-        return Header(generation, version, switch, bool(stop), canary, batch, state, table, *both, *others)
+        rest: tuple[Any, ...] = (bool(ends), bool(by_speed), *others, value)
+        return Header(generation, version, switch, bool(stop), canary, batch, state, table, *rest)
 
 
 def combine(headers: Sequence[Header]) -> SlotTable:

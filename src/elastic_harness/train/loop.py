@@ -1,6 +1,7 @@
 """The life of a step, recovery included. Read this page first.
 
-    place the lanes → compute the slots of mine, summing them up the fixed tree → exchange partial sums
+    have all know what is measured of this version, if anything is
+    → place the lanes → compute the slots of mine, summing them up the fixed tree → exchange partial sums
     → gate on everyone's header → finish the copy of the state, if one is being made → apply the record: version + 1
 
 Whatever breaks on the way (`Recoverable`) leads to `recover`, which returns how far this worker is now; finished
@@ -18,11 +19,12 @@ from elastic_harness.errors import Declined, PeerFailed, Recoverable
 from elastic_harness.failpoints import failpoint
 from elastic_harness.train.apply import Decided, Record
 from elastic_harness.train.attempt import Attempt, finish_exchange, note_paces, paces_after, place, record_of
-from elastic_harness.train.boundary import after_apply, after_commit, before_apply
+from elastic_harness.train.boundary import after_apply, after_commit, before_apply, measure_and_save
 from elastic_harness.train.compute import compute
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.gate import gate
 from elastic_harness.train.interrupts import interrupts_wait
+from elastic_harness.train.measuring import measure, same_measures
 from elastic_harness.train.progress import Progress
 from elastic_harness.train.recheck import disputes, doubts, has_audits, is_doubtful, recheck
 from elastic_harness.train.recovery import recover
@@ -44,6 +46,7 @@ def commit_step(engine: Engine, progress: Progress) -> Generator[Any, None, Prog
     while progress.version == step:
         try:
             yield from slot_alone(engine, progress)
+            measure_and_save(engine, progress)
             progress = progress if progress.partials else begin(engine, progress)
             attempt = place(engine, progress)
             yield from compute(engine, progress, attempt)
@@ -70,6 +73,8 @@ def exchange_and_apply(engine: Engine, progress: Progress, attempt: Attempt) -> 
     assert formed is not None and partials is not None
     headers = finish_exchange(engine, progress, attempt)
     verdict, reason = gate(headers, attempt.reference, engine.watch.compared())
+    if verdict.commit:
+        verdict, reason = same_measures(headers, attempt.reference) or (verdict, reason)
     if not verdict.commit:
         refuse(engine, formed, verdict, reason, attempt.newcomers)
     record = record_of(formed, attempt, headers)
@@ -112,6 +117,17 @@ def decide(engine: Engine, record: Record) -> Decided:
     """Ask the policies what becomes of the update."""
     with interrupts_wait():
         return engine.applier.decide(record)
+
+
+def measure_last(engine: Engine, progress: Progress) -> Progress:
+    """Have all members know what is measured of the last version, which no step follows. Collective. Return the
+    progress after it; raises as `recover`."""
+    while True:
+        try:
+            measure(engine, progress, last=True)
+            return progress
+        except Recoverable as failure:
+            progress = recover(engine, progress, failure)
 
 
 def settle_commit(engine: Engine, progress: Progress) -> Progress:

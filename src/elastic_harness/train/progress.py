@@ -11,6 +11,7 @@ from elastic_harness.comm.transport import Transport
 from elastic_harness.membership.types import Digest, Generation, node_of
 from elastic_harness.train.apply import Metrics, Record
 from elastic_harness.train.gate import GateVerdict
+from elastic_harness.train.measures import Measured
 from elastic_harness.train.partials import Partials
 from elastic_harness.train.placing import Paces
 
@@ -47,11 +48,17 @@ class Formed:
             return ()
         return tuple(self.generation.members.index(m) for m in self.digest.unverified)
 
+    def begins(self, step: int) -> bool:
+        """Whether all members begin here: nobody has done the step before this one."""
+        return step == self.digest.version and all(
+            self.digest.sources[m].kind not in ("keep", "replay") for m in self.generation.members
+        )
+
     def late(self, step: int) -> tuple[int, ...]:
         """Ranks that receive the state before they can begin this step, while others have it."""
-        kinds = [self.digest.sources[m].kind for m in self.generation.members]
-        if step != self.digest.version or all(kind not in ("keep", "replay") for kind in kinds):
+        if step != self.digest.version or self.begins(step):
             return ()
+        kinds = [self.digest.sources[m].kind for m in self.generation.members]
         return tuple(rank for rank, kind in enumerate(kinds) if kind == "state")
 
 
@@ -71,6 +78,7 @@ class Progress:
     verified: bool = False
     exchange: Exchange | None = None  # of the last commit: owns the record's vector, and may still be sending
     serving: threading.Thread | None = None  # sends state that must not change: to be joined before the next commit
+    measured: Measured = field(default_factory=Measured)  # of this version
     verdict: GateVerdict | None = None  # of the last commit, as long as it was not settled
     certain: int = -1  # the newest version that an audit of everybody has confirmed, as far as this member knows
     audited: int = 0  # the number of the newest request to compare all members that was met
@@ -93,7 +101,7 @@ class Progress:
 
     def at(self, version: int, *, record: Record | None, metrics: Metrics | None) -> Progress:
         """The same worker at another version, with nothing of the next step done."""
-        fresh = replace(self, partials=None, begun_for=(0, 0), verdict=None, declined=())
+        fresh = replace(self, partials=None, begun_for=(0, 0), verdict=None, declined=(), measured=Measured())
         return replace(fresh, version=version, record=record, metrics=metrics)
 
     def declining(self, lane: int, slot: int, finished: int) -> Progress:

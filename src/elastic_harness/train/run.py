@@ -65,7 +65,8 @@ from elastic_harness.train.imports import late_settings, tell_imports
 from elastic_harness.train.inherited import Inherited
 from elastic_harness.train.layout import averaged_buffers, make_layout, optimized, state_buffers
 from elastic_harness.train.link import AgentLink, Left, Link
-from elastic_harness.train.loop import commit_step, settle_commit
+from elastic_harness.train.loop import commit_step, measure_last, settle_commit
+from elastic_harness.train.measures import Measures
 from elastic_harness.train.memory import is_out_of_memory
 from elastic_harness.train.nonfinite import SkipNonfinite
 from elastic_harness.train.own_pace import OwnPace
@@ -78,6 +79,7 @@ from elastic_harness.train.replay import check_beginning, check_program, saving_
 from elastic_harness.train.saver import make_saver
 from elastic_harness.train.slots import SlotComputer
 from elastic_harness.train.state import Registry, Stateful, weights_sha256
+from elastic_harness.train.validation import Validation
 from elastic_harness.train.watch import StateWatch
 
 Connect = Callable[[KeyValue, int, int, Callable[[float], None]], Transport]
@@ -90,6 +92,7 @@ class Run:
         self._engine = engine
         self._progress = progress
         self._closed = False
+        self._in_step = False
         self._left_as = 0, 1  # rank and world size in the last generation, once it is left
 
     def __enter__(self) -> Run:
@@ -128,6 +131,37 @@ class Run:
             raise UserCodeError(f"run.stop() was given {reason!r}; say in words why the run ends, for its records")
         if not self._over and self._engine.replay is None:  # the recorded run was gone on with
             self._engine.link.ask_to_stop(EndAsked(self._progress.version, reason))
+
+    def report(self, **values: float) -> None:
+        """Say how good the weights are that the last commit has left, as in `run.report(val_loss=2.31)`: one value
+        each, the mean over all that was validated. `checkpoint.best_metric` names the value that the best checkpoints
+        are chosen by; others may come with it. Call it in the loop between two steps. One worker's call is enough,
+        several must say the same. Returns at once; before the next step all workers hear of it, and the checkpoint of
+        this very version has it. If the only worker that reports dies before that, the report is lost: validations that
+        must not be lost belong into `start(validation=…)`. Raises UserCodeError for what is no finite number, other
+        names, or a call elsewhere."""
+        self._check_open()
+        given = self._engine.measures.check_report(values)
+        if self._progress.formed is None:
+            raise UserCodeError("run.report() was called after the last step was saved; report in the loop")
+        if self._in_step:
+            raise UserCodeError(
+                f"run.report() was called in the middle of step {self._progress.version}: call it after the loop over "
+                "step.micro_batches(), where the weights are those of a committed step"
+            )
+        known = self._progress.measured.reports
+        for name, value in given.items():
+            if known.setdefault(name, value) != value:
+                raise UserCodeError(
+                    f"run.report() was given {name}={value!r} for the weights after {self.step} steps, and "
+                    f"{known[name]!r} before: report one value, the mean over all that was validated"
+                )
+
+    @property
+    def validation(self) -> float | None:
+        """The validation of the last step's weights, after the loop; None if it was not due then. In the loop a step
+        has it: `Step.validation`."""
+        return self._progress.measured.validation
 
     def log(self, event: str, **fields: Any) -> None:
         """Write an event of your own to events.jsonl, from rank 0 only."""
@@ -239,7 +273,7 @@ class Run:
     def _finish(self) -> None:
         """Save, say so, and keep serving until everybody is done."""
         self._engine.watch.checked_word("after the last step")
-        self._progress = settle_commit(self._engine, self._progress)
+        self._progress = measure_last(self._engine, settle_commit(self._engine, self._progress))
         engine, progress = self._engine, self._progress
         formed = progress.formed
         assert formed is not None
@@ -284,10 +318,13 @@ class Step:
         run._check_open()
         if run._progress.version != self.index:
             raise UserCodeError(f"step {self.index} is already committed; iterate over micro_batches() once per step")
+        run._in_step = True
         try:
             run._progress = yield from commit_step(run._engine, run._progress)
         except Left as left:
             run._leave(left)
+        finally:
+            run._in_step = False
         run._engine.board.show(
             Phase.USER, run._progress.version, deadline_s=run._engine.config.elastic.exchange_timeout_s
         )
@@ -315,6 +352,24 @@ class Step:
         metrics = self._run._progress.metrics
         return metrics.loss if metrics else float("nan")
 
+    @property
+    def lr(self) -> float:
+        """Learning rate of the committed step, of the first parameter group, equal on all workers."""
+        metrics = self._run._progress.metrics
+        return metrics.lr if metrics else float("nan")
+
+    @property
+    def samples(self) -> int:
+        """How many samples the step is made of, on all workers together."""
+        return self._run._engine.batches.schedule.at(self.index).count
+
+    @property
+    def validation(self) -> float | None:
+        """Once the step is committed: the validation of the weights that it began with, those after `index` steps,
+        equal on all workers; None if it was not due. Of the weights after the last step: `Run.validation`."""
+        record = self._run._progress.record
+        return record.validation if record is not None and record.step == self.index else None
+
 
 def start(
     model: nn.Module,
@@ -333,6 +388,7 @@ def start(
     collate_fn: Any = None,
     before_step: Callable[[int], None] | None = None,
     policies: Sequence[UpdatePolicy] = (),
+    validation: Validation | None = None,
 ) -> Run:
     """Join the run and return once this worker takes part in it, its state equal to everybody's.
 
@@ -345,7 +401,8 @@ def start(
     themselves). run_dir: where events, ledger and checkpoints go when there is no launcher to say so. before_step:
     called with the number of each step before it, on every worker: sets `requires_grad` and modules' modes as a
     function of that number alone; with it, all parameters of the optimizer have a place in the gradient. policies:
-    what becomes of each step's update, see `elastic_harness.policies`.
+    what becomes of each step's update, see `elastic_harness.policies`. validation: a mean over held-out batches every
+    so many steps, which the workers share.
     resume_from: RUN[@VERSION], another run whose whole state (or, with weights_only, whose weights) a new run begins
     with; a run that did begin there is resumed as ever.
 
@@ -366,6 +423,10 @@ def start(
     check_state_dict(model)
     if weights_only and resume_from is None:
         raise ConfigError("weights_only=True says what to take from another run; name that run: resume_from=")
+    if validation is not None:
+        if not isinstance(validation, Validation):
+            raise ConfigError(f"validation= was given {validation!r}; give an elastic_harness.Validation(…)")
+        validation.check()
     source = dataset if hasattr(dataset, "read") else MapStyle(dataset, collate_fn)
     training = config.training
     averaged = averaged_buffers(model, buffers)
@@ -494,6 +555,7 @@ def start(
         omissions=omissions.parse(training.omit) + (replay.omissions if replay is not None else ()),
         before_step=before_step,
         replay=replay,
+        measures=Measures.of(validation, config.checkpoint),
     )
     try:
         engine.applier.own()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,11 +27,11 @@ from elastic_harness.checkpoint.own_writer import OwnWriter
 from elastic_harness.checkpoint.policy import policy_of
 from elastic_harness.checkpoint.saver import Saver
 from elastic_harness.checkpoint.tensors import slice_of
-from elastic_harness.checkpoint.tiers import Captured, CheckpointTier, Report, Tiers
+from elastic_harness.checkpoint.tiers import POLL_S, Captured, CheckpointTier, Report, Tiers
 from elastic_harness.config import CheckpointConfig
 from elastic_harness.contract import shared_frames, variables
 from elastic_harness.contract.checkpoint_event import print_alarm
-from elastic_harness.errors import ConfigError
+from elastic_harness.errors import ConfigError, InfrastructureError
 from elastic_harness.membership.types import node_of
 from elastic_harness.train.inherited import Inherited
 from elastic_harness.train.nonfinite import BEGIN
@@ -61,22 +62,32 @@ class RunSaver:
         describe: Describe,
         *,
         uploads: bool = True,
-        epoch_began: int = 0,
+        needed: int = 0,
+        patience_s: float = 0.0,
     ) -> None:
         """As the first worker: begin a snapshot if one is due and a frame is free. `from_step`: where this lineage
-        began. `world`: how many workers copy a share. `uploads`: whether it may go to object storage. `epoch_began`: a
-        version that is to be on disk, or a later one, because an epoch ended there; 0: none. Must be followed by
-        `finish_copy` before the state changes. Does not block."""
+        began. `world`: how many workers copy a share. `uploads`: whether it may go to object storage. `needed`: a
+        version that is to be on disk, or a later one, whatever the interval; 0: none. `patience_s`: how long to wait
+        for a free frame. Must be followed by `finish_copy` before the state changes."""
         self._saver.check()
         on_disk, in_memory = self._last_saved(lineage, from_step)
         tier = self._saver.due(version, on_disk, in_memory)
-        if epoch_began > on_disk.version:
+        if needed > on_disk.version:
             tier = CheckpointTier.NVME
         if tier is not None:
             shares = 1 if self.alone else world  # no other process has our memory
             with self._saver.reported(version):
-                state = self._state(version, lineage, describe, uploads)
-                self._saver.begin_snapshot(state, to_disk=tier == CheckpointTier.NVME, shares=shares)
+                state, give_up_at = self._state(version, lineage, describe, uploads), time.monotonic() + patience_s
+                to_disk = tier == CheckpointTier.NVME
+                while self._saver.begin_snapshot(state, to_disk=to_disk, shares=shares) is None:
+                    if patience_s and time.monotonic() >= give_up_at:
+                        raise InfrastructureError(
+                            f"Earlier checkpoints were not written within {patience_s:g} s, so there is no room in "
+                            f"memory for version {version}, which may be among the best."
+                        )
+                    if not patience_s:
+                        return
+                    time.sleep(POLL_S)
 
     def copy_share(self, version: int, place: int, shares: int) -> None:
         """As another worker: start copying this one's share if the first has begun a snapshot of this version. `place`:

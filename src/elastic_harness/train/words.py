@@ -1,15 +1,17 @@
-"""What members tell each other in the middle of a step, beside the exchange: when work is computed again, and in
-audits."""
+"""What members tell each other beside the exchange of a step: when work is computed again, in audits, and what they
+have measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from elastic_harness.comm.words import gather_words
 from elastic_harness.contract.board import Phase
+from elastic_harness.contract.waits import MEASURED
 from elastic_harness.errors import PeerFailed
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.progress import Progress
@@ -22,6 +24,26 @@ def gather(engine: Engine, progress: Progress, words: Tensor, turn: int) -> list
     with others_awaited(engine, progress) as timeout_s:
         show_wait, transport = engine.board.wait_for, progress.formed.transport
         return gather_words(transport, words, progress.version, turn, timeout_s, show_wait)
+
+
+def gather_texts(engine: Engine, progress: Progress, text: str, among: Sequence[int], turn: int) -> list[str]:
+    """Return the text of each of these ranks, in their order. Collective among them; takes two turns. Blocks and raises
+    as `gather`."""
+    assert progress.formed is not None
+    mine, transport, version = text.encode(), progress.formed.transport, progress.version
+    with others_awaited(engine, progress) as timeout_s:
+
+        def gather_among(words: Tensor, turn: int) -> list[Tensor]:
+            show_wait = engine.board.wait_for
+            return gather_words(transport, words, version, turn, timeout_s, show_wait, kind=MEASURED, among=among)
+
+        lengths = [int(length) for length in gather_among(torch.tensor([len(mine)]), turn)]
+        padded = torch.zeros(-(-max(lengths) // 8), dtype=torch.int64)
+        if mine:
+            padded.view(torch.uint8)[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        told = gather_among(padded, turn + 1) if max(lengths) else [padded] * len(lengths)
+        pairs = zip(told, lengths, strict=True)
+        return [bytes(words.view(torch.uint8)[:length].numpy()).decode() for words, length in pairs]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from elastic_harness.incidents.code import Code
 STOPPED_CHECK_S = 0.1
 STOPPED_DEADLINE_MS = 5000
 OWN_PAUSE_S = 1.0  # after a longer gap between two checks the agent itself did not run
-LEARNED = (Phase.DATA, Phase.SLOT, Phase.APPLY)
+LEARNED = (Phase.DATA, Phase.SLOT, Phase.APPLY, Phase.VALIDATION)
 """Phases whose deadline comes from measured times. It may be too short for the work that comes next."""
 
 
