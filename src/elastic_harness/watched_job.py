@@ -1,4 +1,4 @@
-"""One training job as the demo holds it: the public command line in a process, its event log, and its end."""
+"""A launched job as the demo and chaos hold it: the public command line in a process, its event log, and its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elastic_harness.runs.events import EVENTS, EventTail
@@ -25,8 +25,18 @@ def cli(*arguments: str) -> list[str]:
 class Job:
     """A launched job; as a context it leaves no process behind, however it is left."""
 
-    def __init__(self, command: Sequence[str], run_dir: Path, output: Path, max_steps: int, workers: int) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        run_dir: Path,
+        output: Path,
+        max_steps: int,
+        workers: int,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """variables: of its environment, besides those of this process."""
         self.command = list(command)
+        self._environment = {**os.environ, **(variables or {})}
         self.run_dir = run_dir
         self.output = output
         self.workers = workers
@@ -44,6 +54,7 @@ class Job:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env=self._environment,
             )
         return self
 
