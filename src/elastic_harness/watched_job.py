@@ -80,7 +80,7 @@ class Job:
     def kill(self, ranks: Sequence[int], t: float, by: str) -> Kill | None:
         """SIGKILL to these ranks of the current generation, at one moment; None if none of them lives."""
         workers = [worker for worker in self.story.up() if worker.rank in ranks]
-        struck = [worker for worker in workers if self._signal(worker.member)]
+        struck = [worker for worker in workers if self.signal(worker.member)]
         if not struck:
             return None
         kill = Kill(
@@ -120,7 +120,13 @@ class Job:
             with contextlib.suppress(OSError):
                 self._handles[member] = os.pidfd_open(pid)
 
-    def _signal(self, member: str) -> bool:
+    def send(self, number: int) -> None:
+        """Send the launch command a signal."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def signal(self, member: str) -> bool:
+        """SIGKILL to a member; False if it is gone."""
         with contextlib.suppress(ProcessLookupError, KeyError):
             signal.pidfd_send_signal(self._handles[member], signal.SIGKILL)
             return True

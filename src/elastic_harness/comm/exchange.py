@@ -188,6 +188,7 @@ class Exchange:
         total, _ = self._value((0, self._lanes), lo, hi, add, result)
         if total is not result:
             result.copy_(total)
+        failpoint("exchange.added_up", self._step, values=[result])
 
     def _value(
         self, span: Span, lo: int, hi: int, add: Add, into: torch.Tensor | None = None

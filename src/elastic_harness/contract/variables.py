@@ -18,4 +18,5 @@ LAUNCHERS = "ELASTIC_HARNESS_LAUNCHERS"  # marks of the launchers around a proce
 HOST = "ELASTIC_HARNESS_HOST"  # the address of this machine at which its workers are reached
 ETCD_PASSWORD = "ELASTIC_HARNESS_ETCD_PASSWORD"
 METADATA = "ELASTIC_HARNESS_METADATA"  # HOST:PORT of a metadata service in place of the cloud's, for tests
-FAILPOINTS = "ELASTIC_HARNESS_FAILPOINTS"  # where a process is to fail, for tests
+FAILPOINTS = "ELASTIC_HARNESS_FAILPOINTS"  # where a process is to fail, for tests and chaos
+FAULTS = "ELASTIC_HARNESS_FAULTS"  # the folder in which processes write down which of these faults happened to them
