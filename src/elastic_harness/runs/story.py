@@ -75,6 +75,7 @@ class Story:
     max_steps: int = 0
     configured: Mapping[str, Any] = field(default_factory=dict)
     lineage: int = 0
+    committed_in: int = 0  # the lineage of the newest commit
     generation: int = 0
     members: tuple[str, ...] = ()
     commits: dict[int, CommittedStep] = field(default_factory=dict)
@@ -155,7 +156,7 @@ class Story:
         self.lineage = int(event.get("lineage") or 0)
         self.finished = None
         resumed = event.get("resumed_from_step")
-        if resumed is not None:
+        if resumed is not None and "lineage" not in event:  # with an agent a newer snapshot may be in memory
             self.commits = {step: commit for step, commit in self.commits.items() if step < int(resumed)}
 
     def _on_run_configured(self, event: Mapping[str, Any]) -> None:
@@ -190,7 +191,10 @@ class Story:
         else:
             step_s = t - self.commits[step - 1].t if step - 1 in self.commits else 0.0
         self.waiting = None
-        self.lineage = int(event.get("lineage") or self.lineage)
+        lineage = int(event.get("lineage") or self.lineage)
+        if lineage > self.committed_in:  # after a restore: what was done beyond counts no more
+            self.commits = {known: commit for known, commit in self.commits.items() if known < step}
+        self.committed_in = self.lineage = lineage
         loss = float("nan") if event["loss"] is None else float(event["loss"])
         tokens, world, generation = int(event["tokens"]), int(event["world_size"]), int(event["generation"])
         self.commits[step] = CommittedStep(t, step, loss, tokens, world, generation, step_s)
