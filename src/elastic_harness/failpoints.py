@@ -21,15 +21,17 @@ and the actions are those of `ACTIONS`, some of which take a number as in `pause
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import random
 import resource
 import signal
+import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -210,8 +212,15 @@ def arm() -> None:
     _RULES[:] = [r for r in rules if r.member is None or fnmatchcase(_member(), r.member)]
 
 
+def strike(probability: float, after_step: int, action: str) -> None:
+    """Let this process fail in a step, from `after_step` on, with this probability in each."""
+    rule = _Rule("slot.forward", None, None, 1, action, first=after_step, chance=probability)
+    _RULES[:] = [*(known for known in _RULES if known != rule), rule]
+
+
 def failpoint(place: str, step: int | None = None, slot: int | None = None, values: Any = None) -> None:
-    """Fail here if a rule says so. values: what can be damaged here; tensors, or bytes that can be written."""
+    """Fail here if a rule says so. values: what can be damaged here: tensors, bytes that can
+    be written, or a function that gives them."""
     global _newest_step
     if not _RULES:
         return
@@ -228,7 +237,7 @@ def _act(action: str, place: str, step: int | None, values: Any = None) -> None:
     name, _, number = action.partition(":")
     if name != "note":
         os.write(2, f"failpoint {place} (step {step}): {action}\n".encode())
-    ACTIONS[name](_Here(place, step, values, float(number or 0)))
+    ACTIONS[name](_Here(place, step, values() if callable(values) else values, float(number or 0)))
 
 
 @dataclass(frozen=True)
@@ -256,6 +265,22 @@ def _crash(here: _Here) -> None:
 
 def _raise(here: _Here) -> None:
     raise InjectedError(str(here))
+
+
+def _hang_up(here: _Here) -> None:
+    """Close the connection to the agent, whatever else has a descriptor of it."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if _is_link(int(name)):
+                with socket.socket(fileno=os.dup(int(name))) as link:
+                    link.shutdown(socket.SHUT_RDWR)
+
+
+def _is_link(descriptor: int) -> bool:
+    if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+        return False
+    with socket.socket(fileno=os.dup(descriptor)) as found:
+        return found.family == socket.AF_UNIX
 
 
 def _exhaust(here: _Here) -> None:
@@ -290,21 +315,25 @@ def read_from_nobody(here: _Here) -> None:
 
 
 def _flip(here: _Here) -> None:
-    """Flip one bit: of bytes the first one's lowest, of tensors the sign of the element that is farthest from 0."""
+    """Flip one bit: the lowest one of the first byte, or in each tensor the sign of the element farthest from 0."""
     if isinstance(here.values, memoryview):
         here.values[0] ^= 1
-    else:
-        _farthest(here.values).neg_()
+        return
+    for element in _farthest(here.values):
+        element.neg_()
 
 
 def _make_nan(here: _Here) -> None:
-    _farthest(here.values).fill_(float("nan"))
+    for element in _farthest(here.values):
+        element.fill_(float("nan"))
 
 
-def _farthest(tensors: Any) -> Any:
-    """Return the element farthest from 0, as a tensor that shares its memory."""
-    flat = next(tensor.data.view(-1) for tensor in tensors if tensor is not None and tensor.numel())
-    return flat[int(flat.abs().argmax())]
+def _farthest(tensors: Iterable[Any]) -> Iterator[Any]:
+    """Yield the element farthest from 0 of each tensor, as a tensor that shares its memory."""
+    for tensor in tensors:
+        if tensor is not None and tensor.numel():
+            flat = tensor.data.view(-1)
+            yield flat[int(flat.abs().argmax())]
 
 
 def _note(here: _Here) -> None:
@@ -325,6 +354,7 @@ ACTIONS: dict[str, Callable[[_Here], None]] = {
     "exit": lambda here: os._exit(int(here.number)),
     "raise": _raise,
     "exhaust": _exhaust,
+    "hang-up": _hang_up,
     "pause": lambda here: time.sleep(here.number),
     "spin": _spin,
     "loop": loop_for_ever,
@@ -334,8 +364,8 @@ ACTIONS: dict[str, Callable[[_Here], None]] = {
     "nan": _make_nan,
     "note": _note,
 }
-"""What a rule can do. crash: SIGSEGV. exit: without any clean-up. exhaust: MemoryError. spin: compute in vain. loop,
-lock and read never end: in Python, in C with the interpreter's lock, in a read from a pipe that nobody writes to. flip
+"""What a rule can do. crash: SIGSEGV. exit: without any clean-up. exhaust: MemoryError. hang-up: close the
+connection to the agent. spin: compute in vain. loop, lock and read never end: in Python, in C with the interpreter's lock, in a read from a pipe that nobody writes to. flip
 and nan damage values."""
 
 arm()

@@ -61,7 +61,8 @@ def of_run(run_dir: Path) -> list[int]:
     """Return every process that belongs to a run and has not ended: by its environment, or the folder in its command
     line. This process is none."""
     found = []
-    needles = (f"ELASTIC_HARNESS_RUN_DIR={run_dir}\0".encode(), f"--run-dir\0{run_dir}\0".encode())
+    names = (f"ELASTIC_HARNESS_RUN_DIR={run_dir}", f"--run-dir\0{run_dir}", f"--folder\0{run_dir}/checkpoints")
+    needles = [f"{name}\0".encode() for name in names]
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid() or stat(int(entry.name)).state in ("Z", ""):
             continue

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -45,8 +46,10 @@ class Job:
         self._tail = EventTail(run_dir / EVENTS)
         self._process: subprocess.Popen[bytes] | None = None
         self._handles: dict[str, int] = {}
+        self._launched_at = 0.0
 
     def __enter__(self) -> Job:
+        self._launched_at = time.time()  # earlier launches' process ids may be those of strangers by now
         with open(self.output, "wb") as output:
             self._process = subprocess.Popen(
                 self.command,
@@ -69,7 +72,7 @@ class Job:
         ended = self._process is None or self._process.poll() is not None
         for event in self._tail.read():
             self.story.apply(event)
-            if event["event"] == "worker_started":
+            if event["event"] == "worker_started" and float(event["t"]) >= self._launched_at:
                 self._hold(str(event["member"]), int(event["pid"]))
         return not ended
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import tempfile
 import time
@@ -22,12 +23,12 @@ from elastic_harness.chaos.plan import Fault, Plan
 from elastic_harness.contract.variables import FAILPOINTS, FAULTS
 from elastic_harness.errors import HarnessError
 from elastic_harness.runs import folder as folders
-from elastic_harness.runs.events import EVENTS
 from elastic_harness.watched_job import Job, cli
 
 POLL_S = 0.02
 LEFT_BEHIND_S = 10.0
 LAUNCHES_MAX = 20
+FULL_S = 3.0
 FAULTS_FOLDER = "faults"
 _KNOWN = (
     r"config\.yaml|run\.json|events\.jsonl|ledger\.jsonl|logs|checkpoints|lock|generation|hangs|weights\.safetensors|"
@@ -119,6 +120,7 @@ class Live:
         """begun: how many of the faults earlier launches have met."""
         self.plan, self.job, self.run_dir, self.notice = plan, job, run_dir, notice
         self.ends_job = False  # one of the acts has ended it
+        self.undo: list[tuple[float, int, tuple[int, int]]] = []  # when, process, limit of what it may write
         self._faults, self._next = faults, begun
 
     @property
@@ -128,6 +130,10 @@ class Live:
 
     def look(self) -> None:
         """Let happen what is due: at its step, and as soon as the job has recovered from the fault before it."""
+        while self.undo and time.monotonic() >= self.undo[0][0]:
+            _, pid, limit = self.undo.pop(0)
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
         while self._next < len(self.plan.faults) and not self.ends_job and not self.job.story.finished:
             fault, kind = self.plan.faults[self._next], self.plan.kind(self._next)
             if not self._is_due(fault):
@@ -196,7 +202,7 @@ def _kill_all(live: Live) -> list[str] | None:
 
 def _kill_spare(live: Live) -> list[str] | None:
     spares = [worker.member for worker in live.job.story.spares() if worker.spare]
-    return live.signal(spares[:1])
+    return next((struck for member in spares if (struck := live.signal([member]))), None)
 
 
 def _kill_agent(live: Live) -> list[str] | None:
@@ -239,14 +245,15 @@ def _notice(live: Live) -> list[str] | None:
 
 
 def _kill_job(live: Live) -> list[str] | None:
-    """Kill launcher and agent, and wait until all that they had started is gone."""
+    """Kill launcher and agent, and wait until all that they had started is gone: the writer brings what is in memory to
+    disk before it ends."""
     agent = live.record("agent_pid")
     if agent is None:
         return None
     live.job.send(signal.SIGKILL)
     _kill(agent)
     end = time.monotonic() + LEFT_BEHIND_S
-    while processes.of_run(live.run_dir) and time.monotonic() < end:
+    while (folders.locked(live.run_dir) or processes.of_run(live.run_dir)) and time.monotonic() < end:
         time.sleep(POLL_S)
     return []
 
@@ -277,10 +284,10 @@ def _tear_checkpoint(live: Live) -> list[str] | None:
     return []
 
 
-def _damage_log(live: Live) -> list[str] | None:
+def _damage_ledger(live: Live) -> list[str] | None:
     if _kill_job(live) is None:
         return None
-    path = live.run_dir / EVENTS
+    path = live.run_dir / LEDGER
     _change(path, path.stat().st_size // 2, lambda byte: 0)
     return []
 
@@ -291,6 +298,18 @@ def _change(path: Path, at: int, change: Callable[[int], int]) -> None:
         (byte,) = file.read(1)
         file.seek(at)
         file.write(bytes([change(byte)]))
+
+
+def _fill_writer(live: Live) -> list[str] | None:
+    """Let the checkpoint writer write no byte to any file for so long that it is told of."""
+    for pid in processes.of_run(live.run_dir):
+        with contextlib.suppress(OSError):
+            if b"elastic_harness.checkpoint.writer" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))
+                live.undo.append((time.monotonic() + FULL_S, pid, before))
+                return []
+    return None
 
 
 ACTS: dict[str, Callable[[Live], list[str] | None]] = {
@@ -305,7 +324,8 @@ ACTS: dict[str, Callable[[Live], list[str] | None]] = {
     "kill_job": _kill_job,
     "flip_checkpoint": _flip_checkpoint,
     "tear_checkpoint": _tear_checkpoint,
-    "damage_log": _damage_log,
+    "damage_ledger": _damage_ledger,
+    "fill_writer": _fill_writer,
 }
 """What is done from outside. Each returns the members that it happened to, and None if it could not be done yet."""
 

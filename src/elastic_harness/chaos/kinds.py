@@ -54,7 +54,6 @@ class Kind:
 NEEDS: Mapping[str, str] = MappingProxyType(
     {
         "spare": "a spare (--spares)",
-        "relaunch": "a job that is launched again when it ends",
     }
 )
 
@@ -80,6 +79,8 @@ KINDS = (
     Kind("exit", "a worker ends with exit code 7, without a word", ("EH-U104",), _at("exit:7"), places=COMPUTING),
     Kind("wrapper", "a worker ends as a shell whose child was killed", ("EH-W107",), _at("exit:137"), places=COMPUTING),
     Kind("exception", "an exception in the user's code", ("EH-U102",), _at("raise"), places=COMPUTING[:1]),
+    Kind("interrupt", "SIGINT to a worker, past its agent", ("EH-W102", "EH-U104", "EH-U102"), _at("interrupt"),
+         places=COMPUTING),
     Kind("kill-two", "SIGKILL to two workers at one moment", ("EH-W101",), act="kill_two", loses="several",
          workers_min=3),
     Kind("kill-all", "SIGKILL to all workers at one moment", ("EH-W101",), act="kill_all", loses="several",
@@ -110,12 +111,14 @@ KINDS = (
          workers_min=3),
     Kind("flip-gradient", "a worker's gradients have a flipped bit from some step on", (OTHER_BITS,),
          _at("flip", "times=100000", at="lane.computed"), workers_min=3, also=("EH-C102",), breaks=("lanes",)),
-    Kind("flip-sum", "a worker adds up with a flipped bit from some step on", (OTHER_BITS,),
+    Kind("flip-sum", "a worker adds up with a flipped bit in each block from some step on", (OTHER_BITS,),
          _at("flip", "times=100000", at="exchange.added_up"), workers_min=3, also=("EH-C102",), breaks=("lanes",)),
     Kind("flip-update", "a bit of a weight is flipped while a worker applies an update", (OTHER_BITS,),
          _at("flip", at="apply.optimizer"), workers_min=3, also=("EH-C102",), breaks=("lanes",)),
     Kind("flip-memory", "a bit of a weight is flipped in a worker's memory", (OTHER_BITS,),
          _at("flip", at="step.begun"), workers_min=3, also=("EH-C102",), breaks=("lanes",)),
+    Kind("close-link", "a worker closes its connection to the agent, and lives on", ("EH-H107",), _at("hang-up"),
+         places=("slot.forward",)),
     Kind("flip-wire", "a bit of a message is flipped on its way", ("EH-L101",), _at("flip", at="transport.received"),
          loses="nobody", culprit="job"),
     # ---- checkpoints
@@ -123,6 +126,14 @@ KINDS = (
          (Rule("kill", "checkpoint.sealed", who=WRITER),), loses="nobody", culprit="job"),
     Kind("stop-writer", "the checkpoint writer stands still for 2 s while it writes", (),
          (Rule("pause:2", "checkpoint.sealed", who=WRITER),), loses="nobody", culprit="job"),
+    Kind("full-writer", "the checkpoint writer may write no byte for a while, as on a full disk", ("EH-S101",),
+         act="fill_writer", loses="nobody", culprit="job"),
+    Kind("slow-disk", "each piece that the checkpoint writer writes takes 0.3 s", (),
+         (Rule("pause:0.3", "checkpoint.writing", "times=10", who=WRITER),), loses="nobody", culprit="job"),
+    Kind("kill-at-the-end", "a worker is killed when it has saved the final weights", ("EH-W101",),
+         (Rule("kill", "finish.saved", who="w*"),)),
+    Kind("kill-in-audit", "a worker is killed while sums are audited", ("EH-W101",),
+         (Rule("kill", "audit.blocks_sent", who="w*"),)),
     Kind("kill-while-saving", "a worker is killed while it copies the state for a checkpoint", ("EH-W101",),
          (Rule("kill", "checkpoint.begun", who="w*"),)),
     # ---- the harness itself
@@ -132,22 +143,22 @@ KINDS = (
          loses="nobody", culprit="job"),
     # ---- the job ends, and is launched again
     Kind("terminate-job", "SIGTERM to the launcher: the job is drained, and launched again", ("EH-P102",),
-         act="terminate_job", loses="job", culprit="job", needs=("relaunch",), also=("EH-P105", "EH-P104")),
+         act="terminate_job", loses="job", culprit="job", also=("EH-P105", "EH-P104")),
     Kind("interrupt-job", "Ctrl-C: the job stops, and is launched again", ("EH-P105",), act="interrupt_job",
-         loses="job", culprit="job", needs=("relaunch",)),
+         loses="job", culprit="job"),
     Kind("notice", "a file says that the machine will go; the job is launched again", ("EH-P103",), act="notice",
-         loses="job", culprit="job", needs=("relaunch",), also=("EH-P105",)),
+         loses="job", culprit="job", also=("EH-P105",)),
     Kind("kill-job", "SIGKILL to launcher and agent; the job is launched again", ("EH-W111",), act="kill_job",
-         loses="job", culprit="job", needs=("relaunch",), breaks=("lanes",)),
+         loses="job", culprit="job", breaks=("lanes",)),
     Kind("flip-checkpoint", "a bit of the newest checkpoint is flipped; the job is killed and launched again",
-         ("EH-S103",), act="flip_checkpoint", loses="job", culprit="job", needs=("relaunch",), also=("EH-W111",),
+         ("EH-S103",), act="flip_checkpoint", loses="job", culprit="job", also=("EH-W111",),
          breaks=("lanes",)),
     Kind("tear-checkpoint", "the newest checkpoint loses a file; the job is killed and launched again",
-         ("EH-S104", "EH-S103"), act="tear_checkpoint", loses="job", culprit="job", needs=("relaunch",),
+         ("EH-S104", "EH-S103"), act="tear_checkpoint", loses="job", culprit="job",
          also=("EH-W111",), breaks=("lanes",)),
-    Kind("damage-log", "a line of log and ledger is damaged; the job is killed and launched again", ("EH-S111",),
-         act="damage_log", loses="job", culprit="job", needs=("relaunch",), also=("EH-W111",),
-         breaks=("lanes", "ledger")),
+    Kind("damage-ledger", "a line of the ledger is damaged; the job is killed and launched again", ("EH-S111",),
+         act="damage_ledger", loses="job", culprit="job", also=("EH-W111",),
+         breaks=("lanes", "ledger", "events")),
 )  # fmt: skip
 TABLE: Mapping[str, Kind] = MappingProxyType({kind.name: kind for kind in KINDS})
 """All kinds by their names."""

@@ -193,6 +193,13 @@ def rules(plan: Plan) -> str:
 # ---- YAML
 
 
+def _check_fields(cls: type, given: Mapping[str, Any]) -> None:
+    known = [field.name for field in dataclasses.fields(cls)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"there is no field {name}; there are {', '.join(known)}")
+
+
 def to_yaml(plan: Plan) -> str:
     """Return a plan as YAML, which `from_yaml` reads back as an equal one."""
     plain = dataclasses.asdict(plan)
@@ -212,6 +219,9 @@ def from_yaml(text: str, name: str) -> Plan:
     if not isinstance(given, Mapping) or "faults" not in given:
         raise ConfigError(f"{name} must be a mapping with `faults`, a list such as [{{kind: kill, step: 5}}]")
     try:
+        _check_fields(Plan, given)
+        for fault in given["faults"] or () if isinstance(given["faults"], list) else ():
+            _check_fields(Fault, fault if isinstance(fault, Mapping) else {})
         return check(build(Plan, dict(given)))
     except (ValueError, ConfigError) as error:
         raise ConfigError(f"{name}: {error}") from error

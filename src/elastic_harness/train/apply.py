@@ -238,7 +238,7 @@ class Applier:
             self._set_buffers(decided.buffers)
             failpoint("apply.gradients", record.step)
             self._optimize(self._scale_gradients(decided.norm, decided.decision.scale), lr_scale)
-            failpoint("apply.optimizer", record.step, values=self._parameters)
+            failpoint("apply.optimizer", record.step, values=self._parameters[-1:])
         else:
             failpoint("apply.skipped", record.step)
             if self._has_scaler and not decided.nothing:
