@@ -364,8 +364,8 @@ ACTIONS: dict[str, Callable[[_Here], None]] = {
     "nan": _make_nan,
     "note": _note,
 }
-"""What a rule can do. crash: SIGSEGV. exit: without any clean-up. exhaust: MemoryError. hang-up: close the
-connection to the agent. spin: compute in vain. loop, lock and read never end: in Python, in C with the interpreter's lock, in a read from a pipe that nobody writes to. flip
-and nan damage values."""
+"""What a rule can do. crash: SIGSEGV. exit: without any clean-up. exhaust: MemoryError. hang-up: close the connection to
+the agent. spin: compute in vain. loop, lock and read never end: in Python, in C with the interpreter's lock, in a read
+from a pipe that nobody writes to. flip and nan damage values."""
 
 arm()

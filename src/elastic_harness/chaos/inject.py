@@ -23,6 +23,7 @@ from elastic_harness.chaos.plan import Fault, Plan
 from elastic_harness.contract.variables import FAILPOINTS, FAULTS
 from elastic_harness.errors import HarnessError
 from elastic_harness.runs import folder as folders
+from elastic_harness.runs.ledger import LEDGER
 from elastic_harness.watched_job import Job, cli
 
 POLL_S = 0.02
