@@ -140,12 +140,17 @@ def claim(name: str, place: str, action: str, step: int | None = None, slot: int
     """Write down that a fault happens in this process; False if it has happened elsewhere. Raises ConfigError without
     a folder for that."""
     told = {"id": name, "t": time.time(), "member": _member(), "pid": os.getpid(), "place": place, "action": action}
+    path = Path(_told(name))
+    if path.exists():
+        return False
+    whole = path.with_name(f".{name}-{os.getpid()}")
+    whole.write_text(json.dumps({**told, "step": step, "slot": slot}))
     try:
-        descriptor = os.open(_told(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC)
+        os.link(whole, path)  # one process alone can make it, and nobody sees a part of it
     except FileExistsError:
         return False
-    os.write(descriptor, json.dumps({**told, "step": step, "slot": slot}).encode())
-    os.close(descriptor)
+    finally:
+        whole.unlink()
     return True
 
 
@@ -364,8 +369,8 @@ ACTIONS: dict[str, Callable[[_Here], None]] = {
     "nan": _make_nan,
     "note": _note,
 }
-"""What a rule can do. crash: SIGSEGV. exit: without any clean-up. exhaust: MemoryError. hang-up: close the connection to
-the agent. spin: compute in vain. loop, lock and read never end: in Python, in C with the interpreter's lock, in a read
+"""What a rule can do. crash: SIGSEGV. exit: without any clean-up. exhaust: MemoryError. hang-up: close the link to the
+agent. spin: compute in vain. loop, lock and read never end: in Python, in C with the interpreter's lock, in a read
 from a pipe that nobody writes to. flip and nan damage values."""
 
 arm()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from elastic_harness import failpoints
 from elastic_harness.chaos import inject, plan, report, verdict
 from elastic_harness.chaos.kinds import KINDS, TABLE
+from elastic_harness.chaos.page import page
 from elastic_harness.chaos.plan import Fault, Plan
 from elastic_harness.chaos.shrink import shrink
 from elastic_harness.chaos.verdict import CHECKS, Happened, Outcome, Records, judge
@@ -20,6 +22,7 @@ from elastic_harness.errors import ConfigError
 from elastic_harness.incidents import table
 from elastic_harness.runs.comparison import Check
 from elastic_harness.runs.story import tell_story
+from mutants.product import MISTAKES, Mistake
 
 # ---- kinds
 
@@ -35,6 +38,11 @@ def test_kinds_name_what_exists() -> None:
         assert all(rule.place or kind.places for rule in kind.rules), kind
     assert set(inject.ACTS) == {kind.act for kind in KINDS if kind.act}
     assert sum(kind.culprit == "worker" and bool(kind.codes) for kind in KINDS) >= 20
+
+
+def test_the_page_is_up_to_date() -> None:
+    written = (Path(__file__).parents[2] / "docs" / "chaos.md").read_text()
+    assert written == page(), "run `make docs`"
 
 
 # ---- plans
@@ -257,3 +265,12 @@ def test_ids_of_faults_are_told_apart() -> None:
     outcome = judge(ten, records(happened={**happened, "f10-0": Happened(5.5, "w1-1", 5, 2, "x")}), CALM)
     assert len(outcome.faults[1].happened) == 1 and outcome.ok, outcome
     assert verdict.parts_of(ten, outcome.faults[10]) == 1
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.title)
+def test_planted_mistakes_fit_the_source(mistake: Mistake) -> None:
+    source = mistake.path.read_text()
+    assert source.count(mistake.old) == 1
+    compile(source.replace(mistake.old, mistake.new), str(mistake.path), "exec")
+    assert set(mistake.red) <= set(CHECKS) and set(mistake.kinds) <= set(TABLE)
+    assert not {name for kind in mistake.kinds for name in TABLE[kind].breaks} & set(mistake.red), "is it judged?"

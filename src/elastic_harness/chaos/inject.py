@@ -154,7 +154,7 @@ class Live:
         early = 0 if TABLE[fault.kind].act else plans.OPENED_EARLIER
         if story.last is None or story.running_step < fault.step - early:
             return False
-        return fault.at_once or (self._has_happened(self._next - 1) and self._is_whole())
+        return fault.at_once or (not self.undo and self._has_happened(self._next - 1) and self._is_whole())
 
     def _has_happened(self, number: int) -> bool:
         """Whether all of a fault has happened, and was noticed if it is to be noticed."""
