@@ -52,7 +52,7 @@ a plan later. Workers do not run in lockstep, so a fault that depends on a momen
 _AFTER_CHECKS = """
 A fault that did not happen counts as failed: a plan with which nothing was tried proves nothing. A fault is noticed if
 its code is told of the member that it happened to. `EH-L101` and `EH-L105` may come before it, because whether an
-exchange breaks first depends on moments. Slow machines (`EH-T…`) are never held against a run.
+exchange breaks first depends on moments. Alarms and slow workers are never held against a run: they may be true.
 
 Whether the verdict can be red is tested: `tests/mutants/product.py` plants mistakes in the product, among them
 detectors that are turned off, and each of them has to turn its checks red.

@@ -245,7 +245,7 @@ def _blamed(plan: Plan, faults: Sequence[FaultOutcome], tale: Tale) -> Check:
     wrong = [
         f"{failure.code.id} about {failure.member or 'the job'}: {failure.what}"
         for failure in tale.failures
-        if failure.code.family != "T" and failure.code.id not in BY_CHANCE
+        if failure.event != "alarm" and failure.code.id not in BY_CHANCE
         and not any(_explains(plan.kind(fault.number), fault, failure) for fault in faults)
     ]  # fmt: skip
     return Check(CHECKS["blamed"], not wrong, _list(wrong) or f"{len(tale.failures)} first causes, all of them faults")
