@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_harness.chaos.inject import launch_command
-from elastic_harness.chaos.plan import Plan
+from elastic_harness.chaos.plan import ChaosPlan
 from elastic_harness.chaos.report import distribution
 from elastic_harness.errors import HarnessError
 from elastic_harness.runs import folder as folders
@@ -162,7 +162,7 @@ def _target(given: argparse.Namespace) -> Iterator[Target]:
         yield Target(run_dir, given.process_pattern)
         return
     scratch = Path(tempfile.mkdtemp(prefix="chaos-test-"))
-    plan = Plan((), workers=given.workers, steps=ENDLESS_STEPS)
+    plan = ChaosPlan((), workers=given.workers, steps=ENDLESS_STEPS)
     command = launch_command(plan, scratch / "run", given.workers, options=("--quiet",))
     with open(scratch / "launch.log", "wb") as log:
         job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)

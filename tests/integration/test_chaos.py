@@ -14,7 +14,7 @@ import pytest
 
 from elastic_harness.chaos import plan as plans
 from elastic_harness.chaos.kinds import KINDS, TABLE
-from elastic_harness.chaos.plan import Fault, Plan
+from elastic_harness.chaos.plan import ChaosPlan, PlannedFault
 from elastic_harness.chaos.rounds import Calm, play, train_undisturbed
 from elastic_harness.commands import chaos
 from integration.launch_tools import command, environment
@@ -24,7 +24,7 @@ from mutants.product import MISTAKES, Mistake
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SHORT = ("kill", "exception", "stop", "exhaust-twice", "flip-wire", "kill-writer", "kill-joiner", "flip-gradient")
-Undisturbed = Callable[[Plan], Calm]
+Undisturbed = Callable[[ChaosPlan], Calm]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """The run that one with faults is compared with, made once for each number of steps."""
     known: dict[int, Calm] = {}
 
-    def calm(plan: Plan) -> Calm:
+    def calm(plan: ChaosPlan) -> Calm:
         if plan.steps not in known:
             known[plan.steps] = train_undisturbed(plan, tmp_path_factory.mktemp("calm") / "run")
         return known[plan.steps]
@@ -48,12 +48,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return calm
 
 
-def plan_of(*kinds: str, **more: object) -> Plan:
+def plan_of(*kinds: str, **more: object) -> ChaosPlan:
     """A plan with these kinds in this order, far enough apart."""
     steps = plans.steps_for(len(kinds))
-    faults = [Fault(kind, plans.FIRST_STEP + number * plans.STEPS_FOR_A_FAULT) for number, kind in enumerate(kinds)]
+    faults = [
+        PlannedFault(kind, plans.FIRST_STEP + number * plans.STEPS_FOR_A_FAULT) for number, kind in enumerate(kinds)
+    ]
     spares = int(any("spare" in TABLE[kind].needs for kind in kinds))
-    return plans.check(Plan(tuple(faults), steps=steps, spares=spares, **more))  # type: ignore[arg-type]
+    return plans.check(ChaosPlan(tuple(faults), steps=steps, spares=spares, **more))  # type: ignore[arg-type]
 
 
 def test_many_kinds_in_one_run_and_nothing_is_lost(tmp_path: Path, undisturbed: Undisturbed) -> None:
@@ -105,11 +107,11 @@ def test_a_plan_that_fails_is_shrunk_and_can_be_done_again(
     real = plan_of("pause", "kill", "stop", "exhaust")
     tried: list[list[str]] = []
 
-    def made_up(plan: Plan, calm: object, folder: Path) -> object:
+    def made_up(plan: ChaosPlan, calm: object, folder: Path) -> object:
         folder.mkdir(parents=True)
         (folder / "plan.yaml").write_text(plans.to_yaml(plan))
         tried.append([fault.kind for fault in plan.faults])
-        return type("Outcome", (), {
+        return type("ChaosVerdict", (), {
             "ok": "stop" not in tried[-1], "checks": {}, "faults": (), "recoveries_s": [], "healthy_step_s": 0.1,
             "steps": 1, "took_s": 1.0, "to_json": lambda self: {"checks": {}, "recoveries_s": []},
         })()  # fmt: skip

@@ -15,9 +15,9 @@ from elastic_harness import failpoints
 from elastic_harness.chaos import inject, plan, report, verdict
 from elastic_harness.chaos.kinds import KINDS, TABLE
 from elastic_harness.chaos.page import page
-from elastic_harness.chaos.plan import Fault, Plan
+from elastic_harness.chaos.plan import ChaosPlan, PlannedFault
 from elastic_harness.chaos.shrink import shrink
-from elastic_harness.chaos.verdict import CHECKS, Happened, Outcome, Records, judge
+from elastic_harness.chaos.verdict import CHECKS, ChaosVerdict, Hit, RunRecords, judge
 from elastic_harness.errors import ConfigError
 from elastic_harness.incidents import table
 from elastic_harness.runs.comparison import Check
@@ -108,10 +108,10 @@ def test_a_kind_that_does_not_fit_is_not_drawn() -> None:
 @given(st.integers(2, 12).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1), min_size=1))))
 def test_the_fewest_faults_that_fail_are_found(case: tuple[int, set[int]]) -> None:
     count, guilty = case
-    whole = Plan(tuple(Fault("kill", step) for step in range(count)))
-    runs: list[Plan] = []
+    whole = ChaosPlan(tuple(PlannedFault("kill", step) for step in range(count)))
+    runs: list[ChaosPlan] = []
 
-    def fails(tried: Plan) -> bool:
+    def fails(tried: ChaosPlan) -> bool:
         runs.append(tried)
         return guilty <= {fault.step for fault in tried.faults}
 
@@ -123,14 +123,14 @@ def test_the_fewest_faults_that_fail_are_found(case: tuple[int, set[int]]) -> No
 
 
 def test_a_plan_that_does_not_fail_is_not_shrunk() -> None:
-    assert shrink(Plan((Fault("kill", 1),)), lambda tried: False) is None
+    assert shrink(ChaosPlan((PlannedFault("kill", 1),)), lambda tried: False) is None
 
 
 def test_shrinking_ends() -> None:
-    whole = Plan(tuple(Fault("kill", step) for step in range(30)))
-    runs: list[Plan] = []
+    whole = ChaosPlan(tuple(PlannedFault("kill", step) for step in range(30)))
+    runs: list[ChaosPlan] = []
 
-    def fails(tried: Plan) -> bool:
+    def fails(tried: ChaosPlan) -> bool:
         runs.append(tried)
         return len(tried.faults) >= 16
 
@@ -156,19 +156,19 @@ START: list[dict[str, Any]] = [
 DEATH = {"event": "failure_detected", "t": 5.6, "member": "w1-1", "what": "was killed", "code": "EH-W101", "step": 5}
 END = {"event": "run_finished", "t": 11.0, "status": "finished", "exit_code": 0, "weights_sha256": "ab", "version": 10}
 CALM = tell_story([*START, *commits(range(10)), END])
-PLAN = Plan((Fault("kill", 5),), steps=10)
+PLAN = ChaosPlan((PlannedFault("kill", 5),), steps=10)
 
 
-def records(**changes: Any) -> Records:
+def records(**changes: Any) -> RunRecords:
     """Those of a run in which w1-1 was killed in step 5, and all went well."""
     events = [*START, *commits(range(5)), DEATH, *commits(range(5, 10)), END]
     lanes = [(step + 0.5, MEMBERS[step % 2], step, 0) for step in range(10)]
     return replace(
-        Records(
+        RunRecords(
             events=sorted(events, key=lambda event: event["t"]),
-            happened={"f0-0": Happened(5.5, "w1-1", 5, 2, "slot.forward")},
+            happened={"f0-0": Hit(5.5, "w1-1", 5, 2, "slot.forward")},
             lanes=lanes,
-            ended=inject.Ended(0, 1, 12.0, (), "step 9 of 10"),
+            ended=inject.JobEnd(0, 1, 12.0, (), "step 9 of 10"),
             ledger=Check("ledger exact", True, ""),
             ledger_losses={step: 1 / (step + 1) for step in range(10)},
         ),
@@ -199,9 +199,9 @@ OTHER_DEATH = {"event": "failure_detected", "t": 7.5, "member": "w2-1", "what": 
 @pytest.mark.parametrize(
     ("wrong", "fails"),
     [
-        ({"ended": inject.Ended(1, 1, 12.0, (), "")}, {"finished"}),
-        ({"ended": inject.Ended(None, 1, 12.0, (), "")}, {"finished"}),
-        ({"ended": inject.Ended(0, 1, 12.0, ("process 7",), "")}, {"clean"}),
+        ({"ended": inject.JobEnd(1, 1, 12.0, (), "")}, {"finished"}),
+        ({"ended": inject.JobEnd(None, 1, 12.0, (), "")}, {"finished"}),
+        ({"ended": inject.JobEnd(0, 1, 12.0, ("process 7",), "")}, {"clean"}),
         ({"events": changed("run_finished", weights_sha256="cd")}, {"weights"}),
         ({"events": changed("run_finished", weights_sha256=None)}, {"weights"}),
         ({"events": changed("step_committed", loss=0.5)}, {"losses", "events"}),
@@ -233,11 +233,11 @@ def test_recovery_takes_too_long() -> None:
 
 def test_a_plan_without_faults_proves_nothing() -> None:
     assert "exercised" in judge(replace(PLAN, faults=()), records(happened={}), CALM).failed
-    assert not Outcome({}, (), None, 0, 0.0, 1).ok
+    assert not ChaosVerdict({}, (), None, 0, 0.0, 1).ok
 
 
 def test_what_a_kind_may_break_is_not_judged() -> None:
-    outcome = judge(replace(PLAN, faults=(Fault("kill-all", 5),)), records(lanes=[]), CALM)
+    outcome = judge(replace(PLAN, faults=(PlannedFault("kill-all", 5),)), records(lanes=[]), CALM)
     assert "lanes" not in outcome.checks and outcome.ok
 
 
@@ -251,7 +251,7 @@ def test_the_report_of_rounds() -> None:
 
 
 def test_the_page_needs_nothing_else(tmp_path: Any) -> None:
-    bad = judge(PLAN, records(ended=inject.Ended(0, 1, 12.0, ("<script>",), "")), CALM)
+    bad = judge(PLAN, records(ended=inject.JobEnd(0, 1, 12.0, ("<script>",), "")), CALM)
     (path,) = report.write(tmp_path, report.facts([(PLAN, bad)], None))
     text = path.read_text()
     assert "the verdict does NOT hold: nothing was left behind" in text and "<script>" not in text
@@ -260,9 +260,9 @@ def test_the_page_needs_nothing_else(tmp_path: Any) -> None:
 
 def test_ids_of_faults_are_told_apart() -> None:
     """f1-0 belongs to fault 1, and f10-0 to fault 10."""
-    ten = replace(PLAN, faults=(*[Fault("pause", 1)] * 10, Fault("kill", 5)))
-    happened = {f"f{number}-0": Happened(1.0, "w0-1", 1, 0, "x") for number in range(10)}
-    outcome = judge(ten, records(happened={**happened, "f10-0": Happened(5.5, "w1-1", 5, 2, "x")}), CALM)
+    ten = replace(PLAN, faults=(*[PlannedFault("pause", 1)] * 10, PlannedFault("kill", 5)))
+    happened = {f"f{number}-0": Hit(1.0, "w0-1", 1, 0, "x") for number in range(10)}
+    outcome = judge(ten, records(happened={**happened, "f10-0": Hit(5.5, "w1-1", 5, 2, "x")}), CALM)
     assert len(outcome.faults[1].happened) == 1 and outcome.ok, outcome
     assert verdict.parts_of(ten, outcome.faults[10]) == 1
 

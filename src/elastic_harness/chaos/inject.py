@@ -19,7 +19,7 @@ from pathlib import Path
 from elastic_harness import processes
 from elastic_harness.chaos import plan as plans
 from elastic_harness.chaos.kinds import TABLE, Kind
-from elastic_harness.chaos.plan import Fault, Plan
+from elastic_harness.chaos.plan import ChaosPlan, PlannedFault
 from elastic_harness.contract.variables import FAILPOINTS, FAULTS
 from elastic_harness.errors import HarnessError
 from elastic_harness.runs import folder as folders
@@ -39,7 +39,7 @@ _CHECKPOINT = r"step-\d{8}(\.damaged)?|latest|best"
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobEnd:
     """How a job ended that was carried out."""
 
     exit_code: int | None  # of its last launch; None: it was ended here, because it stood still
@@ -49,20 +49,22 @@ class Ended:
     said: str  # the last lines of its output
 
 
-def launch_command(plan: Plan, run_dir: Path, workers: int, spares: int = 0, options: Sequence[str] = ()) -> list[str]:
+def launch_command(
+    plan: ChaosPlan, run_dir: Path, workers: int, spares: int = 0, options: Sequence[str] = ()
+) -> list[str]:
     """Return the command that launches a plan's job."""
     script = plan.command or ("-m", plans.MODULE, f"training.max_steps={plan.steps}", *plan.settings)
     given = ["launch", "--standalone", f"--nproc-per-node={workers}", f"--spares={spares}", *options]
     return cli(*given, "--run-dir", str(run_dir), *script)
 
 
-def run_undisturbed(plan: Plan, run_dir: Path, limit_s: float) -> Ended:
+def run_undisturbed(plan: ChaosPlan, run_dir: Path, limit_s: float) -> JobEnd:
     """Run the plan's job to its end, and let nothing happen to it."""
     with _scratch() as scratch:
-        return _carry_out(plan, Plan((), steps=plan.steps, command=plan.command), run_dir, scratch, limit_s, 1)
+        return _carry_out(plan, ChaosPlan((), steps=plan.steps, command=plan.command), run_dir, scratch, limit_s, 1)
 
 
-def run_disturbed(plan: Plan, run_dir: Path, faults: Path, limit_s: float) -> Ended:
+def run_disturbed(plan: ChaosPlan, run_dir: Path, faults: Path, limit_s: float) -> JobEnd:
     """Run the plan's job to its end, with its faults. `faults` is the folder in which they are written down."""
     faults.mkdir(parents=True)
     with _scratch() as scratch:
@@ -76,8 +78,14 @@ def _scratch() -> Iterator[Path]:
 
 
 def _carry_out(
-    job_plan: Plan, plan: Plan, run_dir: Path, scratch: Path, limit_s: float, workers: int, faults: Path | None = None
-) -> Ended:
+    job_plan: ChaosPlan,
+    plan: ChaosPlan,
+    run_dir: Path,
+    scratch: Path,
+    limit_s: float,
+    workers: int,
+    faults: Path | None = None,
+) -> JobEnd:
     began, launches, pids = time.monotonic(), 0, set[int]()
     notice = scratch / "notice"
     spares = plan.spares if faults is not None else 0
@@ -108,7 +116,7 @@ def _carry_out(
         if not live.ends_job or launches >= LAUNCHES_MAX:
             break
     took_s = time.monotonic() - began
-    return Ended(code, launches, took_s, tuple(left_behind(run_dir, pids)), said)
+    return JobEnd(code, launches, took_s, tuple(left_behind(run_dir, pids)), said)
 
 
 # ---- from outside
@@ -117,7 +125,7 @@ def _carry_out(
 class Live:
     """A launch that goes on, and what is still to happen to it from outside."""
 
-    def __init__(self, plan: Plan, job: Job, run_dir: Path, faults: Path, notice: Path, begun: int) -> None:
+    def __init__(self, plan: ChaosPlan, job: Job, run_dir: Path, faults: Path, notice: Path, begun: int) -> None:
         """begun: how many of the faults earlier launches have met."""
         self.plan, self.job, self.run_dir, self.notice = plan, job, run_dir, notice
         self.ends_job = False  # one of the acts has ended it
@@ -149,7 +157,7 @@ class Live:
                 (self._faults / f"{plans.gate(self._next)}.json").write_text("{}")
             self._next += 1
 
-    def _is_due(self, fault: Fault) -> bool:
+    def _is_due(self, fault: PlannedFault) -> bool:
         story = self.job.story
         early = 0 if TABLE[fault.kind].act else plans.OPENED_EARLIER
         if story.last is None or story.running_step < fault.step - early:

@@ -39,7 +39,7 @@ weights."""
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlannedFault:
     """One fault: its kind, from which step on it is due, and whom it is aimed at. worker: the number of a worker's
     place; None: whoever comes first. slot: whoever computes it."""
 
@@ -52,10 +52,10 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChaosPlan:
     """A job, and the faults that happen in it, in the order of their steps."""
 
-    faults: tuple[Fault, ...]
+    faults: tuple[PlannedFault, ...]
     workers: int = 3
     spares: int = 0
     steps: int = 60  # that the job does; of a script of one's own: as it did undisturbed
@@ -68,7 +68,7 @@ class Plan:
         return TABLE[self.faults[number].kind]
 
 
-def check(plan: Plan) -> Plan:
+def check(plan: ChaosPlan) -> ChaosPlan:
     """Return the plan. Raises ConfigError, which names the fault, its value and what is allowed."""
     for name, least in (("workers", 1), ("spares", 0), ("steps", 1)):
         if getattr(plan, name) < least:
@@ -87,7 +87,7 @@ def check(plan: Plan) -> Plan:
     return plan
 
 
-def _check_fault(plan: Plan, name: str, fault: Fault) -> None:
+def _check_fault(plan: ChaosPlan, name: str, fault: PlannedFault) -> None:
     kind = TABLE.get(fault.kind)
     if kind is None:
         close = difflib.get_close_matches(fault.kind, TABLE, n=1)
@@ -134,7 +134,7 @@ def draw(
     slots: int = 0,
     names: Sequence[str] = (),
     **job: Any,
-) -> Plan:
+) -> ChaosPlan:
     """Return a plan with so many faults, of these kinds or of all that fit the job. No kind comes a second time before
     all have come; of those that make a worker compute other bits there is one, the last. slots: of a step, 0 if that is
     not known. The same arguments give the same plan."""
@@ -158,8 +158,8 @@ def draw(
         step = max(0, min(steps - 1, int(begin + (number + 0.5 * chance.random()) * band)))
         place = chance.choice(kind.places) if kind.places else ""
         slot = chance.randrange(slots) if slots and place.startswith("slot.") else None
-        found.append(Fault(kind.name, step, None, place, slot))
-    return check(Plan(tuple(found), workers=workers, spares=spares, steps=steps, seed=seed, **job))
+        found.append(PlannedFault(kind.name, step, None, place, slot))
+    return check(ChaosPlan(tuple(found), workers=workers, spares=spares, steps=steps, seed=seed, **job))
 
 
 # ---- rules for the processes of the job
@@ -175,7 +175,7 @@ def gate(number: int) -> str:
     return f"go{number}"
 
 
-def rules(plan: Plan) -> str:
+def rules(plan: ChaosPlan) -> str:
     """Return the rules that the processes of the job are given, as failpoints.py reads them."""
     made = ["lane.finished times=1000000 note"]
     for number, fault in enumerate(plan.faults):
@@ -200,7 +200,7 @@ def _check_fields(cls: type, given: Mapping[str, Any]) -> None:
             raise ConfigError(f"there is no field {name}; there are {', '.join(known)}")
 
 
-def to_yaml(plan: Plan) -> str:
+def to_yaml(plan: ChaosPlan) -> str:
     """Return a plan as YAML, which `from_yaml` reads back as an equal one."""
     plain = dataclasses.asdict(plan)
     plain["faults"] = [
@@ -210,7 +210,7 @@ def to_yaml(plan: Plan) -> str:
     return yaml.safe_dump(plain, sort_keys=False)
 
 
-def from_yaml(text: str, name: str) -> Plan:
+def from_yaml(text: str, name: str) -> ChaosPlan:
     """Return the plan that a text holds. name: of the file, for errors. Raises ConfigError."""
     try:
         given = yaml.safe_load(text)
@@ -219,9 +219,9 @@ def from_yaml(text: str, name: str) -> Plan:
     if not isinstance(given, Mapping) or "faults" not in given:
         raise ConfigError(f"{name} must be a mapping with `faults`, a list such as [{{kind: kill, step: 5}}]")
     try:
-        _check_fields(Plan, given)
+        _check_fields(ChaosPlan, given)
         for fault in given["faults"] or () if isinstance(given["faults"], list) else ():
-            _check_fields(Fault, fault if isinstance(fault, Mapping) else {})
-        return check(build(Plan, dict(given)))
+            _check_fields(PlannedFault, fault if isinstance(fault, Mapping) else {})
+        return check(build(ChaosPlan, dict(given)))
     except (ValueError, ConfigError) as error:
         raise ConfigError(f"{name}: {error}") from error

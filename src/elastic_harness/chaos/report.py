@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_harness.chaos.kinds import TABLE
-from elastic_harness.chaos.plan import Plan
-from elastic_harness.chaos.verdict import Outcome
+from elastic_harness.chaos.plan import ChaosPlan
+from elastic_harness.chaos.verdict import ChaosVerdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 JSON, HTML = "chaos.json", "chaos.html"
 
 
-def facts(played: Sequence[tuple[Plan, Outcome]], small: Plan | None) -> dict[str, Any]:
+def facts(played: Sequence[tuple[ChaosPlan, ChaosVerdict]], small: ChaosPlan | None) -> dict[str, Any]:
     """Return all that is known of some rounds. small: the smallest plan that still fails."""
     outcomes = [outcome for _, outcome in played]
     times = [value for outcome in outcomes for value in outcome.recoveries_s]
@@ -49,7 +49,7 @@ def distribution(times: Sequence[float]) -> dict[str, float | int | None]:
     return {"count": len(ordered), "p50": quantile(0.5), "p95": quantile(0.95), "worst": max(ordered, default=None)}
 
 
-def _of_kinds(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
+def _of_kinds(outcomes: Sequence[ChaosVerdict]) -> dict[str, dict[str, Any]]:
     """Return for each kind how often it was carried out, with which codes it was noticed, and when training went on."""
     found: dict[str, dict[str, Any]] = {}
     for outcome in outcomes:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_harness.chaos import inject
-from elastic_harness.chaos.plan import Plan, to_yaml
-from elastic_harness.chaos.verdict import Outcome, judge, read_records
+from elastic_harness.chaos.plan import ChaosPlan, to_yaml
+from elastic_harness.chaos.verdict import ChaosVerdict, judge, read_records
 from elastic_harness.errors import InfrastructureError
 from elastic_harness.runs.events import EVENTS, read_events
 from elastic_harness.runs.story import Story, tell_story
@@ -32,7 +32,7 @@ class Calm:
         return len(self.story.commits)
 
 
-def train_undisturbed(plan: Plan, folder: Path) -> Calm:
+def train_undisturbed(plan: ChaosPlan, folder: Path) -> Calm:
     """Run a plan's job without its faults. Raises InfrastructureError if it does not end well."""
     ended = inject.run_undisturbed(plan, folder, CALM_LIMIT_S)
     log = folder / EVENTS
@@ -44,7 +44,7 @@ def train_undisturbed(plan: Plan, folder: Path) -> Calm:
     return Calm(story, ended.took_s)
 
 
-def play(plan: Plan, calm: Calm, folder: Path) -> Outcome:
+def play(plan: ChaosPlan, calm: Calm, folder: Path) -> ChaosVerdict:
     """Carry out a plan and judge it. `folder` gets the plan, the run, what happened, and the verdict."""
     folder.mkdir(parents=True)
     (folder / PLAN).write_text(to_yaml(plan))
@@ -61,6 +61,6 @@ def forget_checkpoints(folder: Path) -> None:
     (folder / RUN / "weights.safetensors").unlink(missing_ok=True)
 
 
-def without(plan: Plan, numbers: set[int]) -> Plan:
+def without(plan: ChaosPlan, numbers: set[int]) -> ChaosPlan:
     """Return a plan without some of its faults."""
     return replace(plan, faults=tuple(fault for n, fault in enumerate(plan.faults) if n not in numbers))

@@ -6,18 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from elastic_harness.chaos.plan import Fault, Plan
+from elastic_harness.chaos.plan import ChaosPlan, PlannedFault
 
 RUNS_MAX = 40
-Fails = Callable[[Plan], bool]
+Fails = Callable[[ChaosPlan], bool]
 
 
-def shrink(plan: Plan, fails: Fails, runs_max: int = RUNS_MAX) -> Plan | None:
+def shrink(plan: ChaosPlan, fails: Fails, runs_max: int = RUNS_MAX) -> ChaosPlan | None:
     """Return a plan with as few of these faults as possible with which `fails` is still true; None if it is false for
     the plan itself. No single fault can be left out of the result, unless `runs_max` runs were too few to see that."""
-    tried: dict[tuple[Fault, ...], bool] = {}
+    tried: dict[tuple[PlannedFault, ...], bool] = {}
 
-    def still(faults: Sequence[Fault]) -> bool:
+    def still(faults: Sequence[PlannedFault]) -> bool:
         key = tuple(faults)
         if key not in tried:
             if len(tried) >= runs_max:

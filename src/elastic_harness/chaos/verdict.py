@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.chaos.inject import Ended
+from elastic_harness.chaos.inject import JobEnd
 from elastic_harness.chaos.kinds import Kind
-from elastic_harness.chaos.plan import Plan
+from elastic_harness.chaos.plan import ChaosPlan
 from elastic_harness.errors import HarnessError
 from elastic_harness.runs import episodes
 from elastic_harness.runs.comparison import Check, check_ledger, check_losses, check_weights, weights_of
@@ -44,7 +44,7 @@ SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Happened:
+class Hit:
     """That a part of a fault happened to a process."""
 
     t: float
@@ -61,14 +61,14 @@ class FaultOutcome:
 
     number: int
     kind: str
-    happened: tuple[Happened, ...]
+    happened: tuple[Hit, ...]
     codes: tuple[str, ...]  # with which it was noticed
     wrong: tuple[str, ...]  # codes that its victims got and that do not fit
     after_s: float | None
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ChaosVerdict:
     """The verdict: it holds only if every check does."""
 
     checks: Mapping[str, Check]
@@ -96,18 +96,18 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Records:
+class RunRecords:
     """What a disturbed run left for the verdict."""
 
     events: Sequence[Mapping[str, Any]]
-    happened: Mapping[str, Happened]  # by their ids
+    happened: Mapping[str, Hit]  # by their ids
     lanes: Sequence[tuple[float, str, int, int]]  # finished: time, member, step, lane
-    ended: Ended
+    ended: JobEnd
     ledger: Check
     ledger_losses: Mapping[int, float]
 
 
-def read_records(run_dir: Path, faults: Path, ended: Ended) -> Records:
+def read_records(run_dir: Path, faults: Path, ended: JobEnd) -> RunRecords:
     """Read what a disturbed run left."""
     log = run_dir / EVENTS
     losses: dict[int, float] = {}
@@ -115,7 +115,7 @@ def read_records(run_dir: Path, faults: Path, ended: Ended) -> Records:
         losses = {step: line.loss for step, line in read_ledger(run_dir).followed().items()}
     except (HarnessError, OSError):  # the check of the ledger tells of it
         pass
-    return Records(
+    return RunRecords(
         list(read_events(log)) if log.exists() else [],
         {path.stem: _happened(path) for path in faults.glob("f*.json")},
         list(_lanes(faults)),
@@ -125,9 +125,9 @@ def read_records(run_dir: Path, faults: Path, ended: Ended) -> Records:
     )
 
 
-def _happened(path: Path) -> Happened:
+def _happened(path: Path) -> Hit:
     told = json.loads(path.read_text())
-    return Happened(told["t"], told["member"], told["step"], told["slot"], told["place"])
+    return Hit(told["t"], told["member"], told["step"], told["slot"], told["place"])
 
 
 def _lanes(faults: Path) -> Iterator[tuple[float, str, int, int]]:
@@ -140,7 +140,7 @@ def _lanes(faults: Path) -> Iterator[tuple[float, str, int, int]]:
             yield from ((t, member, step, lane) for lane in range(low, high))
 
 
-def judge(plan: Plan, records: Records, calm: Story) -> Outcome:
+def judge(plan: ChaosPlan, records: RunRecords, calm: Story) -> ChaosVerdict:
     """Return the verdict about a disturbed run. `calm` is the story of the undisturbed one."""
     story = tell_story(records.events)
     tale = episodes.tell(episodes.in_order({"": records.events}, lambda damage: None), lambda damage: None)
@@ -164,10 +164,10 @@ def judge(plan: Plan, records: Records, calm: Story) -> Outcome:
     }  # fmt: skip
     checks = {name: check for name, check in checks.items() if name not in excused}
     healthy_s = statistics.median(steps) if steps else None
-    return Outcome(checks, faults, healthy_s, len(story.commits), records.ended.took_s, records.ended.launches)
+    return ChaosVerdict(checks, faults, healthy_s, len(story.commits), records.ended.took_s, records.ended.launches)
 
 
-def _fault(number: int, plan: Plan, records: Records, story: Story, tale: Tale) -> FaultOutcome:
+def _fault(number: int, plan: ChaosPlan, records: RunRecords, story: Story, tale: Tale) -> FaultOutcome:
     kind = plan.kind(number)
     parts = [each for name, each in sorted(records.happened.items()) if name.startswith(f"f{number}-")]
     codes, wrong = [], []
@@ -185,7 +185,7 @@ def _fault(number: int, plan: Plan, records: Records, story: Story, tale: Tale) 
     return FaultOutcome(number, kind.name, tuple(parts), seen, tuple(dict.fromkeys(wrong)), after_s)
 
 
-def _after_s(last: Happened, story: Story) -> float | None:
+def _after_s(last: Hit, story: Story) -> float | None:
     """Return the time from a fault to the next commit of the step in which it happened, or a later one."""
     later = [c.t for c in story.commits.values() if c.t > last.t and (last.step is None or c.step >= last.step)]
     if not later and story.finished is not None:  # it happened after the last step
@@ -198,7 +198,7 @@ def fits(failure: Failure, codes: Sequence[str]) -> bool:
     return failure.code.id.startswith(tuple(codes)) if codes else False
 
 
-def _finished(story: Story, ended: Ended) -> Check:
+def _finished(story: Story, ended: JobEnd) -> Check:
     good = ended.exit_code == 0 and story.finished is not None and story.finished.get("status") == "finished"
     if good:
         return Check(CHECKS["finished"], True, f"exit code 0, after {ended.launches} launches")
@@ -207,7 +207,7 @@ def _finished(story: Story, ended: Ended) -> Check:
     return Check(CHECKS["finished"], False, f"{last}, at step {story.running_step}: {said[-1] if said else ''}")
 
 
-def _events(story: Story, records: Records) -> Check:
+def _events(story: Story, records: RunRecords) -> Check:
     told = {step: commit.loss for step, commit in story.commits.items()}
     other = [step for step in told.keys() | records.ledger_losses.keys()
              if told.get(step) != records.ledger_losses.get(step)]  # fmt: skip
@@ -215,18 +215,18 @@ def _events(story: Story, records: Records) -> Check:
     return Check(CHECKS["events"], bool(told) and not other, evidence)
 
 
-def _exercised(plan: Plan, faults: Sequence[FaultOutcome]) -> Check:
+def _exercised(plan: ChaosPlan, faults: Sequence[FaultOutcome]) -> Check:
     missing = [f"{fault.number} ({fault.kind})" for fault in faults if len(fault.happened) < parts_of(plan, fault)]
     evidence = f"never happened: {_list(missing)}" if missing else f"{len(faults)} faults"
     return Check(CHECKS["exercised"], bool(faults) and not missing, evidence if faults else "the plan has no faults")
 
 
-def parts_of(plan: Plan, fault: FaultOutcome) -> int:
+def parts_of(plan: ChaosPlan, fault: FaultOutcome) -> int:
     """Return how many parts a fault has that must happen."""
     return max(1, len(plan.kind(fault.number).rules))
 
 
-def _noticed(plan: Plan, faults: Sequence[FaultOutcome]) -> Check:
+def _noticed(plan: ChaosPlan, faults: Sequence[FaultOutcome]) -> Check:
     unseen = [
         f"{fault.number} ({fault.kind}, {_who(fault)}): {_list(fault.wrong) or 'nothing'} in place of "
         f"{' or '.join(plan.kind(fault.number).codes)}"
@@ -240,12 +240,12 @@ def _who(fault: FaultOutcome) -> str:
     return " and ".join(part.member for part in fault.happened if part.member) or "the job"
 
 
-def _blamed(plan: Plan, faults: Sequence[FaultOutcome], tale: Tale) -> Check:
+def _blamed(plan: ChaosPlan, faults: Sequence[FaultOutcome], tale: Tale) -> Check:
     """Every first cause must be a fault that happened, of the member to which it happened."""
     wrong = [
         f"{failure.code.id} about {failure.member or 'the job'}: {failure.what}"
         for failure in tale.failures
-        if failure.event != "alarm" and failure.code.id not in BY_CHANCE
+        if failure.event not in ("alarm", "worker_slow") and failure.code.id not in BY_CHANCE
         and not any(_explains(plan.kind(fault.number), fault, failure) for fault in faults)
     ]  # fmt: skip
     return Check(CHECKS["blamed"], not wrong, _list(wrong) or f"{len(tale.failures)} first causes, all of them faults")
@@ -258,7 +258,7 @@ def _explains(kind: Kind, fault: FaultOutcome, failure: Failure) -> bool:
     return kind.culprit == "job" or failure.member is None or failure.member in {p.member for p in fault.happened}
 
 
-def _healthy(plan: Plan, faults: Sequence[FaultOutcome], events: Sequence[Mapping[str, Any]]) -> Check:
+def _healthy(plan: ChaosPlan, faults: Sequence[FaultOutcome], events: Sequence[Mapping[str, Any]]) -> Check:
     victims = {part.member for fault in faults for part in fault.happened if plan.kind(fault.number).loses != "nobody"}
     spans = [(part.t - SLACK_S, part.t + SEVERAL_S) for fault in faults for part in fault.happened
              if plan.kind(fault.number).culprit == "job" and plan.kind(fault.number).loses != "nobody"]  # fmt: skip
@@ -273,7 +273,7 @@ def _healthy(plan: Plan, faults: Sequence[FaultOutcome], events: Sequence[Mappin
     return Check(CHECKS["healthy"], not lost, _list([f"{m}: {what}" for m, what in lost]) or ended)
 
 
-def _recovery(plan: Plan, faults: Sequence[FaultOutcome]) -> Check:
+def _recovery(plan: ChaosPlan, faults: Sequence[FaultOutcome]) -> Check:
     late = [f"{fault.number} ({fault.kind}): {'never' if fault.after_s is None else f'{fault.after_s:.1f} s'}"
             for fault in faults if fault.happened and plan.kind(fault.number).loses != "nobody"
             and not (fault.after_s is not None and fault.after_s <= plan.recovery_s)]  # fmt: skip
@@ -281,7 +281,7 @@ def _recovery(plan: Plan, faults: Sequence[FaultOutcome]) -> Check:
     return Check(CHECKS["recovery"], not late, _list(late) or f"within {worst:.2f} s of {plan.recovery_s:g} s")
 
 
-def _only_unfinished(records: Records) -> Check:
+def _only_unfinished(records: RunRecords) -> Check:
     """Whoever finished a lane and lived has contributed it, so that nobody else computed it."""
     gone = {e["member"]: float(e["t"]) for e in records.events if e["event"] in ("failure_detected", "worker_stopped")}
     done: dict[tuple[int, int], tuple[float, str]] = {}

@@ -15,10 +15,10 @@ from typing import Any
 
 from elastic_harness.chaos import plan as plans
 from elastic_harness.chaos.kinds import KINDS, NEEDS
-from elastic_harness.chaos.plan import Plan
+from elastic_harness.chaos.plan import ChaosPlan
 from elastic_harness.chaos.rounds import PLAN, Calm, forget_checkpoints, play, train_undisturbed
 from elastic_harness.chaos.shrink import shrink
-from elastic_harness.chaos.verdict import Outcome
+from elastic_harness.chaos.verdict import ChaosVerdict
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError
 
 EXIT_VERDICT_FAILED = 1
@@ -131,7 +131,7 @@ def _run(given: argparse.Namespace, script: tuple[str, ...]) -> int:
     if script:
         steps = campaign.undisturbed(replace(first, faults=())).steps
 
-    def drawn_plans() -> Iterator[Plan]:
+    def drawn_plans() -> Iterator[ChaosPlan]:
         end = time.monotonic() + 60 * (given.minutes or 0)
         number = seed
         while number == seed or time.monotonic() < end:
@@ -154,7 +154,7 @@ def _shrink(given: argparse.Namespace, script: Sequence[str]) -> int:
     return EXIT_VERDICT_FAILED
 
 
-def _load(path: Path) -> Plan:
+def _load(path: Path) -> ChaosPlan:
     path = path / PLAN if path.is_dir() else path
     try:
         return plans.from_yaml(path.read_text(), str(path))
@@ -170,7 +170,7 @@ class _Campaign:
 
     folder: Path
     as_json: bool
-    _calm: tuple[Plan, Calm] | None = None
+    _calm: tuple[ChaosPlan, Calm] | None = None
 
     @staticmethod
     def of(given: argparse.Namespace) -> _Campaign:
@@ -183,7 +183,7 @@ class _Campaign:
         if not self.as_json:
             print(text, flush=True)
 
-    def undisturbed(self, plan: Plan) -> Calm:
+    def undisturbed(self, plan: ChaosPlan) -> Calm:
         job = replace(plan, faults=(), seed=None, recovery_s=1.0)
         if self._calm is None or self._calm[0] != job:
             number = len(list(self.folder.glob("undisturbed-*[0-9]"))) if self.folder.is_dir() else 0
@@ -191,9 +191,9 @@ class _Campaign:
             self._calm = job, train_undisturbed(plan, self.folder / f"undisturbed-{number}")
         return self._calm[1]
 
-    def carry_out(self, rounds: Iterator[Plan] | Sequence[Plan], *, shrinks: bool) -> int:
+    def carry_out(self, rounds: Iterator[ChaosPlan] | Sequence[ChaosPlan], *, shrinks: bool) -> int:
         """Carry out and judge plans until one fails."""
-        played: list[tuple[Plan, Outcome]] = []
+        played: list[tuple[ChaosPlan, ChaosVerdict]] = []
         for plan in rounds:
             calm = self.undisturbed(plan)
             here = self.folder / f"round-{len(played)}"
@@ -210,11 +210,11 @@ class _Campaign:
         self._report(played, small)
         return EXIT_SUCCESS if ok else EXIT_VERDICT_FAILED
 
-    def shrink(self, plan: Plan) -> Plan | None:
+    def shrink(self, plan: ChaosPlan) -> ChaosPlan | None:
         """Return the smallest plan that still fails, None if this one does not; it is written down as well."""
         calm = self.undisturbed(plan)
 
-        def fails(tried: Plan) -> bool:
+        def fails(tried: ChaosPlan) -> bool:
             number = len(list(self.folder.glob("shrink-*")))
             self.say(f"shrinking: {', '.join(fault.kind for fault in tried.faults)}")
             return not play(tried, calm, self.folder / f"shrink-{number}").ok
@@ -228,11 +228,11 @@ class _Campaign:
                      f"do it again: elastic-harness chaos replay {path}")  # fmt: skip
         return small
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _tell(self, outcome: ChaosVerdict) -> None:
         for check in outcome.checks.values():
             self.say(f"  {'✓' if check.holds else '✗'} {check.claim}: {check.evidence}")
 
-    def _report(self, played: Sequence[tuple[Plan, Outcome]], small: Plan | None) -> None:
+    def _report(self, played: Sequence[tuple[ChaosPlan, ChaosVerdict]], small: ChaosPlan | None) -> None:
         from elastic_harness.chaos import report
 
         facts = report.facts(played, small)
