@@ -91,7 +91,8 @@ IN_SHORT = ("lanes that differ are not looked into",)
 def test_a_planted_mistake_turns_the_verdict_red(
     tmp_path: Path, undisturbed: Undisturbed, mistake: Mistake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_of(*mistake.kinds, recovery_s=1.0 if "recovery" in mistake.red else 60.0)
+    changed = {"settings": (*plans.SETTINGS, *mistake.settings), "recovery_s": 1.0 if "recovery" in mistake.red else 60}
+    plan = plan_of(*mistake.kinds, **changed)
     calm = undisturbed(plan)
     planted = {"module": f"elastic_harness.{mistake.module}", "old": mistake.old, "new": mistake.new}
     monkeypatch.setenv("ELASTIC_PLANTED", json.dumps(planted))

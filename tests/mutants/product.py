@@ -10,12 +10,14 @@ from pathlib import Path
 import elastic_harness
 
 SOURCE = Path(elastic_harness.__file__).parent
+ONE_DETECTOR = ("health.audit_interval=0",)  # audits of lanes find that too
 FOLDER = Path(__file__).with_name("planted")
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """`old` stands in a module's source exactly once. `kinds`: the faults of the plan. `red`: checks that fail."""
+    """`old` stands in a module's source exactly once. `kinds`: the faults of the plan. `red`: checks that fail.
+    `settings`: of the job, besides those of the plan."""
 
     title: str
     module: str
@@ -23,6 +25,7 @@ class Mistake:
     new: str
     kinds: tuple[str, ...]
     red: tuple[str, ...]
+    settings: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -38,9 +41,9 @@ MISTAKES = [
     Mistake("sums are not audited", "train.loop", "if has_audits(headers):", "if False:",
             ("flip-sum",), ("weights", "losses", "noticed")),
     Mistake("states are not compared", "train.gate", "if found is not None:", "if False:",
-            ("flip-memory",), ("noticed",)),
+            ("flip-memory",), ("finished", "noticed"), ONE_DETECTOR),
     Mistake("an update's state is not compared", "train.gate", "if found is not None:", "if False:",
-            ("flip-update",), ("noticed",)),
+            ("flip-update",), ("finished", "noticed"), ONE_DETECTOR),
     Mistake("numbers that are not finite are not computed again", "train.loop", "if is_doubtful(engine, decided):",
             "if False:", ("nan-gradient",), ("noticed", "blamed")),
     Mistake("messages are not hashed", "comm.tcp", "if hash_of(work.raw, peer.tag) != work.hash:", "if False:",

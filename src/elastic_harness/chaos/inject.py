@@ -11,9 +11,8 @@ import resource
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_harness import processes
@@ -49,57 +48,37 @@ class JobEnd:
     said: str  # the last lines of its output
 
 
-def launch_command(
-    plan: ChaosPlan, run_dir: Path, workers: int, spares: int = 0, options: Sequence[str] = ()
-) -> list[str]:
+def launch_command(plan: ChaosPlan, run_dir: Path, *options: str) -> list[str]:
     """Return the command that launches a plan's job."""
     script = plan.command or ("-m", plans.MODULE, f"training.max_steps={plan.steps}", *plan.settings)
-    given = ["launch", "--standalone", f"--nproc-per-node={workers}", f"--spares={spares}", *options]
+    given = ["launch", "--standalone", f"--nproc-per-node={plan.workers}", f"--spares={plan.spares}", *options]
     return cli(*given, "--run-dir", str(run_dir), *script)
 
 
 def run_undisturbed(plan: ChaosPlan, run_dir: Path, limit_s: float) -> JobEnd:
-    """Run the plan's job to its end, and let nothing happen to it."""
-    with _scratch() as scratch:
-        return _carry_out(plan, ChaosPlan((), steps=plan.steps, command=plan.command), run_dir, scratch, limit_s, 1)
+    """Run the plan's job to its end on one worker, and let nothing happen to it."""
+    with tempfile.TemporaryDirectory(prefix="elastic-chaos-") as scratch:
+        return _carry_out(replace(plan, faults=(), workers=1, spares=0), run_dir, Path(scratch), {}, limit_s)
 
 
 def run_disturbed(plan: ChaosPlan, run_dir: Path, faults: Path, limit_s: float) -> JobEnd:
     """Run the plan's job to its end, with its faults. `faults` is the folder in which they are written down."""
     faults.mkdir(parents=True)
-    with _scratch() as scratch:
-        return _carry_out(plan, plan, run_dir, scratch, limit_s, plan.workers, faults)
+    return _carry_out(plan, run_dir, faults, {FAILPOINTS: plans.rules(plan), FAULTS: str(faults)}, limit_s)
 
 
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="elastic-chaos-") as folder:
-        yield Path(folder)
-
-
-def _carry_out(
-    job_plan: ChaosPlan,
-    plan: ChaosPlan,
-    run_dir: Path,
-    scratch: Path,
-    limit_s: float,
-    workers: int,
-    faults: Path | None = None,
-) -> JobEnd:
-    began, launches, pids = time.monotonic(), 0, set[int]()
-    notice = scratch / "notice"
-    spares = plan.spares if faults is not None else 0
-    options = ("--notice-file", str(notice), "--grace=30", "--quiet")
-    command = launch_command(job_plan, run_dir, workers, spares, options)
-    told = {} if faults is None else {FAILPOINTS: plans.rules(plan), FAULTS: str(faults)}
-    begun = 0
+def _carry_out(plan: ChaosPlan, run_dir: Path, faults: Path, told: Mapping[str, str], limit_s: float) -> JobEnd:
+    """told: variables of the job's environment."""
+    began, launches, begun, pids = time.monotonic(), 0, 0, set[int]()
+    notice = faults / "notice"
+    command = launch_command(plan, run_dir, f"--notice-file={notice}", "--grace=30", "--quiet")
     output = run_dir.with_name(run_dir.name + ".log")
     output.parent.mkdir(parents=True, exist_ok=True)
     while True:
         launches += 1
         notice.unlink(missing_ok=True)
-        with Job(command, run_dir, output, plan.steps, workers, told) as job:
-            live = Live(plan, job, run_dir, faults or scratch, notice, begun)
+        with Job(command, run_dir, output, plan.steps, plan.workers, told) as job:
+            live = Live(plan, job, run_dir, faults, notice, begun)
             while job.advance():
                 live.look()
                 if time.monotonic() - began > limit_s:
