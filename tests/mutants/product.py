@@ -64,7 +64,7 @@ MISTAKES = [
             "        return table.OUT_OF_MEMORY\n", ("stop",), ("noticed", "blamed")),
     Mistake("failures are told of the member before", "agent.reporting.reporter",
             '"failure_detected",\n            member=worker.member,', '"failure_detected",\n            '
-            'member=f"w{(worker.index + 1) % 3}-1",', ("kill",), ("noticed", "blamed", "healthy")),
+            'member=f"w{(worker.index + 1) % 3}-1",', ("kill",), ("blamed", "healthy")),
     # ---- what is healthy is ended, what is done is done again
     Mistake("all workers are ended for one that hangs", "agent.loop",
             "        self.report.hang([hang.worker for hang in hangs], concluded, path, took_s)\n",

@@ -178,7 +178,12 @@ def _fault(number: int, plan: ChaosPlan, records: RunRecords, story: Story, tale
             continue
         if fits(failure, kind.codes):
             codes.append(failure.code.id)
-        elif kind.culprit == "worker" and not fits(failure, kind.also) and failure.code.id not in BY_CHANCE:
+        elif (
+            kind.culprit == "worker"
+            and kind.loses != "nobody"
+            and not fits(failure, kind.also)
+            and failure.code.id not in BY_CHANCE
+        ):
             wrong.append(failure.code.id)
     after_s = _after_s(parts[-1], story) if parts and kind.loses != "nobody" else None
     seen = tuple(dict.fromkeys(codes))

@@ -184,7 +184,7 @@ class _Campaign:
             print(text, flush=True)
 
     def undisturbed(self, plan: ChaosPlan) -> Calm:
-        job = replace(plan, faults=(), seed=None, recovery_s=1.0)
+        job = ChaosPlan((), steps=1 if plan.command else plan.steps, command=plan.command, settings=plan.settings)
         if self._calm is None or self._calm[0] != job:
             number = len(list(self.folder.glob("undisturbed-*[0-9]"))) if self.folder.is_dir() else 0
             self.say("the job, undisturbed …")
