@@ -163,7 +163,7 @@ def _target(given: argparse.Namespace) -> Iterator[Target]:
         return
     scratch = Path(tempfile.mkdtemp(prefix="chaos-test-"))
     plan = ChaosPlan((), workers=given.workers, steps=ENDLESS_STEPS)
-    command = launch_command(plan, scratch / "run", "--quiet")
+    command = launch_command(plan, scratch / "run", "--standalone", "--quiet")
     with open(scratch / "launch.log", "wb") as log:
         job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     try:

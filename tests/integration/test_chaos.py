@@ -55,7 +55,8 @@ def plan_of(*kinds: str, **more: object) -> ChaosPlan:
         PlannedFault(kind, plans.FIRST_STEP + number * plans.STEPS_FOR_A_FAULT) for number, kind in enumerate(kinds)
     ]
     spares = int(any("spare" in TABLE[kind].needs for kind in kinds))
-    return plans.check(ChaosPlan(tuple(faults), steps=steps, spares=spares, **more))  # type: ignore[arg-type]
+    store = any("store" in TABLE[kind].needs for kind in kinds)
+    return plans.check(ChaosPlan(tuple(faults), steps=steps, spares=spares, store=store, **more))  # type: ignore[arg-type]
 
 
 def test_many_kinds_in_one_run_and_nothing_is_lost(tmp_path: Path, undisturbed: Undisturbed) -> None:
@@ -67,7 +68,8 @@ def test_many_kinds_in_one_run_and_nothing_is_lost(tmp_path: Path, undisturbed: 
 
 GROUPS = [
     [kind.name for kind in KINDS if kind.rules and not kind.evicts and kind.culprit == "worker"],
-    [kind.name for kind in KINDS if not kind.evicts and not (kind.rules and kind.culprit == "worker")],
+    [kind.name for kind in KINDS if not (kind.evicts or kind.needs) and not (kind.rules and kind.culprit == "worker")],
+    [kind.name for kind in KINDS if kind.needs],
     *[["pause", kind.name] for kind in KINDS if kind.evicts],
 ]
 

@@ -88,10 +88,6 @@ MISTAKES = [
     Mistake("the ledger forgets who computed the first lane", "agent.reporting.records", "**(told.ledger or {}),",
             '**{**(told.ledger or {}), "computed_by": [[m, max(lo, 1), hi] for m, lo, hi in '
             '(told.ledger or {})["computed_by"]]},', ("pause",), ("ledger",)),
-    # ---- numbers
-    Mistake("a slot that is tried again counts twice", "train.slots", "        self.undo_slot()\n"
-            "        self.drop_unit()\n\n    def accept_buffers", "        pass\n\n    def accept_buffers",
-            ("exhaust",), ("weights", "losses")),
     # ---- the job
     Mistake("nobody starts another agent", "commands.launch", "if not self._may_restart():", "if True:",
             ("kill-agent",), ("finished",)),

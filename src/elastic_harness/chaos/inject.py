@@ -8,11 +8,14 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from elastic_harness import processes
@@ -21,6 +24,8 @@ from elastic_harness.chaos.kinds import TABLE, Kind
 from elastic_harness.chaos.plan import ChaosPlan, PlannedFault
 from elastic_harness.contract.variables import FAILPOINTS, FAULTS
 from elastic_harness.errors import HarnessError
+from elastic_harness.etcd import server as etcd
+from elastic_harness.etcd.server import ServerRecord
 from elastic_harness.runs import folder as folders
 from elastic_harness.runs.ledger import LEDGER
 from elastic_harness.watched_job import Job, cli
@@ -28,7 +33,7 @@ from elastic_harness.watched_job import Job, cli
 POLL_S = 0.02
 LEFT_BEHIND_S = 10.0
 LAUNCHES_MAX = 20
-FULL_S = 3.0
+AWAY_S = 6.0
 FAULTS_FOLDER = "faults"
 _KNOWN = (
     r"config\.yaml|run\.json|events\.jsonl|ledger\.jsonl|logs|checkpoints|lock|generation|hangs|weights\.safetensors|"
@@ -49,9 +54,9 @@ class JobEnd:
 
 
 def launch_command(plan: ChaosPlan, run_dir: Path, *options: str) -> list[str]:
-    """Return the command that launches a plan's job."""
+    """Return the command that launches a plan's job, with further options of `launch`."""
     script = plan.command or ("-m", plans.MODULE, f"training.max_steps={plan.steps}", *plan.settings)
-    given = ["launch", "--standalone", f"--nproc-per-node={plan.workers}", f"--spares={plan.spares}", *options]
+    given = ["launch", f"--nproc-per-node={plan.workers}", f"--spares={plan.spares}", *options]
     return cli(*given, "--run-dir", str(run_dir), *script)
 
 
@@ -71,31 +76,69 @@ def _carry_out(plan: ChaosPlan, run_dir: Path, faults: Path, told: Mapping[str, 
     """told: variables of the job's environment."""
     began, launches, begun, pids = time.monotonic(), 0, 0, set[int]()
     notice = faults / "notice"
-    command = launch_command(plan, run_dir, f"--notice-file={notice}", "--grace=30", "--quiet")
+    store = _Store(faults / "etcd") if plan.store else None
+    where = ["--standalone"] if store is None else ["--store", store.address, "--run-id", run_dir.name]
+    command = launch_command(plan, run_dir, *where, f"--notice-file={notice}", "--grace=30", "--quiet")
     output = run_dir.with_name(run_dir.name + ".log")
     output.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        launches += 1
-        notice.unlink(missing_ok=True)
-        with Job(command, run_dir, output, plan.steps, plan.workers, told) as job:
-            live = Live(plan, job, run_dir, faults, notice, begun)
-            while job.advance():
-                live.look()
-                if time.monotonic() - began > limit_s:
-                    break
-                time.sleep(POLL_S)
-            job.stop()
-            job.advance()
-            pids |= {worker.pid for worker in job.story.workers.values()}
-            code, said = job.exit_code, job.output_tail()
-        begun = live.begun
-        if time.monotonic() - began > limit_s:
-            code = None
-            break
-        if not live.ends_job or launches >= LAUNCHES_MAX:
-            break
+    try:
+        while True:
+            launches += 1
+            notice.unlink(missing_ok=True)
+            with Job(command, run_dir, output, plan.steps, plan.workers, told) as job:
+                live = Live(plan, job, run_dir, faults, notice, store, begun)
+                while job.advance():
+                    live.look()
+                    if time.monotonic() - began > limit_s:
+                        break
+                    time.sleep(POLL_S)
+                job.stop()
+                job.advance()
+                pids |= {worker.pid for worker in job.story.workers.values()}
+                code, said = job.exit_code, job.output_tail()
+            begun = live.begun
+            if time.monotonic() - began > limit_s:
+                code = None
+                break
+            if not live.ends_job or launches >= LAUNCHES_MAX:
+                break
+    finally:
+        if store is not None:
+            store.close()
     took_s = time.monotonic() - began
     return JobEnd(code, launches, took_s, tuple(left_behind(run_dir, pids)), said)
+
+
+class _Store:
+    """An etcd that a job has for itself."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self._folder = folder
+        self.address = self.start().address
+
+    def start(self) -> ServerRecord:
+        return etcd.start(self._folder, self._port, "127.0.0.1")
+
+    def stop(self) -> None:
+        etcd.stop(self._folder)
+
+    def signal(self, number: int) -> None:
+        if (record := etcd.read(self._folder)) is not None:
+            os.kill(record.pid, number)
+
+    def wipe(self) -> None:
+        self.stop()
+        for path in self._folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+        self.start()
+
+    def close(self) -> None:
+        self.signal(signal.SIGCONT)
+        self.stop()
 
 
 # ---- from outside
@@ -104,11 +147,14 @@ def _carry_out(plan: ChaosPlan, run_dir: Path, faults: Path, told: Mapping[str, 
 class Live:
     """A launch that goes on, and what is still to happen to it from outside."""
 
-    def __init__(self, plan: ChaosPlan, job: Job, run_dir: Path, faults: Path, notice: Path, begun: int) -> None:
+    def __init__(
+        self, plan: ChaosPlan, job: Job, run_dir: Path, faults: Path, notice: Path, store: _Store | None, begun: int
+    ) -> None:
         """begun: how many of the faults earlier launches have met."""
+        self.store = store
         self.plan, self.job, self.run_dir, self.notice = plan, job, run_dir, notice
         self.ends_job = False  # one of the acts has ended it
-        self.undo: list[tuple[float, int, tuple[int, int]]] = []  # when, process, limit of what it may write
+        self._undo: list[tuple[float, Callable[[], object]]] = []
         self._faults, self._next = faults, begun
 
     @property
@@ -118,10 +164,8 @@ class Live:
 
     def look(self) -> None:
         """Let happen what is due: at its step, and as soon as the job has recovered from the fault before it."""
-        while self.undo and time.monotonic() >= self.undo[0][0]:
-            _, pid, limit = self.undo.pop(0)
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+        while self._undo and time.monotonic() >= self._undo[0][0]:
+            self._undo.pop(0)[1]()
         while self._next < len(self.plan.faults) and not self.ends_job and not self.job.story.finished:
             fault, kind = self.plan.faults[self._next], self.plan.kind(self._next)
             if not self._is_due(fault):
@@ -141,7 +185,7 @@ class Live:
         early = 0 if TABLE[fault.kind].act else plans.OPENED_EARLIER
         if story.last is None or story.running_step < fault.step - early:
             return False
-        return fault.at_once or (not self.undo and self._has_happened(self._next - 1) and self._is_whole())
+        return fault.at_once or (not self._undo and self._has_happened(self._next - 1) and self._is_whole())
 
     def _has_happened(self, number: int) -> bool:
         """Whether all of a fault has happened, and was noticed if it is to be noticed."""
@@ -171,6 +215,10 @@ class Live:
     def signal(self, members: Sequence[str]) -> list[str] | None:
         """SIGKILL to these members at one moment. Return those that were there, None if there was none."""
         return [member for member in members if self.job.signal(member)] or None
+
+    def later(self, undo: Callable[[], object]) -> None:
+        """Do this in AWAY_S. The next fault waits for it."""
+        self._undo.append((time.monotonic() + AWAY_S, undo))
 
     def record(self, name: str) -> int | None:
         """Return a process id from run.json."""
@@ -295,9 +343,40 @@ def _fill_writer(live: Live) -> list[str] | None:
             if b"elastic_harness.checkpoint.writer" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                 before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))
-                live.undo.append((time.monotonic() + FULL_S, pid, before))
+                live.later(partial(_allow_writes, pid, before))
                 return []
     return None
+
+
+def _allow_writes(pid: int, limit: tuple[int, int]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+
+
+def _store_away(live: Live) -> list[str] | None:
+    assert live.store is not None
+    live.store.stop()
+    live.later(live.store.start)
+    return []
+
+
+def _stop_store(live: Live) -> list[str] | None:
+    store = live.store
+    assert store is not None
+    store.signal(signal.SIGSTOP)
+    live.later(lambda: store.signal(signal.SIGCONT))
+    return []
+
+
+def _wipe_store(live: Live) -> list[str] | None:
+    assert live.store is not None
+    live.store.wipe()
+    return []
+
+
+def _kill_without_store(live: Live) -> list[str] | None:
+    _store_away(live)
+    return live.signal([worker.member for worker in live.job.story.up()][:1])
 
 
 ACTS: dict[str, Callable[[Live], list[str] | None]] = {
@@ -314,6 +393,10 @@ ACTS: dict[str, Callable[[Live], list[str] | None]] = {
     "tear_checkpoint": _tear_checkpoint,
     "damage_ledger": _damage_ledger,
     "fill_writer": _fill_writer,
+    "store_away": _store_away,
+    "stop_store": _stop_store,
+    "wipe_store": _wipe_store,
+    "kill_without_store": _kill_without_store,
 }
 """What is done from outside. Each returns the members that it happened to, and None if it could not be done yet."""
 

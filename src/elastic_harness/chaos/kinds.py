@@ -54,6 +54,7 @@ class Kind:
 NEEDS: Mapping[str, str] = MappingProxyType(
     {
         "spare": "a spare (--spares)",
+        "store": "an etcd (--store)",
     }
 )
 
@@ -141,6 +142,14 @@ KINDS = (
          culprit="job", breaks=("lanes",)),
     Kind("kill-fork-server", "SIGKILL to the process from which workers are forked", (), act="kill_fork_server",
          loses="nobody", culprit="job"),
+    Kind("store-away", "the etcd of the job ends, and is there again after some seconds", ("EH-L103",),
+         act="store_away", loses="nobody", culprit="job", needs=("store",)),
+    Kind("store-stopped", "the etcd of the job does not answer for some seconds (SIGSTOP)", ("EH-L103", "EH-T105"),
+         act="stop_store", loses="nobody", culprit="job", needs=("store",)),
+    Kind("store-wiped", "the etcd of the job loses all its data", (), act="wipe_store", loses="nobody",
+         culprit="job", needs=("store",), also=("EH-L103",)),
+    Kind("kill-without-store", "a worker is killed while the etcd of the job is away for some seconds",
+         ("EH-W101",), act="kill_without_store", needs=("store",), also=("EH-L103",)),
     # ---- the job ends, and is launched again
     Kind("terminate-job", "SIGTERM to the launcher: the job is drained, and launched again", ("EH-P102",),
          act="terminate_job", loses="job", culprit="job", also=("EH-P105", "EH-P104")),

@@ -61,6 +61,7 @@ class ChaosPlan:
     steps: int = 60  # that the job does; of a script of one's own: as it did undisturbed
     command: tuple[str, ...] = ()  # a script with its arguments; empty: the built-in trainer with `settings`
     settings: tuple[str, ...] = SETTINGS
+    store: bool = False  # whether the job has an etcd of its own
     recovery_s: float = 60.0  # within which training must go on after each fault
     seed: int | None = None  # from which it was drawn
 
@@ -108,14 +109,19 @@ def _check_fault(plan: ChaosPlan, name: str, fault: PlannedFault) -> None:
         raise ConfigError(f"{name}: it needs {kind.workers_min} workers; the job has {plan.workers}")
     if "spare" in kind.needs and not plan.spares:
         raise ConfigError(f"{name}: it needs {NEEDS['spare']}; the job has none")
+    if "store" in kind.needs and not plan.store:
+        raise ConfigError(f"{name}: it needs {NEEDS['store']}; give the plan `store: true`")
 
 
-def drawable(workers: int, spares: int, names: Sequence[str] = ()) -> list[Kind]:
+def drawable(workers: int, spares: int, names: Sequence[str] = (), *, store: bool = False) -> list[Kind]:
     """Return the kinds that can happen in such a job; of these names only, if there are any."""
     return [
         kind
         for kind in KINDS
-        if kind.workers_min <= workers and (spares or "spare" not in kind.needs) and (not names or kind.name in names)
+        if kind.workers_min <= workers
+        and (spares or "spare" not in kind.needs)
+        and (store or "store" not in kind.needs)
+        and (not names or kind.name in names)
     ]
 
 
@@ -142,7 +148,7 @@ def draw(
     unknown = [name for name in names if name not in TABLE]
     if unknown:
         raise ConfigError(f"there is no kind {unknown[0]!r}; `elastic-harness chaos list` shows all")
-    fitting = drawable(workers, spares, names)
+    fitting = drawable(workers, spares, names, store=job.get("store", False))
     if not fitting:
         raise ConfigError(f"none of {', '.join(names)} fits {workers} workers and {spares} spares")
     last = [chance.choice(evicting)] if (evicting := [kind for kind in fitting if kind.evicts]) else []

@@ -171,6 +171,7 @@ def _fault(number: int, plan: ChaosPlan, records: RunRecords, story: Story, tale
     kind = plan.kind(number)
     parts = [each for name, each in sorted(records.happened.items()) if name.startswith(f"f{number}-")]
     codes, wrong = [], []
+    judged = kind.culprit == "worker" and kind.loses != "nobody"
     for failure in episodes.every(tale.failures):
         if not parts or failure.t < min(part.t for part in parts) - SLACK_S:
             continue
@@ -178,12 +179,7 @@ def _fault(number: int, plan: ChaosPlan, records: RunRecords, story: Story, tale
             continue
         if fits(failure, kind.codes):
             codes.append(failure.code.id)
-        elif (
-            kind.culprit == "worker"
-            and kind.loses != "nobody"
-            and not fits(failure, kind.also)
-            and failure.code.id not in BY_CHANCE
-        ):
+        elif judged and not fits(failure, kind.also) and failure.code.id not in BY_CHANCE:
             wrong.append(failure.code.id)
     after_s = _after_s(parts[-1], story) if parts and kind.loses != "nobody" else None
     seen = tuple(dict.fromkeys(codes))

@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--kinds", metavar="KIND,…", help="draw from these only (`chaos list` shows all)")
     run.add_argument("--workers", type=int, metavar="N", help="of the job (default: 3)")
     run.add_argument("--spares", type=int, metavar="N", help="warm spares of the job (default: 0)")
+    run.add_argument("--store", action="store_true", default=None, help="give the job an etcd, and try that too")
     run.add_argument("--minutes", type=float, metavar="M", help="plans from one seed after the other, for so long")
     run.add_argument("--recovery", type=float, metavar="S", help="training must go on within S seconds (default: 60)")
     run.add_argument("--no-shrink", action="store_true", help="do not look for the fewest faults of a plan that fails")
@@ -112,7 +113,9 @@ def _list(given: argparse.Namespace, script: Sequence[str]) -> int:
 
 def _run(given: argparse.Namespace, script: tuple[str, ...]) -> int:
     if given.plan is not None:
-        drawn = {name: getattr(given, name) for name in ("seed", "faults", "kinds", "workers", "spares", "minutes")}
+        drawn = {
+            name: getattr(given, name) for name in ("seed", "faults", "kinds", "workers", "spares", "store", "minutes")
+        }
         odd = [f"--{name}" for name, value in drawn.items() if value is not None]
         if odd or script:
             raise ConfigError(f"{given.plan} says all about the job and its faults; leave {', '.join(odd) or '--'} out")
@@ -123,7 +126,7 @@ def _run(given: argparse.Namespace, script: tuple[str, ...]) -> int:
         raise ConfigError(f"--faults is {count}; it must be at least 1")
     workers, spares = 3 if given.workers is None else given.workers, given.spares or 0
     campaign = _Campaign.of(given)
-    job: dict[str, Any] = {"workers": workers, "spares": spares, "command": script}
+    job: dict[str, Any] = {"workers": workers, "spares": spares, "command": script, "store": bool(given.store)}
     job |= {} if given.recovery is None else {"recovery_s": given.recovery}
     steps, slots = plans.steps_for(count), 0 if script else plans.SLOTS
     names = tuple((given.kinds or "").split(",")) if given.kinds else ()
