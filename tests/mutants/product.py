@@ -94,7 +94,6 @@ MISTAKES = [
     Mistake("the agent leaves a file", "agent.control.server", "            os.chmod(self.path, 0o600)\n",
             '            os.chmod(self.path, 0o600)\n            (run_dir / "left.tmp").touch()\n', ("pause",),
             ("clean",)),
-    Mistake("a worker leaves a process", "train.run", "    def close(self) -> None:\n",
-            "    def close(self) -> None:\n        __import__('subprocess').Popen(['sleep', '40'], "
-            "start_new_session=True)\n", ("pause",), ("clean",)),
+    Mistake("a worker leaves a process", "train.run", 'failpoint("finish.saved", progress.version)',
+            "__import__('subprocess').Popen(['sleep', '40'], start_new_session=True)", ("pause",), ("clean",)),
 ]  # fmt: skip
