@@ -17,6 +17,8 @@ from elastic_harness.chaos.kinds import KINDS, TABLE
 from elastic_harness.chaos.plan import ChaosPlan, PlannedFault
 from elastic_harness.chaos.rounds import Calm, play, train_undisturbed
 from elastic_harness.commands import chaos
+from elastic_harness.runs.events import read_events
+from elastic_harness.runs.verify import verify
 from integration.launch_tools import command, environment
 from integration.preloaded import ONE_THREAD
 from mutants import product
@@ -144,6 +146,20 @@ def test_of_a_wrong_command_line_one_sentence_says_what_is_wrong(tmp_path: Path)
             command("chaos", *arguments), env=environment(), cwd=tmp_path, capture_output=True, text=True
         )
         assert done.returncode in (2, 4) and says in done.stderr and "Traceback" not in done.stderr, done
+
+
+def test_workers_of_any_run_fail_by_its_settings(tmp_path: Path) -> None:
+    plan = plan_of("kill")
+    settings = ["chaos.probability=0.04", "chaos.after_step=5", *plan.settings, f"training.max_steps={plan.steps}"]
+    given = ("--nproc-per-node", "2", "--run-dir", tmp_path / "run", "-m", "elastic_harness.train", *settings)
+    done = subprocess.run(command("launch", *given), env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and verify(tmp_path / "run").ok, done
+    died = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "failure_detected"]
+    assert died and all(event["step"] >= 5 and event["code"] == "EH-W101" for event in died)
+    alone = subprocess.run(
+        [sys.executable, "-m", "elastic_harness.train", *settings], env=environment(), capture_output=True, text=True
+    )
+    assert alone.returncode == 2 and "nobody here starts a worker again" in alone.stderr
 
 
 def test_the_script_that_kills_now_and_then(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ elastic-harness chaos run --seed 3                        # a job of its own, an
 elastic-harness chaos run --kinds kill,stop,flip-wire     # these kinds only
 elastic-harness chaos run --minutes 60 --workers 4        # plan after plan, each from the next seed
 elastic-harness chaos run --seed 3 -- train.py --lr 0.1   # your own script, which uses elastic_harness.start()
+elastic-harness chaos run --store                         # the job has an etcd, which fails as well
 elastic-harness chaos list
 ```
 
@@ -84,11 +85,11 @@ kind may break a check by its nature, the check is left out: who goes back to a 
 _TAIL = """
 ## What is not here
 
-Cut, slow and one-way networks, an etcd that is away, wiped or slow, and whole nodes that vanish are tried by
+Jobs on several nodes. Cut, slow and one-way networks, and whole nodes that vanish, are tried by
 `tests/soak/test_storm_of_hosts.py`, `tests/integration/test_hosts.py` and the simulator (`elastic-harness simulate`),
-not by `chaos`. So are memory limits of control groups (`tests/integration/test_out_of_memory.py` uses limits of the
-process) and a file system that is really full (`tests/integration/test_full_disk.py`). Nobody sets the clock of a
-machine here.
+not by `chaos`. So are memory limits (`tests/integration/test_out_of_memory.py`), a file system that is really full
+(`tests/integration/test_full_disk.py`), damaged token indexes, and the metadata services of clouds
+(`tests/integration/test_drain.py`). Nobody sets the clock of a machine here.
 
 A worker that adds up wrong in one part of the sum alone is noticed when an audit comes to that part, and the run then
 goes back to the last audit, which may have looked at another part. So the kind `flip-sum` damages all parts.
