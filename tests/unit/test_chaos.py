@@ -79,6 +79,7 @@ def test_a_drawn_plan_is_the_same_again_valid_and_can_be_written(seed: int, size
         ("faults: [{kind: kill, step: 5, stepp: 1}]", "there is no field stepp; there are kind, step, "),
         ("faults: [{kind: kill-spare, step: 5}]", "it needs a spare"),
         ("faults: [{kind: store-away, step: 5}]", "it needs an etcd (--store)"),
+        ("faults: [{kind: kill-at-the-end, step: 5}, {kind: kill, step: 9}]", "put it at the end"),
         ("workers: 2\nfaults: [{kind: flip-sum, step: 5}]", "it needs 3 workers; the job has 2"),
         ("faults: [{kind: flip-sum, step: 5}, {kind: flip-wire, step: 9}, {kind: flip-memory, step: 20}]", "sent away"),
         ("workers: 0\nfaults: []", "workers is 0"),

@@ -13,6 +13,7 @@ from elastic_harness.config import Config
 from elastic_harness.contract.variables import FAILPOINTS, FAULTS, MEMBER
 from elastic_harness.errors import ConfigError
 from elastic_harness.failpoints import InjectedError, failpoint
+from elastic_harness.train import run
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +91,15 @@ def test_the_section_of_a_run_makes_a_worker_fail_once(monkeypatch: pytest.Monke
         failpoints.strike(0.2, 10, "raise")
     assert len(failpoints._RULES) == 1
     assert sum(acted("slot.forward", step) for step in range(200)) == 1
+
+
+def test_nobody_fails_where_nobody_starts_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    armed(monkeypatch, "")
+    config = Config.from_dict({"chaos": {"probability": 0.5}})
+    with pytest.raises(ConfigError, match="nobody here starts a worker again"):
+        run._begin_chaos(config, link=object())  # type: ignore[arg-type]
+    run._begin_chaos(Config(), link=object())  # type: ignore[arg-type]
+    assert not failpoints._RULES
 
 
 @pytest.mark.parametrize("wrong", [{"probability": 1.0}, {"probability": -0.1}, {"after_step": -1}, {"action": "kil"}])

@@ -46,6 +46,11 @@ class Kind:
         return OTHER_BITS in self.codes
 
     @property
+    def comes_last(self) -> bool:
+        """Whether it happens after the last step only."""
+        return any(rule.place.startswith("finish.") for rule in self.rules)
+
+    @property
     def is_aimed(self) -> bool:
         """Whether it can be aimed at one worker or slot."""
         return bool(self.rules) and self.rules[0].who == Rule.who

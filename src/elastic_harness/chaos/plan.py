@@ -78,6 +78,12 @@ def check(plan: ChaosPlan) -> ChaosPlan:
         raise ConfigError(f"recovery_s is {plan.recovery_s}; it must be above 0")
     for number, fault in enumerate(plan.faults):
         _check_fault(plan, f"fault {number} ({fault.kind})", fault)
+    for number in range(len(plan.faults) - 1):
+        if plan.kind(number).comes_last and not plan.faults[number + 1].at_once:
+            raise ConfigError(
+                f"fault {number} ({plan.faults[number].kind}) happens after the last step, so the fault after it never "
+                "would; put it at the end"
+            )
     evicting = sum(plan.kind(number).evicts for number in range(len(plan.faults)))
     if evicting > max(0, plan.workers - 2):
         raise ConfigError(
@@ -157,6 +163,7 @@ def draw(
     while others and len(chosen) < faults - len(last):
         chosen += chance.sample(others, len(others))
     chosen = [*chosen[: max(0, faults - len(last))], *last][:faults]  # after it there is a worker less
+    chosen.sort(key=lambda kind: kind.comes_last)
     begin, end = min(FIRST_STEP, steps - 1), max(1, steps - LAST_STEPS)
     band = (end - begin) / max(1, len(chosen))
     found = []
