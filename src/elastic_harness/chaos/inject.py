@@ -171,10 +171,11 @@ class Live:
             if not self._is_due(fault):
                 return
             if kind.act:
+                began = time.time()
                 victims = ACTS[kind.act](self)
                 if victims is None:  # not possible just now
                     return
-                self._note(self._next, kind, victims)
+                self._note(self._next, kind, victims, began)
                 self.ends_job = kind.loses == "job"
             else:
                 (self._faults / f"{plans.gate(self._next)}.json").write_text("{}")
@@ -206,9 +207,9 @@ class Live:
         whole = len(story.up()) == len(story.members) >= self.plan.workers - gone
         return whole and len(story.spares()) >= self.plan.spares
 
-    def _note(self, number: int, kind: Kind, victims: Sequence[str]) -> None:
+    def _note(self, number: int, kind: Kind, victims: Sequence[str], began: float) -> None:
         for part, member in enumerate(victims or ("",)):
-            told = {"id": plans.fault_id(number, part), "t": time.time(), "member": member, "pid": 0}
+            told = {"id": plans.fault_id(number, part), "t": began, "member": member, "pid": 0}
             told |= {"place": "outside", "action": kind.act, "step": self.job.story.running_step, "slot": None}
             (self._faults / f"{told['id']}.json").write_text(json.dumps(told))
 

@@ -39,6 +39,7 @@ BY_CHANCE = ("EH-L101", "EH-L105", "EH-C102")
 """Whether an exchange broke first, or the job waited for workers, depends on moments; a rollback follows from evidence
 that is told beside it."""
 SLACK_S = 0.5  # a fault is written down, and then it happens; clocks of processes on one machine are one clock
+JOB_SLACK_S = 10.0  # a launch that was cut off is told with the time of its newest event
 SEVERAL_S = 20.0  # within which all workers may be ended by a fault that loses several
 SHOWN = 5
 
@@ -173,7 +174,7 @@ def _fault(number: int, plan: ChaosPlan, records: RunRecords, story: Story, tale
     codes, wrong = [], []
     judged = kind.culprit == "worker" and kind.loses != "nobody"
     for failure in episodes.every(tale.failures):
-        if not parts or failure.t < min(part.t for part in parts) - SLACK_S:
+        if not parts or failure.t < min(part.t for part in parts) - _slack_s(kind):
             continue
         if kind.culprit == "worker" and failure.member not in {part.member for part in parts}:
             continue
@@ -192,6 +193,10 @@ def _after_s(last: Hit, story: Story) -> float | None:
     if not later and story.finished is not None:  # it happened after the last step
         later = [float(story.finished["t"])]
     return min(later) - last.t if later else None
+
+
+def _slack_s(kind: Kind) -> float:
+    return JOB_SLACK_S if kind.culprit == "job" else SLACK_S
 
 
 def fits(failure: Failure, codes: Sequence[str]) -> bool:
@@ -254,7 +259,7 @@ def _blamed(plan: ChaosPlan, faults: Sequence[FaultOutcome], tale: Tale) -> Chec
 
 def _explains(kind: Kind, fault: FaultOutcome, failure: Failure) -> bool:
     began = min((part.t for part in fault.happened), default=None)
-    if began is None or failure.t < began - SLACK_S or not fits(failure, (*kind.codes, *kind.also)):
+    if began is None or failure.t < began - _slack_s(kind) or not fits(failure, (*kind.codes, *kind.also)):
         return False
     return kind.culprit == "job" or failure.member is None or failure.member in {p.member for p in fault.happened}
 
