@@ -287,8 +287,9 @@ def _kill_job(live: Live) -> list[str] | None:
     agent = live.record("agent_pid")
     if agent is None:
         return None
-    live.job.send(signal.SIGKILL)
+    live.job.send(signal.SIGSTOP)  # it would start another agent; and an agent whose launcher is gone drains
     _kill(agent)
+    live.job.send(signal.SIGKILL)
     end = time.monotonic() + LEFT_BEHIND_S
     while (folders.locked(live.run_dir) or processes.of_run(live.run_dir)) and time.monotonic() < end:
         time.sleep(POLL_S)
