@@ -197,21 +197,24 @@ class _Campaign:
     def carry_out(self, rounds: Iterator[ChaosPlan] | Sequence[ChaosPlan], *, shrinks: bool) -> int:
         """Carry out and judge plans until one fails."""
         played: list[tuple[ChaosPlan, ChaosVerdict]] = []
-        for plan in rounds:
-            calm = self.undisturbed(plan)
-            here = self.folder / f"round-{len(played)}"
-            seed = "" if plan.seed is None else f", seed {plan.seed}"
-            self.say(f"round {len(played)}{seed}: {', '.join(fault.kind for fault in plan.faults)}")
-            outcome = play(plan, calm, here)
-            played.append((plan, outcome))
-            self._tell(outcome)
-            if not outcome.ok:
-                break
-            forget_checkpoints(here)
-        ok = all(outcome.ok for _, outcome in played)
-        small = None if ok or not shrinks or len(played[-1][0].faults) < 2 else self.shrink(played[-1][0])
-        self._report(played, small)
-        return EXIT_SUCCESS if ok else EXIT_VERDICT_FAILED
+        small = None
+        try:
+            for plan in rounds:
+                calm = self.undisturbed(plan)
+                here = self.folder / f"round-{len(played)}"
+                seed = "" if plan.seed is None else f", seed {plan.seed}"
+                self.say(f"round {len(played)}{seed}: {', '.join(fault.kind for fault in plan.faults)}")
+                outcome = play(plan, calm, here)
+                played.append((plan, outcome))
+                self._tell(outcome)
+                if not outcome.ok:
+                    small = self.shrink(plan) if shrinks and len(plan.faults) > 1 else None
+                    break
+                forget_checkpoints(here)
+        finally:  # also of what was done until Ctrl-C
+            if played:
+                self._report(played, small)
+        return EXIT_SUCCESS if all(outcome.ok for _, outcome in played) else EXIT_VERDICT_FAILED
 
     def shrink(self, plan: ChaosPlan) -> ChaosPlan | None:
         """Return the smallest plan that still fails, None if this one does not; it is written down as well."""
