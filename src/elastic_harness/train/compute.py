@@ -66,7 +66,9 @@ def compute_again(
 ) -> Generator[Any, None, tuple[Gradients, dict[int, Contribution]]]:
     """Compute a unit for comparison only, and return what it contributes. Nothing of the step changes."""
     yield from run_slots(engine, progress, unit, canary=True)
-    return engine.slots.take_gradients()
+    gradients, contributions = engine.slots.take_gradients()
+    failpoint("lane.computed", progress.version, values=gradients)
+    return gradients, contributions
 
 
 def units(engine: Engine, attempt: Attempt, begun: Span | None) -> list[Span]:
