@@ -13,7 +13,7 @@ Each rule has the name of a place, conditions and an action. The conditions are
     times=N   so many times (default 1)
     once=ID   in no more than one process of the job: the first one writes down under this ID, in the folder that
               ELASTIC_HARNESS_FAULTS names, whom it happened to, and when
-    after=ID  once that has happened
+    after=ID  once that has happened; until=ID only before
     chance=P  with this probability, drawn from the rest of the rule, member and step
 
 and the actions are those of `ACTIONS`, some of which take a number as in `pause:0.5`.
@@ -111,6 +111,7 @@ class _Rule:
     times: int = 1
     once: str = ""
     after: str = ""
+    until: str = ""
     chance: float = 1.0
     passed: int = field(default=0, repr=False)
     claimed: bool | None = field(default=None, repr=False)  # whether this is the process of `once`; None: not known yet
@@ -124,6 +125,8 @@ class _Rule:
         if self.first is not None and (step is None or step < self.first):
             return False
         if self.after and not os.path.exists(_told(self.after)):
+            return False
+        if self.until and os.path.exists(_told(self.until)):
             return False
         if self.chance < 1 and random.Random(repr((self, _member(), step))).random() >= self.chance:
             return False
@@ -175,7 +178,7 @@ def _parse(text: str) -> list[_Rule]:
         if place not in PLACES or not words:
             raise ConfigError(f"{FAILPOINTS}: {part!r} is not 'PLACE [condition …] ACTION' with a place of {PLACES}")
         conditions, given = dict(word.partition("=")[::2] for word in words[:-1]), dict[str, Any]()
-        unknown = conditions.keys() - {"member", "once", "after", "chance", *_WHOLE}
+        unknown = conditions.keys() - {"member", "once", "after", "until", "chance", *_WHOLE}
         for name, attribute in _WHOLE.items():
             if not conditions.get(name, "1").isdecimal():
                 unknown.add(name)
@@ -186,11 +189,11 @@ def _parse(text: str) -> list[_Rule]:
         action = words[-1]
         if unknown or not _is_action(action):
             raise ConfigError(
-                f"{FAILPOINTS}: {part!r}: conditions are member=, once=, after=, chance= and, with whole numbers, "
+                f"{FAILPOINTS}: {part!r}: conditions are member=, once=, after=, until=, chance= and, as integers, "
                 f"{', '.join(f'{name}=' for name in _WHOLE)}; actions {', '.join(ACTIONS)}, of which pause and spin "
                 "take seconds and exit a code, as in pause:0.5"
             )
-        given |= {name: conditions[name] for name in ("once", "after") if name in conditions}
+        given |= {name: conditions[name] for name in ("once", "after", "until") if name in conditions}
         given["chance"] = float(conditions.get("chance", 1))
         rule = _Rule(place, conditions.get("member"), None, 1, action)
         rules.append(replace(rule, **given))

@@ -58,10 +58,12 @@ def test_a_slot_and_a_place_without_a_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_once_is_once_among_all_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    rules = "slot.forward once=a times=2 raise; slot.backward after=a once=b raise"
+    rules = "slot.forward once=a times=2 raise; slot.backward after=a once=b raise; step.begun until=a times=9 raise"
     armed(monkeypatch, rules, folder=tmp_path)
     assert not acted("slot.backward", 1), "the other one has not happened"
-    assert acted("slot.forward", 1, 7) and acted("slot.forward", 2) and acted("slot.backward", 2)
+    assert acted("step.begun", 1)
+    assert acted("slot.forward", 1, 7) and not acted("step.begun", 1)
+    assert acted("slot.forward", 2) and acted("slot.backward", 2)
     told = json.loads((tmp_path / "a.json").read_text())
     assert (told["member"], told["step"], told["slot"], told["place"]) == ("w1-2", 1, 7, "slot.forward")
     armed(monkeypatch, rules, "w0-1", tmp_path)  # as in another process

@@ -177,8 +177,7 @@ class Live:
                     return
                 self._note(self._next, kind, victims, began)
                 self.ends_job = kind.loses == "job"
-            else:
-                (self._faults / f"{plans.gate(self._next)}.json").write_text("{}")
+            (self._faults / f"{plans.gate(self._next)}.json").write_text("{}")
             self._next += 1
 
     def _is_due(self, fault: PlannedFault) -> bool:

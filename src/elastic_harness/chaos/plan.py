@@ -17,6 +17,7 @@ from elastic_harness.errors import ConfigError
 from elastic_harness.shape import build
 
 FIRST_STEP, LAST_STEPS, STEPS_FOR_A_FAULT = 6, 20, 16
+LATE_STEPS, LATE_PAUSE_S = 3, 0.3  # from so many steps after its own on, a fault that has to wait slows the job down
 OPENED_EARLIER = 2  # steps by which a fault is let happen before its own, so that it is not late
 MODULE, SLOTS = "elastic_harness.train", 12
 SETTINGS = (
@@ -193,6 +194,9 @@ def rules(plan: ChaosPlan) -> str:
     made = ["lane.finished times=1000000 note"]
     for number, fault in enumerate(plan.faults):
         kind = plan.kind(number)
+        made.append(
+            f"step.begun from={fault.step + LATE_STEPS} until={gate(number)} times=1000000 pause:{LATE_PAUSE_S}"
+        )
         for part, rule in enumerate(kind.rules):
             place = rule.place or fault.place or kind.places[0]
             member = rule.who.format(worker="*" if fault.worker is None else fault.worker)
