@@ -28,6 +28,8 @@ test: $(STAMP) ## every test, with real processes and real signals
 docs: reference ## all that is made from the code: the page about all codes, and what `reference` makes
 	$(BIN)/python -m elastic_harness.incidents > docs/TROUBLESHOOTING.new
 	mv docs/TROUBLESHOOTING.new docs/TROUBLESHOOTING.md
+	$(BIN)/python -m elastic_harness.chaos > docs/chaos.new
+	mv docs/chaos.new docs/chaos.md
 
 soak: $(STAMP) ## long random storms of failures; SOAK_MINUTES=10 by default
 	SOAK_MINUTES=$${SOAK_MINUTES:-10} $(BIN)/pytest -m soak

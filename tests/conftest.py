@@ -39,8 +39,8 @@ def pytest_runtest_makereport(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what runs real jobs, for `pytest -m "not integration"`. Slow tests come first: at the end, when processes run
-    out of tests, there are only short ones."""
+    """Mark what runs real jobs, for `pytest -m "not integration"`. Slow tests come first: at the end, when processes
+    run out of tests, there are only short ones."""
     for item in items:
         if item.path.parent.name in ("integration", "soak"):
             item.add_marker(pytest.mark.integration)

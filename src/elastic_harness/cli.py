@@ -33,6 +33,7 @@ COMMANDS = {
     "replay": ("commands.replay", "main", "compute a recorded step again, and compare it to the bit"),
     "burn-in": ("commands.burn_in", "main", "test this machine: does it compute the same bits each time?"),
     "demo": ("demo", "main", "train a small language model while workers are killed"),
+    "chaos": ("commands.chaos", "main", "break a job in known ways, and judge whether anything was lost"),
     "checkpoint": ("commands.checkpoint", "main", "list, check, compare, export or remove checkpoints"),
     "index": ("commands.index", "main", "build a token index from text, or look into one"),
     "simulate": ("commands.simulate", "main", "run the recovery protocol of many nodes under random faults"),

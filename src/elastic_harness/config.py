@@ -233,6 +233,22 @@ class HealthConfig(Section):
 
 
 @dataclass(frozen=True)
+class ChaosConfig(Section):
+    """Failures on purpose, to see a run of your own recover from them. `elastic-harness chaos` carries out plans with
+    many more kinds, and judges them."""
+
+    section: ClassVar[str] = "chaos"
+
+    probability: float = 0.0  # with which a worker fails in a step, drawn for each worker and step; 0: nobody does
+    after_step: int = 0  # nobody fails in a step before this one
+    action: Literal["kill", "stop", "raise", "crash", "loop"] = "kill"  # what a worker does then: SIGKILL, SIGSTOP, …
+
+    def check(self) -> None:
+        self._require(0 <= self.probability < 1, "probability", "must lie between 0 and 1", "0 turns chaos off")
+        self._at_least(0, "after_step")
+
+
+@dataclass(frozen=True)
 class CheckpointConfig(Section):
     """When state is copied to shared memory, written to disk and uploaded, how much of it stays, and what a failure
     means.
@@ -309,6 +325,7 @@ class Config(Section):
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
+    chaos: ChaosConfig = field(default_factory=ChaosConfig)
     scaling: BatchConfig = field(default_factory=BatchConfig)
 
     def check(self) -> None:

@@ -60,6 +60,22 @@ def queued_s() -> float:
         return 0.0
 
 
+def of_run(run_dir: Path) -> list[int]:
+    """Return every process that belongs to a run and has not ended: by its environment, or the folder in its command
+    line. This process is none."""
+    found = []
+    names = (f"ELASTIC_HARNESS_RUN_DIR={run_dir}", f"--run-dir\0{run_dir}", f"--folder\0{run_dir}/checkpoints")
+    needles = [f"{name}\0".encode() for name in names]
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid() or stat(int(entry.name)).state in ("Z", ""):
+            continue
+        with contextlib.suppress(OSError):
+            content = (entry / "environ").read_bytes() + b"\0" + (entry / "cmdline").read_bytes()
+            if any(needle in content for needle in needles):
+                found.append(int(entry.name))
+    return found
+
+
 def die_with_parent(parent_pid: int, signal_number: int) -> None:
     """Have the kernel send this process a signal when its parent's thread ends. May be called between fork and exec."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)

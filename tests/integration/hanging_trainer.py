@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import observed_trainer
 from ways_to_hang import HANGS
@@ -16,9 +17,9 @@ from elastic_harness.contract.board import STACKS_SIGNAL
 def main() -> None:
     act = failpoints._act
 
-    def hang_or_act(action: str, place: str, step: int | None) -> None:
+    def hang_or_act(action: str, place: str, step: int | None, values: Any) -> None:
         if action not in HANGS:
-            act(action, place, step)
+            act(action, place, step, values)
             return
         os.write(2, f"failpoint {place} (step {step}): {action}\n".encode())
         HANGS[action]()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elastic_harness import processes
 from elastic_harness.agent.control.server import request
 from elastic_harness.contract.commands import GetStatus
 from elastic_harness.runs import episodes
@@ -177,7 +178,7 @@ class Job:
             self.process.kill()
             self.process.wait()
         self._file.close()
-        for pid in processes_of(self.run_dir):
+        for pid in processes.of_run(self.run_dir):
             os.kill(pid, signal.SIGKILL)
 
 
@@ -194,24 +195,6 @@ def causes(run_dir: Path) -> list[str]:
 def left_behind(run_dir: Path, patience_s: float = 5.0) -> list[int]:
     """The processes of a run that are still there after a while: one that the kernel ends with its parent takes one."""
     end = time.monotonic() + patience_s
-    while (left := processes_of(run_dir)) and time.monotonic() < end:
+    while (left := processes.of_run(run_dir)) and time.monotonic() < end:
         time.sleep(0.01)
     return left
-
-
-def processes_of(run_dir: Path) -> list[int]:
-    """Every process that belongs to a run: by its environment, or the folder in its command line."""
-    found = []
-    needles = (f"ELASTIC_HARNESS_RUN_DIR={run_dir}\0".encode(), f"--run-dir\0{run_dir}\0".encode())
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            if (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                continue
-            content = (entry / "environ").read_bytes() + b"\0" + (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if any(needle in content for needle in needles):
-            found.append(int(entry.name))
-    return found

@@ -77,7 +77,7 @@ def act_once(folder: Path) -> None:
     """A fault happens to one worker only: whoever creates its file first."""
     act = failpoints._act
 
-    def once(action: str, place: str, step: int | None) -> None:
+    def once(action: str, place: str, step: int | None, values: Any) -> None:
         name, what = action.split()
         try:
             descriptor = os.open(folder / f"fired-{name}", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
@@ -85,7 +85,7 @@ def act_once(folder: Path) -> None:
             return
         os.write(descriptor, f"{MEMBER} {os.getpid()}".encode())
         os.close(descriptor)
-        act(what, place, step)
+        act(what, place, step, values)
 
     failpoints._act = once
 

@@ -24,14 +24,17 @@ STEPS = 40
 
 # Passed by every member of a group of two or more in every step; `hit` counts within the step.
 IN_STEP = (
+    ("step.begun", 1),
     ("slot.forward", 1),
     ("slot.forward", 3),
     ("slot.backward", 2),
+    ("lane.computed", 1),
     ("lane.finished", 1),
     ("exchange.posted", 1),
     ("exchange.partial_sent", 1),
     ("exchange.header_sent", 1),
     ("exchange.headers_received", 1),
+    ("exchange.added_up", 1),
     ("exchange.gathered_sent", 1),
     ("exchange.finished", 1),
     ("apply.gradients", 1),
@@ -81,12 +84,14 @@ IN_KILLS = (
 IN_COPIES = ("checkpoint.peer_copying",)
 IN_NONFINITE = ("apply.skipped", "rollback.decided")  # passed where an update is not finite: test_nonfinite.py
 # Passed where numbers are computed again: test_ill_machine.py.
+IN_THREADS = ("transport.received",)  # passed by the thread of the connections, where chaos damages messages
 IN_RECHECK = ("recheck.computed", "audit.blocks_sent", "audit.added_up")
 
 
 def test_the_lists_name_every_place() -> None:
     known = {p for p, _ in IN_STEP}
     known |= {*IN_RECOVERY, *BETWEEN_NODES, *ELSEWHERE, *IN_WRITER, *IN_KILLS, *IN_COPIES, *IN_NONFINITE, *IN_RECHECK}
+    known |= {*IN_THREADS}
     assert known == set(failpoints.PLACES)
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from elastic_harness.processes import of_run
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.verify import verify
-from integration.launch_tools import Job, processes_of
+from integration.launch_tools import Job
 from integration.script_tools import SCRIPTS, execute, failing, forked, launch, one_message, python, said
 
 pytestmark = pytest.mark.slow
@@ -125,7 +126,7 @@ def test_a_stop_while_workers_are_made_leaves_nothing(tmp_path: Path, number: in
         job = Job(tmp_path / f"run{stage}", *STEPS, script=OWN_LOOP, options=options)
         try:
             job.until(lambda job=job, reached=reached: reached(job), f"stage {stage}")
-            assert reached is not started or len(processes_of(job.run_dir)) > 3, "forked workers are told from others"
+            assert reached is not started or len(of_run(job.run_dir)) > 3, "forked workers are told from others"
             job.send(number)
             assert job.process.wait(60) == code, job.shown()
             job.check_nothing_left()

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from elastic_harness.processes import of_run
 from elastic_harness.runs import folder
 from integration import script_tools
-from integration.launch_tools import Job, processes_of
+from integration.launch_tools import Job
 from integration.preloaded import preloaded
 from integration.script_tools import SCRIPTS, forked, python
 
@@ -81,7 +82,7 @@ def test_what_is_forked_dies_with_a_launcher_that_is_killed(tmp_path: Path) -> N
     with contextlib.closing(job):
         job.until_step(2)
         seen = {job.process.pid, job.record()["agent_pid"], job.pid("w0-1")}
-        assert seen < set(processes_of(job.run_dir)), "the leak check does not see them"
+        assert seen < set(of_run(job.run_dir)), "the leak check does not see them"
         job.process.kill()
         assert job.wait() == -signal.SIGKILL
         os.close(folder.acquire(job.run_dir))

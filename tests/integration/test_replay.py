@@ -20,10 +20,11 @@ from elastic_harness.errors import (
     EXIT_TERMINATED,
     EXIT_USER_CODE,
 )
+from elastic_harness.processes import of_run
 from elastic_harness.runs.events import read_events
 from elastic_harness.runs.ledger import read_ledger
 from integration.harness import FOREVER, TINY, TrainingJob
-from integration.launch_tools import command, environment, processes_of
+from integration.launch_tools import command, environment
 from integration.script_tools import PATIENCE_S, SCRIPTS, failing, forked, launch, one_message, said
 
 pytestmark = pytest.mark.slow
@@ -166,7 +167,7 @@ def test_sigterm_ends_a_replay_and_all_that_belongs_to_it(killed: Path) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == EXIT_TERMINATED
     assert set(killed.parent.iterdir()) == beside
-    assert not processes_of(folder)
+    assert not of_run(folder)
 
 
 def paused_replay(runs: Path) -> Path:

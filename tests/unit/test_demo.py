@@ -17,10 +17,10 @@ from rich.console import Console as RichConsole
 
 from elastic_harness import cli
 from elastic_harness.demo import driver
-from elastic_harness.demo.job import Job
 from elastic_harness.demo.screen import render
 from elastic_harness.runs.events import EventTail
 from elastic_harness.runs.story import tell_story
+from elastic_harness.watched_job import Job
 
 STAND_IN = Path(__file__).with_name("made_up_run.py")
 
@@ -79,7 +79,7 @@ def test_job_left_early_leaves_no_process(tmp_path: Path) -> None:
 
 def test_demo_is_importable_without_torch() -> None:
     code = (
-        "import sys, elastic_harness.demo.driver, elastic_harness.demo.job, elastic_harness.runs.verify\n"
+        "import sys, elastic_harness.demo.driver, elastic_harness.watched_job, elastic_harness.runs.verify\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -171,6 +171,11 @@ def test_story_drops_what_a_restore_supersedes() -> None:
     restart = {"t": 9.0, "event": "run_started", "lineage": 1, "resumed_from_step": 2}
     story = tell_story([*(commit(step, 0) for step in range(5)), restart, commit(2, 1)])
     assert {step: commit.loss for step, commit in story.commits.items()} == {0: 1.0, 1: 1.0, 2: 2.0}
+    # after an agent's death the newest checkpoint on disk may be older than the snapshot that is taken
+    restart |= {"lineage": 0}
+    story = tell_story([*(commit(step, 0) for step in range(5)), restart, commit(4, 1), commit(5, 1)])
+    losses = {step: commit.loss for step, commit in story.commits.items()}
+    assert losses == {**dict.fromkeys(range(4), 1.0), 4: 2.0, 5: 2.0}
 
 
 @given(st.integers(0, 10**6), st.integers(20, 200), st.integers(2, 8))

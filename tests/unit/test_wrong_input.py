@@ -249,7 +249,13 @@ def test_the_header_of_an_index(header: bytes, tmp_path_factory: pytest.TempPath
         TokenIndexFile(path)
 
 
-@pytest.mark.parametrize("rule", ["slot.forward step=x kill", "slot.forward hit kill", "slot.forward hit=-1 kill"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        *("slot.forward step=x kill", "slot.forward hit kill", "slot.forward hit=-1 kill", "slot.forward when=3 kill"),
+        *("slot.forward chance=often kill", "slot.forward kil", "slot.forward pause", "slot.forward kill:3"),
+    ],
+)
 def test_rules_of_failpoints(rule: str) -> None:
     with pytest.raises(ConfigError, match="conditions are"):
         _parse(rule)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from elastic_harness.comm.plan import Plan, Transfer
+from elastic_harness.comm.plan import BLOCK, Plan, Transfer
 from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.transport import Pending, Transport
 from elastic_harness.comm.tree import Span, key, split
@@ -188,6 +188,7 @@ class Exchange:
         total, _ = self._value((0, self._lanes), lo, hi, add, result)
         if total is not result:
             result.copy_(total)
+        failpoint("exchange.added_up", self._step, values=lambda: result.split(BLOCK))
 
     def _value(
         self, span: Span, lo: int, hi: int, add: Add, into: torch.Tensor | None = None

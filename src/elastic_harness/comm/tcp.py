@@ -32,6 +32,7 @@ from elastic_harness.comm.rendezvous import KeyValue
 from elastic_harness.comm.silence import LOOK_AFTER_S, LOOK_EVERY_S, Address, Silence, TcpLink, ask_again_and_again
 from elastic_harness.comm.transport import Pending
 from elastic_harness.errors import Inconsistent, PeerFailed
+from elastic_harness.failpoints import failpoint
 
 READY, DATA = 1, 2
 _FRAME = struct.Struct("<IIQQ")  # kind, tag, bytes of the message, its hash
@@ -277,6 +278,7 @@ class TcpTransport:
         peer.into = peer.into[nbytes:]
         if not peer.into:
             work = peer.arriving
+            failpoint("transport.received", values=work.raw)
             if hash_of(work.raw, peer.tag) != work.hash:
                 raise ConnectionError(f"a message of {len(work.raw)} bytes was damaged on its way")
             with self._changed:

@@ -19,4 +19,5 @@ HOST = "ELASTIC_HARNESS_HOST"  # the address of this machine at which its worker
 DASHBOARD_TOKEN = "ELASTIC_HARNESS_DASHBOARD_TOKEN"  # what the page of `elastic-harness dashboard` asks for
 ETCD_PASSWORD = "ELASTIC_HARNESS_ETCD_PASSWORD"
 METADATA = "ELASTIC_HARNESS_METADATA"  # HOST:PORT of a metadata service in place of the cloud's, for tests
-FAILPOINTS = "ELASTIC_HARNESS_FAILPOINTS"  # where a process is to fail, for tests
+FAILPOINTS = "ELASTIC_HARNESS_FAILPOINTS"  # where a process is to fail, for tests and chaos
+FAULTS = "ELASTIC_HARNESS_FAULTS"  # the folder in which processes write down which of these faults happened to them

@@ -24,7 +24,6 @@ from rich.markup import escape
 from rich.text import Text
 
 from elastic_harness.config import load_config
-from elastic_harness.demo.job import Job, cli
 from elastic_harness.demo.keys import Keys
 from elastic_harness.demo.plan import Strike, choose_victims, plan_strikes
 from elastic_harness.demo.screen import Screen
@@ -38,6 +37,7 @@ from elastic_harness.errors import (
 )
 from elastic_harness.gpt.config import TrainerConfig
 from elastic_harness.runs.story import Story
+from elastic_harness.watched_job import Job, cli
 
 EXIT_VERDICT_FAILED = 1
 POLL_S = 0.02

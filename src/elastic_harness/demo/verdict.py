@@ -6,18 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_harness.errors import HarnessError
+from elastic_harness.runs.comparison import Check, check_ledger, check_losses, check_weights, weights_of
 from elastic_harness.runs.story import Story
-from elastic_harness.runs.verify import Verdict, verify
-
-
-@dataclass(frozen=True)
-class Check:
-    """One claim, whether it holds, and the evidence in words."""
-
-    claim: str
-    holds: bool
-    evidence: str
 
 
 @dataclass(frozen=True)
@@ -39,51 +29,13 @@ class DemoOutcome:
 
 def compare(storm_dir: Path, storm: Story, calm_dir: Path, calm: Story) -> DemoOutcome:
     """Judge two finished runs of the same training: ledgers, loss of every step, final weights."""
-    checks = [_ledger("with failures", storm_dir), _ledger("without", calm_dir)]
-    hashes = [None if story.finished is None else story.finished.get("weights_sha256") for story in (storm, calm)]
-    same = hashes[0] is not None and hashes[0] == hashes[1]
-    checks.append(
-        Check(
-            "weights identical bit for bit",
-            same,
-            f"sha256 {hashes[0]} in both" if same else f"sha256 {hashes[0]} with failures, {hashes[1]} without",
-        )
-    )
-    losses, difference = _losses(storm, calm)
+    checks = [check_ledger("with failures", storm_dir), check_ledger("without", calm_dir)]
+    hashes = weights_of(storm), weights_of(calm)
+    checks.append(check_weights(*hashes))
+    losses, difference = check_losses(storm, calm)
     checks.append(losses)
     checks.append(_nothing_missed(storm))
     return DemoOutcome(tuple(checks), hashes[0], hashes[1], difference)
-
-
-def _ledger(name: str, folder: Path) -> Check:
-    claim = f"ledger exact, run {name}"
-    try:
-        verdict: Verdict = verify(folder)
-    except HarnessError as error:
-        return Check(claim, False, str(error))
-    if not verdict.ok:
-        return Check(claim, False, verdict.violations[0])
-    if not verdict.finished:
-        return Check(claim, False, "the run did not finish")
-    return Check(
-        claim,
-        True,
-        f"{verdict.steps} steps with their full batch, {verdict.samples:,} samples, none twice, none missed",
-    )
-
-
-def _losses(storm: Story, calm: Story) -> tuple[Check, float | None]:
-    claim = "loss identical at every step"
-    steps = sorted(storm.commits)
-    if not steps or steps != sorted(calm.commits):
-        return Check(claim, False, f"{len(steps)} steps with failures, {len(calm.commits)} without"), None
-    differences = [abs(storm.commits[step].loss - calm.commits[step].loss) for step in steps]
-    differing = [step for step, value in zip(steps, differences, strict=True) if value != 0.0]
-    if differing:
-        worst = max(differences)
-        return Check(claim, False, f"{len(differing)} steps differ, first step {differing[0]}, by {worst:.3g}"), worst
-    return Check(claim, True, f"all {len(steps)} steps, from {calm.commits[steps[0]].loss:.4f} "
-                              f"to {calm.commits[steps[-1]].loss:.4f}"), 0.0  # fmt: skip
 
 
 def _nothing_missed(storm: Story) -> Check:

@@ -206,6 +206,7 @@ class Story(Crew):
     max_steps: int = 0
     commits: dict[int, CommittedStep] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
+    committed_in: int = 0  # the lineage of the newest commit
 
     @property
     def last(self) -> CommittedStep | None:
@@ -240,7 +241,7 @@ class Story(Crew):
     def _on_run_started(self, event: Mapping[str, Any]) -> None:
         super()._on_run_started(event)
         resumed = event.get("resumed_from_step")
-        if resumed is not None:
+        if resumed is not None and "lineage" not in event:  # with an agent a newer snapshot may be in memory
             self.commits = {step: commit for step, commit in self.commits.items() if step < int(resumed)}
 
     def _on_step_committed(self, event: Mapping[str, Any]) -> None:
@@ -250,6 +251,9 @@ class Story(Crew):
             step_s = float(event["step_s"])
         else:
             step_s = t - self.commits[step - 1].t if step - 1 in self.commits else 0.0
+        if self.lineage > self.committed_in:  # after a restore: what was done beyond counts no more
+            self.commits = {known: commit for known, commit in self.commits.items() if known < step}
+        self.committed_in = self.lineage
         loss = float("nan") if event["loss"] is None else float(event["loss"])
         tokens, world, generation = int(event["tokens"]), int(event["world_size"]), int(event["generation"])
         self.commits[step] = CommittedStep(t, step, loss, tokens, world, generation, step_s)

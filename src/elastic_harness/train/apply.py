@@ -217,6 +217,10 @@ class Applier:
         norm_told = facts.grad_norm if self._clip_norm is not None and not decided.nothing else None
         return Metrics(facts.loss, norm_told, lr, decided.decision.verdicts, (*facts.bad_slots, *facts.left_out))
 
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return self._parameters
+
     def forget(self) -> None:
         """Undo what `decide` has done."""
         self._drop_gradients()
@@ -238,7 +242,7 @@ class Applier:
             self._set_buffers(decided.buffers)
             failpoint("apply.gradients", record.step)
             self._optimize(self._scale_gradients(decided.norm, decided.decision.scale), lr_scale)
-            failpoint("apply.optimizer", record.step)
+            failpoint("apply.optimizer", record.step, values=self._parameters[-1:])
         else:
             failpoint("apply.skipped", record.step)
             if self._has_scaler and not decided.nothing:

@@ -38,12 +38,13 @@ def compute(engine: Engine, progress: Progress, attempt: Attempt) -> Iterator[An
         except OutOfMemory as error:
             raise given_up(engine, progress, error.with_traceback(None)) from None
         gradients, contributions = engine.slots.take_gradients()
+        failpoint("lane.computed", partials.step, values=gradients)
         if attempt.canary_due and unit == CANARY:
             first = gradients_word(gradients)
         if any(audit.owner == attempt.rank and unit == (audit.lane, audit.lane + 1) for audit in attempt.audits):
             attempt.audited = gradients_word(gradients)
         span = partials.add(unit, gradients, contributions)
-        failpoint("lane.finished", partials.step)
+        failpoint("lane.finished", partials.step, values=unit)
         attempt.send_if_finished(span, partials)
         if unit != begun:
             slots = engine.batches.shape(attempt.step).unit_slots(unit)
@@ -65,7 +66,9 @@ def compute_again(
 ) -> Generator[Any, None, tuple[Gradients, dict[int, Contribution]]]:
     """Compute a unit for comparison only, and return what it contributes. Nothing of the step changes."""
     yield from run_slots(engine, progress, unit, canary=True)
-    return engine.slots.take_gradients()
+    gradients, contributions = engine.slots.take_gradients()
+    failpoint("lane.computed", progress.version, values=gradients)
+    return gradients, contributions
 
 
 def units(engine: Engine, attempt: Attempt, begun: Span | None) -> list[Span]:
@@ -141,7 +144,7 @@ def _run_slots(engine: Engine, progress: Progress, unit: Span, *, canary: bool, 
         stop_if_void(engine, progress)
         engine.saver.copy_share(step, *progress.formed.on_node)
         with engine.deadlines.measured(Phase.SLOT, step, slot):
-            failpoint("slot.forward", step)
+            failpoint("slot.forward", step, slot)
             yield batch
         engine.watch.check_slot(f"in slot {slot} of step {step}")
 

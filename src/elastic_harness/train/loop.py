@@ -41,6 +41,7 @@ def commit_step(engine: Engine, progress: Progress) -> Generator[Any, None, Prog
     engine.watch.check_step(f"before step {progress.version}, outside of its micro-batches")
     progress = settle_commit(engine, progress)
     step = progress.version
+    failpoint("step.begun", step, values=engine.applier.parameters[-1:])
     if engine.before_step is not None:
         engine.watch.run_before_step(step, engine.before_step)
     while progress.version == step:

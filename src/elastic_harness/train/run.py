@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from elastic_harness import omissions, processes
+from elastic_harness import failpoints, omissions, processes
 from elastic_harness.comm import nccl, tcp
 from elastic_harness.comm.pool import Pool
 from elastic_harness.comm.rendezvous import KeyValue
@@ -371,6 +371,19 @@ class Step:
         return record.validation if record is not None and record.step == self.index else None
 
 
+def _begin_chaos(config: Config, link: Link) -> None:
+    """Let this worker fail now and then, if the settings say so."""
+    chaos = config.chaos
+    if chaos.probability == 0:
+        return
+    if not isinstance(link, AgentLink):
+        raise ConfigError(
+            f"chaos.probability is {chaos.probability:g}, but nobody here starts a worker again that fails; use "
+            "`elastic-harness launch`, or leave chaos.probability out"
+        )
+    failpoints.strike(chaos.probability, chaos.after_step, chaos.action)
+
+
 def start(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -434,6 +447,8 @@ def start(
     layout = make_layout(model, averaged, later)
     order, data = data_of(source, config.seed)
     replay = replayed.read(folder)
+    if replay is None:
+        _begin_chaos(config, link)
     origin = origins.read(folder)
     if resume_from is not None:
         origin = origins.claim(folder, str(resume_from), weights_only=weights_only)

@@ -262,7 +262,7 @@ class SlotComputer:
         scaled.backward()
         self._failed = False
         self._gradients.note_backward()
-        failpoint("slot.backward", step)
+        failpoint("slot.backward", step, slot)
         return float(value), share
 
     def take_gradients(self) -> tuple[Gradients, dict[int, Contribution]]:

@@ -1,4 +1,4 @@
-"""One training job as the demo holds it: the public command line in a process, its event log, and its end."""
+"""A launched job as the demo and chaos hold it: the public command line in a process, its event log, and its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elastic_harness.runs.events import EVENTS, EventTail
@@ -25,8 +26,18 @@ def cli(*arguments: str) -> list[str]:
 class Job:
     """A launched job; as a context it leaves no process behind, however it is left."""
 
-    def __init__(self, command: Sequence[str], run_dir: Path, output: Path, max_steps: int, workers: int) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        run_dir: Path,
+        output: Path,
+        max_steps: int,
+        workers: int,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """variables: of its environment, besides those of this process."""
         self.command = list(command)
+        self._environment = {**os.environ, **(variables or {})}
         self.run_dir = run_dir
         self.output = output
         self.workers = workers
@@ -35,8 +46,10 @@ class Job:
         self._tail = EventTail(run_dir / EVENTS)
         self._process: subprocess.Popen[bytes] | None = None
         self._handles: dict[str, int] = {}
+        self._launched_at = 0.0
 
     def __enter__(self) -> Job:
+        self._launched_at = time.time()  # earlier launches' process ids may be those of strangers by now
         with open(self.output, "wb") as output:
             self._process = subprocess.Popen(
                 self.command,
@@ -44,6 +57,7 @@ class Job:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env=self._environment,
             )
         return self
 
@@ -58,7 +72,7 @@ class Job:
         ended = self._process is None or self._process.poll() is not None
         for event in self._tail.read():
             self.story.apply(event)
-            if event["event"] == "worker_started":
+            if event["event"] == "worker_started" and float(event["t"]) >= self._launched_at:
                 self._hold(str(event["member"]), int(event["pid"]))
         return not ended
 
@@ -69,7 +83,7 @@ class Job:
     def kill(self, ranks: Sequence[int], t: float, by: str) -> Kill | None:
         """SIGKILL to these ranks of the current generation, at one moment; None if none of them lives."""
         workers = [worker for worker in self.story.up() if worker.rank in ranks]
-        struck = [worker for worker in workers if self._signal(worker.member)]
+        struck = [worker for worker in workers if self.signal(worker.member)]
         if not struck:
             return None
         kill = Kill(
@@ -109,7 +123,13 @@ class Job:
             with contextlib.suppress(OSError):
                 self._handles[member] = os.pidfd_open(pid)
 
-    def _signal(self, member: str) -> bool:
+    def send(self, number: int) -> None:
+        """Send the launch command a signal."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def signal(self, member: str) -> bool:
+        """SIGKILL to a member; False if it is gone."""
         with contextlib.suppress(ProcessLookupError, KeyError):
             signal.pidfd_send_signal(self._handles[member], signal.SIGKILL)
             return True
