@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
+from elastic_harness import processes
 from elastic_harness.checkpoint.disk.manifest import newest as checkpoints
 from integration.harness import TrainingJob
 from integration.launch_tools import run
@@ -140,6 +141,25 @@ def half_sent(job: TrainingJob, rank: int) -> None:
     """Let a rank die when its first message of the finished sum has arrived, and no other has left."""
     job.order(rank, "exchange.gathered_sent", "pause:1.0")
     job.order(rank, "exchange.gathered_sent", "kill")
+
+
+def test_what_was_told_before_a_death_is_written_down_before_it(train: Train, undisturbed: Weights) -> None:
+    """An agent that gets no time finds a death and older news of the others at once."""
+    job = train(2, steps=STEPS)
+    job.fill()
+    first = job.limit
+    fault = job.order(1, "slot.forward", step=first + 2)  # so the other one has told of `first`, if not yet of the next
+    agent = job.record()["agent_pid"]
+    os.kill(agent, signal.SIGSTOP)
+    job.allow(first + 3)
+    pid = job.pid(job.until(lambda: job.victim(fault), "the fault"))
+    job.until(lambda: processes.stat(pid).state == "Z", "the death")  # nobody reaps it
+    os.kill(agent, signal.SIGCONT)
+    job.settle()
+    events = job.events("step_committed", "failure_detected")
+    before = [event["step"] for event in events[: [event["event"] for event in events].index("failure_detected")]]
+    assert max(before) >= first
+    job.finish(expected=undisturbed(STEPS))
 
 
 def test_below_the_minimum_the_survivors_wait_with_their_state(train: Train, undisturbed: Weights) -> None:

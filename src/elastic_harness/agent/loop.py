@@ -577,12 +577,14 @@ class Agent:
                 self._selector.unregister(worker.log.read_end)
 
     def _gone(self, worker: Worker, detected_by: str) -> None:
-        """Take a worker for lost, once: hear what it still said, tell the supervisor at once, and note the failure. The
-        supervisor hears of its end in `_on_pidfd`, which may be much later."""
+        """Take a worker for lost, once: hear what all have said until now, tell the supervisor at once, and note the
+        failure. What others said before this end, of earlier steps for example, so comes before it in the event log.
+        The supervisor hears of its end in `_on_pidfd`, which may be much later."""
         worker.detected_at = time.time()
         worker.detected_by = detected_by
         worker.oom_kills = self.report.oom_kills_since()
-        self.hear(worker)
+        for each in (worker, *(other for other in list(self.workers.values()) if other is not worker)):
+            self.hear(each)
         worker.lost = True
         self.supervisor.on_gone(worker)
         if not worker.released and (worker.hang or worker.exit_code_early()):

@@ -128,6 +128,6 @@ _HASHABLE = frozenset((State, str, int, float, bool, type(None)))
 
 
 @cache
-def _field_names(kind: type) -> tuple[str, ...] | None:
+def _field_names(kind: Any) -> tuple[str, ...] | None:
     """Return the names of a dataclass's fields; None for another class. To ask each value takes most of the time."""
     return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None

@@ -60,7 +60,11 @@ def main() -> None:
     vectors = torch.randn(STEPS * BATCH, 8, generator=torch.Generator().manual_seed(1))
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 1))
     config = elastic_harness.Config.from_dict(
-        {"training": {"max_steps": STEPS, "global_batch_samples": BATCH, "micro_batch_samples": 1}}
+        {
+            "training": {"max_steps": STEPS, "global_batch_samples": BATCH, "micro_batch_samples": 1},
+            # The sample is rank 0's, however slow that is; and it may take a thousand times as long as the others.
+            "elastic": {"deal_by_speed": False, "progress_timeout_min_s": 60.0},
+        }
     )
 
     def loss_of(batch: Tensor) -> Tensor:
