@@ -101,6 +101,27 @@ def test_who_adds_up_wrong_is_named(
     assert rollback["to"] == back_to and verify(tmp_path).ok
 
 
+PART_OF_A_SUM = ("sum", "--block", 512, "--audit-interval", 1, "--times", 1000)
+
+
+def test_since_when_a_part_of_a_sum_is_wrong_nobody_knows(tmp_path: Path, healthy: set[str]) -> None:
+    """The wrong element is in a block that the audits of steps 7 to 9 do not draw. That they found nothing proves
+    nothing about it, so all that was committed is in doubt."""
+    ended = launch(tmp_path, SCRIPT, *PART_OF_A_SUM, options=("--nproc-per-node", 3))
+    assert ended.returncode == 0 and set(finals(ended.stdout)) == healthy, said(ended)
+    (recheck,), (rollback,) = events(tmp_path, "recheck"), events(tmp_path, "rollback")
+    assert (recheck["step"], recheck["outcome"], rollback["to"]) == (10, "ill", 0), recheck
+    assert evicted(tmp_path) == recheck["ill"]
+
+
+def test_a_long_run_that_is_in_doubt_from_its_beginning_is_not_begun_again(tmp_path: Path) -> None:
+    """That may cost weeks, and is for people to decide."""
+    late = ("--from-step", 70, "--steps", 90)
+    ended = launch(tmp_path, SCRIPT, *PART_OF_A_SUM, *late, options=("--nproc-per-node", 3))
+    assert ended.returncode == EXIT_INFRASTRUCTURE and not finals(ended.stdout), said(ended)
+    assert "in doubt since version 0, and no checkpoint from before is left" in said(ended)
+
+
 def test_workers_that_die_in_an_audit_are_replaced(tmp_path: Path, healthy: set[str]) -> None:
     faults = "audit.blocks_sent member=w0-1 step=4 kill; audit.added_up member=w2-1 step=6 kill"
     options = ("--nproc-per-node", 3)

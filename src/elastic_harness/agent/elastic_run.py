@@ -72,6 +72,7 @@ from elastic_harness.runs.origin import versions_in
 
 TICK_S = 0.05
 WAITING_NOTICE_S = 5.0
+YOUNG_STEPS = 64  # so many are done again from the beginning without asking, if all of them are in doubt
 BLANKS = 1  # forked processes that wait for the next loss
 _ADVICE: dict[Cause, str] = {
     "unfit": "if the script does the same on every worker, check this machine's memory and CPU; or start with "
@@ -456,7 +457,8 @@ class ElasticRun:
                 records = self.agent.records
                 begins = any(source.kind == "init" for source in digest.sources.values())
                 in_doubt = (records.lineage, records.from_step) in records.doubts
-                if begins and in_doubt and records.from_step > 0 and self.agreement.saved:
+                dear = records.from_step > 0 or records.farthest > YOUNG_STEPS
+                if begins and in_doubt and dear and self.agreement.saved:
                     self.agent.fail(
                         table.NOTHING_BEFORE_DOUBT,
                         f"the run is in doubt since version {records.from_step}, and no checkpoint from before is "

@@ -24,6 +24,10 @@ INTERVAL_MAX = 64
 """Steps after which a machine that always computes wrong is found at the latest, whatever it costs."""
 
 
+MORE_BLOCKS = 8
+"""Of what a member has added up, which are looked at if one is wrong."""
+
+
 class Audit(NamedTuple):
     """One lane that is computed twice. owner, auditor: ranks."""
 
@@ -66,6 +70,19 @@ def sum_audits_due(step: int, owned: Sequence[tuple[int, int]]) -> tuple[SumAudi
         if hi > lo:
             block = lo + drawn // len(owned) % -(-(hi - lo) // BLOCK) * BLOCK
             found.append(SumAudit(owner, auditor, block, min(hi, block + BLOCK)))
+    return tuple(found)
+
+
+def more_sum_audits(ill: Sequence[int], owned: Sequence[tuple[int, int]], but: Sequence[int]) -> tuple[SumAudit, ...]:
+    """Return audits of further blocks that ill ranks have added up, spread over their shares, by ranks that are well.
+    but: where blocks begin that were added up twice already."""
+    found, world = [], len(owned)
+    for owner in ill:
+        auditor = next(rank % world for rank in range(owner + 1, owner + world) if rank % world not in ill)
+        lo, hi = owned[owner]
+        blocks = [block for block in range(lo, hi, BLOCK) if block not in but]
+        every = -(-len(blocks) // MORE_BLOCKS) or 1
+        found += [SumAudit(owner, auditor, block, min(hi, block + BLOCK)) for block in blocks[::every]]
     return tuple(found)
 
 

@@ -21,7 +21,7 @@ from elastic_harness.contract.waits import RECHECK, Awaited
 from elastic_harness.failpoints import failpoint
 from elastic_harness.health.votes import Judgement, judge, together
 from elastic_harness.train.attempt import Adder, Attempt
-from elastic_harness.train.audits import SumAudit, sum_audits_due
+from elastic_harness.train.audits import SumAudit, more_sum_audits, sum_audits_due
 from elastic_harness.train.engine import Engine
 from elastic_harness.train.header import Header, combine
 from elastic_harness.train.progress import Progress
@@ -35,7 +35,9 @@ FIRST_TURN = 3  # those before are of lanes that are computed again
 def audit_sums(engine: Engine, progress: Progress, attempt: Attempt, headers: Sequence[Header], certified: int) -> None:
     """Have a block of each owner's added up once more, and act on what is found. Returns if all agree. Collective;
     blocks at most `exchange_timeout_s` for each of its turns. Raises PeerFailed and InfrastructureError, as `recheck`.
-    certified: if somebody adds up wrong, what was committed since that version is in doubt."""
+    certified: if somebody adds up all of its share wrong, what was committed since that version is in doubt: an audit
+    would have found it before. If only a part is wrong, audits of other blocks say nothing about when that began, and
+    all that was committed since the lineage began is in doubt."""
     audits = SumAudits(engine, progress, attempt, headers)
     disputed = audits.disputes(sum_audits_due(progress.version, attempt.plan.owned))
     if disputed:
@@ -44,6 +46,8 @@ def audit_sums(engine: Engine, progress: Progress, attempt: Attempt, headers: Se
         found = together([audits.judge(audit) for audit in disputed])
         if found.outcome == "random":  # to add up is a function of its input, so a machine is at fault
             found = Judgement("undecided")
+        if found.outcome == "ill" and not audits.is_all_wrong(found.ill, attempt.plan.owned, disputed):
+            certified = audits.begin_of_lineage
         blocks = ", ".join(f"{audit.lo}-{audit.hi - 1}" for audit in disputed)
         conclude(engine, progress, found, f"elements {blocks} of the sum", certified)
 
@@ -85,6 +89,19 @@ class SumAudits:
         for index, audit in enumerate(audits):
             for each, words in enumerate(told):
                 self._answers[audit].setdefault(each, []).append(words[index])
+
+    @property
+    def begin_of_lineage(self) -> int:
+        """The version with which the lineage began."""
+        return self._formed.digest.from_step
+
+    def is_all_wrong(
+        self, ill: Sequence[int], owned: Sequence[tuple[int, int]], disputed: Sequence[SumAudit]
+    ) -> bool:
+        """Return whether these ranks have added up further blocks of their shares wrong as well, as far as there are
+        any. owned: by rank, the elements that it adds up."""
+        more = more_sum_audits(ill, owned, [audit.lo for audit in disputed])
+        return len(self.disputes(more)) == len(more)
 
     def judge(self, audit: SumAudit) -> Judgement:
         return judge(self._answers[audit])

@@ -1,11 +1,13 @@
 """Training in which one worker's machine computes wrong. Prints the hash of the whole training state at the end.
 
-    python ill.py FAULT [--run-dir DIR] [--from-step S] [--times N] [--steps N] [--audit-interval K] [--blind]
+    python ill.py FAULT [--run-dir DIR] [--from-step S] [--times N] [--steps N] [--audit-interval K] [--block N]
+                  [--blind]
 
 nan: losses are NaN. gradient: gradients are infinite. spike: losses are 1000 times as large. bit: one bit of a gradient
 is flipped. memory: one bit of a weight is flipped between two steps, once. sum: one bit of what the first owner of the
 only block adds up is flipped. wire: one bit of a long message that the worker sends is flipped, once. The others happen
-in that worker's next N micro-batches, or sums, after step S began. `--blind`: nobody compares anything.
+in that worker's next N micro-batches, or sums, after step S began. `--block`: so many elements of a sum are audited at
+once, and the flipped bit is in the first of them. `--blind`: nobody compares anything.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import elastic_harness
 from elastic_harness.comm import tcp
 from elastic_harness.comm.exchange import Exchange
 from elastic_harness.contract import variables
-from elastic_harness.train import loop
+from elastic_harness.train import audits, loop
 from elastic_harness.train.gate import gate
 from elastic_harness.train.header import Header
 
@@ -49,6 +51,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--audit-interval", type=lambda text: text if text == "auto" else int(text), default=0)
+    parser.add_argument("--block", type=int)
     parser.add_argument("--blind", action="store_true")
     parser.add_argument("--first-life-only", action="store_true", help="under torchrun the second worker is ill, once")
     arguments = parser.parse_args()
@@ -94,6 +97,8 @@ def main() -> None:
     model[0].weight.register_hook(changed)
     if arguments.fault == "sum":
         add_up, Exchange._reduce = Exchange._reduce, reduce
+    if arguments.block is not None:
+        audits.BLOCK = arguments.block
     if arguments.fault == "wire":
         hash_of, tcp.hash_of = tcp.hash_of, flip_on_the_way
     if arguments.blind:
