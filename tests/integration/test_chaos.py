@@ -153,7 +153,7 @@ def test_of_a_wrong_command_line_one_sentence_says_what_is_wrong(tmp_path: Path)
 
 def test_workers_of_any_run_fail_by_its_settings(tmp_path: Path) -> None:
     plan = plan_of("kill")
-    settings = ["chaos.probability=0.04", "chaos.after_step=5", *plan.settings, f"training.max_steps={plan.steps}"]
+    settings = ["chaos.probability=0.1", "chaos.after_step=5", *plan.settings, f"training.max_steps={plan.steps}"]
     given = ("--nproc-per-node", "2", "--run-dir", tmp_path / "run", "-m", "elastic_harness.train", *settings)
     done = subprocess.run(command("launch", *given), env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and verify(tmp_path / "run").ok, done
