@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from jupyter_client.manager import start_new_kernel
 
-from integration.launch_tools import environment, left_behind, processes_of, run
+from elastic_harness import processes
+from integration.launch_tools import environment, left_behind, run
 
 pytestmark = [
     pytest.mark.slow,
@@ -110,7 +111,7 @@ def test_an_interrupt_of_the_cell_stops_the_job(kernel: Kernel) -> None:
         assert shown["error"].startswith("KeyboardInterrupt")
         assert "a worker has begun" in shown["panel"] and "stopped; the same run_dir=" in shown["panel"]
         assert kernel.record()["exit_code"] == 130
-        assert not processes_of(kernel.run_dir)
+        assert not processes.of_run(kernel.run_dir)
 
 
 def test_a_job_goes_on_beside_the_cells_and_dies_with_the_kernel(kernel: Kernel) -> None:
@@ -122,7 +123,7 @@ def test_a_job_goes_on_beside_the_cells_and_dies_with_the_kernel(kernel: Kernel)
     told = "print(job.live, job.status()['status'], [e['member'] for e in job.events('failure_detected')])"
     assert kernel.cell(told)["text"] == "True running ['w0-1']\n"
     kernel.manager.restart_kernel(now=True)
-    until(lambda: not processes_of(kernel.run_dir), "the job of a killed kernel to end")
+    until(lambda: not processes.of_run(kernel.run_dir), "the job of a killed kernel to end")
     assert kernel.record()["exit_code"] == 143
 
 

@@ -147,6 +147,7 @@ def test_what_was_told_before_a_death_is_written_down_before_it(train: Train, un
     """An agent that gets no time finds a death and older news of the others at once."""
     job = train(2, steps=STEPS)
     job.fill()
+    job.advance()
     first = job.limit
     fault = job.order(1, "slot.forward", step=first + 2)  # so the other one has told of `first`, if not yet of the next
     agent = job.record()["agent_pid"]

@@ -51,7 +51,7 @@ MISTAKES = [
     Mistake("pieces of a checkpoint are not compared with their hashes", "checkpoint.disk.reading",
             "if actual != expected:", "if False:", ("flip-checkpoint",), ("noticed",)),
     Mistake("memory that runs out is not told of", "train.compute",
-            'engine.link.send(LogEvent("slot_retried", {**fields, "error": text, **held}))', "pass",
+            'engine.link.send(LogEvent("slot_retried", {**fields, "error": text, **held, "spills": spills}))', "pass",
             ("exhaust",), ("noticed",)),
     Mistake("a writer's death is not told of", "writer_process",
             'self._report("checkpoint_writer_died", {"exit_code": code, "restart_in_s": self.restart_in_s, '

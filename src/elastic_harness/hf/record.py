@@ -16,7 +16,7 @@ _MEASURED = ("_runtime", "_per_second", "_time", "_delta", "_before", "_peaked")
 """How names in the log end whose values depend on the machine."""
 
 
-class Record:
+class TrainerRecord:
     """The Trainer's history, the best metric, the states of its callbacks, and the losses that are not logged yet.
 
     Its state is that of the last step after which all was done: logged, evaluated, saved. If an exception ends that

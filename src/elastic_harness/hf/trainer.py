@@ -22,7 +22,7 @@ import elastic_harness
 from elastic_harness import Config, ConfigError
 from elastic_harness.errors import UserCodeError
 from elastic_harness.hf import environment
-from elastic_harness.hf.record import Record, Watcher, begin_as_rank_0
+from elastic_harness.hf.record import TrainerRecord, Watcher, begin_as_rank_0
 from elastic_harness.hf.refusals import check_settings, refuse_arguments, refuse_parts
 from elastic_harness.hf.samples import Samples
 from elastic_harness.hf.trained_part import TrainedPart, frozen_word
@@ -111,7 +111,7 @@ class ElasticTrainer(Trainer):
         self.current_gradient_accumulation_steps = 1
         self._tokens_in_full_slot = self._count_full_slot(samples)
         self._begin_state(max_steps, math.ceil(max_steps / steps_per_epoch))
-        record = Record(self)
+        record = TrainerRecord(self)
         run = self._start(samples, max_steps, record)
         self._call_around_optimizer()
         self._begin_training(run, record, trial, ignore_keys_for_eval)
@@ -137,7 +137,13 @@ class ElasticTrainer(Trainer):
         return self._finish_training(record, first_step, began_at, len(samples) / steps_per_epoch)
 
     def _after_step(
-        self, run: Any, record: Record, batches: int, steps_per_epoch: int, trial: Any, ignore_keys: list[str] | None
+        self,
+        run: Any,
+        record: TrainerRecord,
+        batches: int,
+        steps_per_epoch: int,
+        trial: Any,
+        ignore_keys: list[str] | None,
     ) -> None:
         """Do what follows a commit. batches: in an epoch."""
         epoch, index = divmod(run.step - 1, steps_per_epoch)
@@ -181,7 +187,7 @@ class ElasticTrainer(Trainer):
 
     # ---- beginning
 
-    def _start(self, samples: Samples, max_steps: int, record: Record) -> Any:
+    def _start(self, samples: Samples, max_steps: int, record: TrainerRecord) -> Any:
         frozen = frozen_word(self.model)
         facts = {
             "hf.transformers": transformers.__version__,
@@ -246,7 +252,7 @@ class ElasticTrainer(Trainer):
         self.state.max_steps, self.state.num_train_epochs = max_steps, epochs
         self.state.epoch = 0.0
 
-    def _begin_training(self, run: Any, record: Record, trial: Any, ignore_keys: list[str] | None) -> None:
+    def _begin_training(self, run: Any, record: TrainerRecord, trial: Any, ignore_keys: list[str] | None) -> None:
         """Tell the callbacks; what they keep was restored before, and is again in place after that."""
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
@@ -291,7 +297,7 @@ class ElasticTrainer(Trainer):
 
     # ---- after a step
 
-    def _log_evaluate_save(self, record: Record, trial: Any, ignore_keys: list[str] | None) -> None:
+    def _log_evaluate_save(self, record: TrainerRecord, trial: Any, ignore_keys: list[str] | None) -> None:
         """Do what the callbacks have asked for. All workers evaluate, so all know the metric."""
         if self.control.should_log and self.state.global_step > record.logged_at:
             logs = {"loss": record.take_mean(self.state.global_step)}
@@ -352,7 +358,7 @@ class ElasticTrainer(Trainer):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _finish_training(
-        self, record: Record, first_step: int, began_at: float, samples_per_step: float
+        self, record: TrainerRecord, first_step: int, began_at: float, samples_per_step: float
     ) -> TrainOutput:
         for hook in self._hooks:
             hook.remove()

@@ -92,9 +92,10 @@ def main() -> None:
     run = elastic_harness.start(
         model, optimizer, Table(48, 12), config, run_dir=given.run_dir, extra={"patience": patience}, validation=shared
     )
+    rejoin_at = math.inf if given.rejoin_at is None else given.rejoin_at
     for step in run.steps():
-        if step.index == given.rejoin_at:
-            wait_for_a_joiner(run)
+        if step.index >= rejoin_at and wait_for_a_joiner(run):
+            rejoin_at = math.inf
         for batch in step.micro_batches():
             step.backward(F.cross_entropy(model(batch["x"]), batch["y"]))
         if step.validation is not None:
