@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,16 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+def _await_newer_name(folder: Path) -> None:
+    """Wait until a new event file sorts behind those that are there: TensorBoard reads them in the order of names,
+    which begin with the second. At most a second, also if the clock was set back."""
+    numbers = (path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*"))
+    seconds = [int(number) for number in numbers if number.isdigit()]
+    until = time.monotonic() + 1.0
+    while seconds and int(time.time()) <= max(seconds) and time.monotonic() < until:
+        time.sleep(0.02)
+
+
 class TensorBoard:
     """Event files, written by TensorBoard's own package; neither torch nor TensorFlow is loaded."""
 
@@ -58,7 +69,9 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = event_pb2, summary_pb2
-        self._writer = EventFileWriter(os.environ.get("TENSORBOARD_LOGDIR") or str(run.folder))
+        folder = Path(os.environ.get("TENSORBOARD_LOGDIR") or run.folder)
+        _await_newer_name(folder)
+        self._writer = EventFileWriter(str(folder))
         self.go_back(run.resumes_at)
 
     def log(self, step: int, t: float, figures: Mapping[str, float]) -> None:
