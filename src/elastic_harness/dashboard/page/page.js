@@ -432,6 +432,7 @@ function ask(question, order) {
   dialog.returnValue = "no";
   dialog.onclose = async () => {
     if (dialog.returnValue !== "yes") return;
+    dialog.onclose = null; // the end of an earlier question may still be on its way here, and would order it again
     const answer = await fetch(`/api/runs/${encodeURIComponent(name)}/control`, { method: "POST",
       headers: { "Content-Type": "application/json", "X-Elastic-Harness": "control" }, body: JSON.stringify(order) });
     answered = { text: (await answer.text()).trim(), until: Date.now() + 10000 };
