@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from elastic_harness.runs.events import EVENTS, EventTail
@@ -16,6 +16,29 @@ from elastic_harness.runs.story import Kill, Story
 
 STOP_TIMEOUT_S = 15.0
 TAIL_LINES = 40
+
+
+class Terminated(BaseException):
+    """SIGTERM or SIGHUP arrived: clean up and leave."""
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + int(self.args[0])
+
+
+@contextlib.contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the stack like Ctrl-C does, so that every context cleans up."""
+
+    def leave(number: int, frame: object) -> None:
+        raise Terminated(number)
+
+    saved = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in saved.items():
+            signal.signal(number, handler)
 
 
 def cli(*arguments: str) -> list[str]:

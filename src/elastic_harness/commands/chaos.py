@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import secrets
-import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from elastic_harness.chaos.rounds import PLAN, Calm, forget_checkpoints, play, t
 from elastic_harness.chaos.shrink import shrink
 from elastic_harness.chaos.verdict import ChaosVerdict
 from elastic_harness.errors import EXIT_SUCCESS, ConfigError
+from elastic_harness.watched_job import Terminated, signals_as_exceptions
 
 EXIT_VERDICT_FAILED = 1
 SHRUNK = "shrunk.yaml"
@@ -37,18 +36,14 @@ exit codes: 0 the verdict holds, 1 it does not, 2 a wrong plan or command line, 
 """
 
 
-class _Terminated(BaseException):
-    """SIGTERM or SIGHUP arrived: clean up and leave."""
-
-
 def main(argv: Sequence[str]) -> int:
     """Run, replay or shrink plans, or list the kinds of faults."""
     given = _parser().parse_args(_before_script(list(argv)))
     try:
-        with _signals_as_exceptions():
+        with signals_as_exceptions():
             return int(given.do(given, _script_of(argv)))
-    except _Terminated as stop:
-        return 128 + int(stop.args[0])
+    except Terminated as stop:
+        return stop.exit_code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -255,18 +250,3 @@ class _Campaign:
                      f"a healthy step: {facts['healthy_step_s']:.2f} s")  # fmt: skip
         self.say(f"VERDICT: {'nothing was lost' if facts['ok'] else 'it does NOT hold'} "
                  f"({facts['faults']} faults of {len(facts['kinds'])} kinds in {len(played)} rounds)")  # fmt: skip
-
-
-@contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the stack like Ctrl-C does, so that every context cleans up."""
-
-    def leave(number: int, frame: object) -> None:
-        raise _Terminated(number)
-
-    saved = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in saved.items():
-            signal.signal(number, handler)

@@ -8,12 +8,10 @@ import math
 import random
 import secrets
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -37,7 +35,7 @@ from elastic_harness.errors import (
 )
 from elastic_harness.gpt.config import TrainerConfig
 from elastic_harness.runs.story import Story
-from elastic_harness.watched_job import Job, cli
+from elastic_harness.watched_job import Job, Terminated, cli, signals_as_exceptions
 
 EXIT_VERDICT_FAILED = 1
 POLL_S = 0.02
@@ -49,10 +47,6 @@ KEY_HELP = "k kill a random worker   0-9 kill that rank   a add a worker   q qui
 
 class Quit(Exception):
     """The user pressed q."""
-
-
-class Terminated(BaseException):
-    """SIGTERM or SIGHUP arrived: clean up and leave."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = _settings(argv)
         console = Console(stderr=settings.as_json)
-        with _signals_as_exceptions():
+        with signals_as_exceptions():
             return _run(settings, console)
     except HarnessError as error:
         Console(stderr=True).print(Text(f"elastic-harness demo: {error}", style="red"))
@@ -91,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         console.print("interrupted; nothing is left running")
         return EXIT_INTERRUPTED
     except Terminated as stop:
-        return 128 + int(stop.args[0])
+        return stop.exit_code
 
 
 def _run(settings: Settings, console: Console) -> int:
@@ -339,18 +333,3 @@ def default_config() -> Path:
     raise ConfigError(
         f"configs/demo.yaml is in none of {[str(path.parent) for path in candidates]}; give --config FILE"
     )
-
-
-@contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the stack like Ctrl-C does, so that every context cleans up."""
-
-    def leave(number: int, frame: object) -> None:
-        raise Terminated(number)
-
-    saved = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in saved.items():
-            signal.signal(number, handler)
