@@ -45,12 +45,19 @@ def run_beside(*words: str) -> Iterator[None]:
         raise InfrastructureError(f"cannot start `elastic-harness {words[0]}`: {error.strerror or error}") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    with ended_after(process, END_S):
+        yield
+
+
+@contextlib.contextmanager
+def ended_after(process: subprocess.Popen[bytes], within_s: float) -> Iterator[None]:
+    """Ask a process to end after the block, and kill it if it takes longer."""
     try:
         yield
     finally:
         process.terminate()
         try:
-            process.wait(END_S)
+            process.wait(within_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -25,7 +25,7 @@ from elastic_harness.agent.options import LaunchRequest, parse
 from elastic_harness.agent.reporting.incident import signal_name
 from elastic_harness.agent.workers.orphans import Orphans
 from elastic_harness.agent.workers.script import check_command
-from elastic_harness.commands.beside import run_beside
+from elastic_harness.commands.beside import ended_after, run_beside
 from elastic_harness.contract import shared_frames
 from elastic_harness.errors import EXIT_INFRASTRUCTURE, EXIT_TERMINATED, ConfigError, InfrastructureError
 from elastic_harness.names import TRAINER
@@ -156,15 +156,8 @@ def _dashboard(path: Path) -> Iterator[None]:
         print(f"[launch] the page cannot be started ({error.strerror or error}); the run goes on", flush=True)
         yield
         return
-    try:
+    with ended_after(page, DASHBOARD_END_S):
         yield
-    finally:
-        page.terminate()
-        try:
-            page.wait(DASHBOARD_END_S)
-        except subprocess.TimeoutExpired:
-            page.kill()
-            page.wait()
 
 
 class _Parent:
