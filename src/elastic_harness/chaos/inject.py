@@ -301,22 +301,28 @@ def _newest_checkpoint(live: Live) -> Path | None:
     return found[-1] if len(found) > 1 else None
 
 
-def _flip_checkpoint(live: Live) -> list[str] | None:
+def _largest_of_a_killed_job(live: Live) -> Path | None:
+    """Kill the job, and return the largest file of its newest checkpoint; None, and nothing is done, if it is too early
+    for that."""
     if _newest_checkpoint(live) is None or _kill_job(live) is None:
         return None
     newest = _newest_checkpoint(live)
     assert newest is not None
-    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    return max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def _flip_checkpoint(live: Live) -> list[str] | None:
+    largest = _largest_of_a_killed_job(live)
+    if largest is None:
+        return None
     _change(largest, largest.stat().st_size - 5, lambda byte: byte ^ 1)
     return []
 
 
 def _tear_checkpoint(live: Live) -> list[str] | None:
-    if _newest_checkpoint(live) is None or _kill_job(live) is None:
+    largest = _largest_of_a_killed_job(live)
+    if largest is None:
         return None
-    newest = _newest_checkpoint(live)
-    assert newest is not None
-    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     largest.unlink()
     return []
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from elastic_harness.errors import ConfigError
 
@@ -29,23 +30,27 @@ class TrackedRun:
     settings: Mapping[str, Any]  # of the run, as run_configured tells them
 
 
-class Tracker(Protocol):
+class Tracker(ABC):
     """One tracker, open for one run."""
 
-    late_s: float  # what was flushed less long ago may be lost if this process is killed
+    late_s = 0.0  # what was flushed less long ago may be lost if this process is killed
 
+    @abstractmethod
     def log(self, step: int, t: float, figures: Mapping[str, float]) -> None:
         """Take the figures of a step, at a time in UNIX seconds."""
 
     def go_back(self, step: int) -> bool:
         """Forget all figures from this step on. Return False if the tracker cannot."""
+        return False
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 (nothing to do, for one that writes at once)
         """Write down what was logged, so that it survives this process."""
 
     def newest(self) -> int | None:
         """Return the newest step that the tracker itself knows to have, -1 for none; None if it cannot tell."""
+        return None
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -59,10 +64,8 @@ def _await_newer_name(folder: Path) -> None:
         time.sleep(0.02)
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files, written by TensorBoard's own package; neither torch nor TensorFlow is loaded."""
-
-    late_s = 0.0
 
     def __init__(self, run: TrackedRun) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -87,14 +90,11 @@ class TensorBoard:
     def flush(self) -> None:
         self._writer.flush()
 
-    def newest(self) -> int | None:
-        return None
-
     def close(self) -> None:
         self._writer.close()
 
 
-class Wandb:
+class Wandb(Tracker):
     """Weights & Biases; offline unless WANDB_API_KEY or WANDB_MODE say otherwise. `wandb sync` sends it later."""
 
     late_s = 30.0  # its own process writes, and cannot be asked to
@@ -111,22 +111,12 @@ class Wandb:
     def log(self, step: int, t: float, figures: Mapping[str, float]) -> None:
         self._run.log({**figures, "unix_time": t}, step=step)
 
-    def go_back(self, step: int) -> bool:
-        return False
-
-    def flush(self) -> None: ...
-
-    def newest(self) -> int | None:
-        return None
-
     def close(self) -> None:
         self._run.finish()
 
 
-class Trackio:
+class Trackio(Tracker):
     """trackio, whose dashboard runs on this machine: `trackio show`."""
-
-    late_s = 0.0
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(run.folder))
@@ -139,11 +129,6 @@ class Trackio:
     def log(self, step: int, t: float, figures: Mapping[str, float]) -> None:
         self._run.log({**figures, "unix_time": t}, step=step)
 
-    def go_back(self, step: int) -> bool:
-        return False
-
-    def flush(self) -> None: ...
-
     def newest(self) -> int | None:
         step = self._storage.get_max_step_for_run(PROJECT, self._run_id, run_id=self._run.id)
         return -1 if step is None else int(step)
@@ -152,10 +137,8 @@ class Trackio:
         self._run.finish()
 
 
-class MLflow:
+class MLflow(Tracker):
     """MLflow, in a file store unless MLFLOW_TRACKING_URI names another place."""
-
-    late_s = 0.0
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # it needs no database
@@ -177,9 +160,6 @@ class MLflow:
         new = [name for name in figures if step > self._has.get(name, -1)]  # it may have been killed in mid-step
         ordered = sorted(new, key=lambda name: name == "loss")  # the last one, for `newest` asks for it
         self._points += [self._metric(name, figures[name], int(1000 * t), step) for name in ordered]
-
-    def go_back(self, step: int) -> bool:
-        return False
 
     def flush(self) -> None:
         for begin in range(0, len(self._points), 1000):
